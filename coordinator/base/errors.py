@@ -20,16 +20,43 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
 from tinkerpool.errors import Code
 
-__all__ = ["MESSAGE_LENGTH_MAX", "Code", "Failure", "ServiceError", "invalid", "not_found", "sampler_exists"]
+__all__ = [
+    "MESSAGE_LENGTH_MAX",
+    "Code",
+    "Failure",
+    "Quota",
+    "ServiceError",
+    "busy",
+    "invalid",
+    "not_found",
+    "over_ceiling",
+    "sampler_exists",
+]
 
 logger = logging.getLogger(__name__)
 
 MESSAGE_LENGTH_MAX = 1500
 """Characters of a refusal's message. It may repeat the request's contents, and it is logged, stored and sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A limit that refuses a call, and what is in use of it."""
+
+    limit: str
+    """What is limited, for people: "adapters of yours"."""
+    usage: int
+    """How much is in use without the refused call, in the unit that `limit` names."""
+    maximum: int
+
+    def __str__(self) -> str:
+        """Return the start of a message: the limit, its usage and its maximum."""
+        return f"{self.limit}: {self.usage} in use, at most {self.maximum}"
 
 
 class ServiceError(Exception):
@@ -40,7 +67,8 @@ class ServiceError(Exception):
         reason: a constant for programs, `QUEUE_FULL`.
         message: a sentence for people; cut at `MESSAGE_LENGTH_MAX` characters.
         retry_delay_s: set exactly when the same call may succeed later; then the call consumed nothing.
-        metadata: details by name, for example `expected_seq`.
+        metadata: details by name, for example `expected_seq`; for a quota `limit`, `usage` and `maximum`.
+        quota: the limit that is used up, if that is the reason.
         operation: name of the failed operation that records this refusal under the requested sequence number; empty
             unless there is one.
     """
@@ -53,6 +81,7 @@ class ServiceError(Exception):
         *,
         retry_delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        quota: Quota | None = None,
     ) -> None:
         if len(message) > MESSAGE_LENGTH_MAX:
             message = f"{message[: MESSAGE_LENGTH_MAX - 4]} ..."
@@ -62,12 +91,26 @@ class ServiceError(Exception):
         self.message = message
         self.retry_delay_s = retry_delay_s
         self.metadata = dict(metadata or {})
+        self.quota = quota
+        if quota is not None:
+            self.metadata |= {"limit": quota.limit, "usage": str(quota.usage), "maximum": str(quota.maximum)}
         self.operation = ""
 
 
 def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
     """Return the refusal of a request that is wrong in itself."""
     return ServiceError(Code.INVALID_ARGUMENT, reason, message)
+
+
+def busy(reason: str, quota: Quota, mend: str, *, delay_s: float = 1.0) -> ServiceError:
+    """Return the refusal of a call that waiting clears; `mend` says what frees the quota."""
+    message = f"{quota}; {mend}, then try again: after {delay_s:g} s at the earliest"
+    return ServiceError(Code.RESOURCE_EXHAUSTED, reason, message, retry_delay_s=delay_s, quota=quota)
+
+
+def over_ceiling(reason: str, quota: Quota, mend: str) -> ServiceError:
+    """Return the refusal of a call that no waiting clears; `mend` says how to free or raise the quota."""
+    return ServiceError(Code.FAILED_PRECONDITION, reason, f"{quota}; {mend}", quota=quota)
 
 
 def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Quota, ServiceError, busy
 
 PARTS = 4
 """One tenant may hold one part of everything."""
@@ -21,7 +21,9 @@ class Budget:
     Tenants with waiting calls take turns; calls of one tenant are served in the order of their arrival.
     """
 
-    def __init__(self, total: int, of_tenant_max: int, waiting_max: int) -> None:
+    def __init__(self, total: int, of_tenant_max: int, waiting_max: int, unit: str = "bytes") -> None:
+        self._total = total
+        self._unit = unit
         self._free = total
         self._of_tenant_max = of_tenant_max
         self._waiting_max = waiting_max
@@ -36,7 +38,9 @@ class Budget:
             return
         queue = self._waiting.get(tenant_id, ())
         if self._num_waiting >= self._waiting_max or len(queue) >= self._waiting_max // PARTS:
-            raise _busy("too many calls wait to be read")
+            if len(queue) >= self._waiting_max // PARTS:
+                raise _busy(Quota("calls of yours that wait to be read", len(queue), self._waiting_max // PARTS))
+            raise _busy(Quota("calls of all tenants that wait to be read", self._num_waiting, self._waiting_max))
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant_id, deque()).append((granted, amount))
         self._num_waiting += 1
@@ -49,7 +53,7 @@ class Budget:
             else:
                 self.give(tenant_id, amount)
             if isinstance(error, TimeoutError):
-                raise _busy(f"the call was not read within {timeout_s:g} s, because others were") from None
+                raise _busy(self._used(tenant_id, amount)) from None
             raise
 
     def give(self, tenant_id: str, amount: int) -> None:
@@ -63,6 +67,13 @@ class Budget:
 
     def _fits(self, tenant_id: str, amount: int) -> bool:
         return amount <= self._free and self._taken[tenant_id] + amount <= self._of_tenant_max
+
+    def _used(self, tenant_id: str, amount: int) -> Quota:
+        """Return the quota for which this amount waited: the tenant's own part, or the whole."""
+        of_tenant = self._taken[tenant_id]
+        if of_tenant + amount > self._of_tenant_max:
+            return Quota(f"{self._unit} of your requests that are being read", of_tenant, self._of_tenant_max)
+        return Quota(f"{self._unit} of all requests that are being read", self._total - self._free, self._total)
 
     def _grant(self, tenant_id: str, amount: int) -> None:
         self._free -= amount
@@ -115,5 +126,5 @@ class Held:
         self.shrink(0)
 
 
-def _busy(why: str) -> ServiceError:
-    return ServiceError(Code.RESOURCE_EXHAUSTED, "CALLS_BUSY", f"{why}: try again", retry_delay_s=1.0)
+def _busy(quota: Quota) -> ServiceError:
+    return busy("CALLS_BUSY", quota, "wait for some calls to be read")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
@@ -260,10 +260,10 @@ class Admission:
         self.check_open()
         num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
-            raise _full(f"{num_unfinished} operations are queued, at most {self._limits.pending_operations_max}")
+            raise _full(Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max))
         pending = self._in_flight.bytes_of_tenant(tenant_id)
         if pending + num_bytes > self._limits.pending_bytes_max and pending:
-            raise _full(f"{pending} bytes of your requests are queued, at most {self._limits.pending_bytes_max}")
+            raise _full(Quota("bytes of your queued requests", pending, self._limits.pending_bytes_max))
 
     def _refusal(self, log: AdapterLog, requests: Sequence[Request]) -> ServiceError | None:
         """Return why these requests are refused for good: malformed, not possible now, or too much for one window."""
@@ -464,10 +464,5 @@ def _expected(log: AdapterLog) -> dict[str, str]:
     return {"expected_seq": str(log.next_seq)}
 
 
-def _full(limit: str) -> ServiceError:
-    return ServiceError(
-        Code.RESOURCE_EXHAUSTED,
-        "QUEUE_FULL",
-        f"{limit}: wait for some to finish, then try again",
-        retry_delay_s=RETRY_DELAY_S,
-    )
+def _full(quota: Quota) -> ServiceError:
+    return busy("QUEUE_FULL", quota, "wait for some operations to finish", delay_s=RETRY_DELAY_S)

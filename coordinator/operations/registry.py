@@ -6,8 +6,11 @@ walks through; `AdapterGroup.dirty` has an adapter from a change until it was fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+from coordinator.base.errors import Quota, over_ceiling
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
@@ -110,6 +113,8 @@ class AdapterRegistry:
         self._rows = rows
         self._logs: dict[str, AdapterLog] = {}
         self._groups: dict[str, AdapterGroup] = {}
+        self._num_reserved: Counter[str] = Counter()
+        """Tenant to its adapters whose rows are being written."""
 
     @property
     def logs(self) -> Mapping[str, AdapterLog]:
@@ -153,9 +158,24 @@ class AdapterRegistry:
         """Return the number of adapters with a copy on this worker."""
         return sum(len(group.residency.on(worker_id)) for group in self._groups.values())
 
-    def num_of(self, tenant_id: str) -> int:
-        """Return the number of a tenant's adapters."""
-        return sum(log.tenant_id == tenant_id for log in self._logs.values())
+    @contextmanager
+    def reserving(self, tenant_id: str, adapters_max: int) -> Iterator[None]:
+        """Reserve room for one adapter of a tenant while the block writes its row and adds it.
+
+        Raises ServiceError ADAPTER_QUOTA if the tenant has as many as it may have, those that are being written
+        included: so calls at the same time never exceed the ceiling together.
+        """
+        num_adapters = sum(log.tenant_id == tenant_id for log in self._logs.values()) + self._num_reserved[tenant_id]
+        if num_adapters >= adapters_max:
+            quota = Quota("adapters of yours", num_adapters, adapters_max)
+            raise over_ceiling("ADAPTER_QUOTA", quota, "delete some, or ask the operator to raise adapters_max")
+        self._num_reserved[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._num_reserved[tenant_id] -= 1
+            if not self._num_reserved[tenant_id]:
+                del self._num_reserved[tenant_id]
 
 
 def adapter_of_row(row: AdapterRow) -> AdapterLog:

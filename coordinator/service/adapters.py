@@ -62,43 +62,43 @@ class AdapterUseCases(UseCases):
         self._check_unused(request)
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
-        self._check_quota(principal)
-        index = session.take_adapter_index(request.index if request.HasField("index") else None)
-        adapter_id = names.adapter_id(session.session_id, index)
-        spec = replace(spec, adapter_id=adapter_id)
-        row = AdapterRow(
-            adapter_id=adapter_id,
-            tenant_id=principal.tenant_id,
-            session_id=session.session_id,
-            request_id=request.request_id or None,
-            payload=payload,
-            base_model=model.name,
-            rank=spec.rank,
-            alpha=spec.alpha,
-            seed=spec.seed,
-            train_attn=spec.train_attn,
-            train_mlp=spec.train_mlp,
-            train_unembed=spec.train_unembed,
-            user_metadata=json.dumps(dict(request.user_metadata)),
-            created_at=self._core.time.wall(),
-        )
-        adapter = AdapterLog(principal.tenant_id, session.session_id, model.name, spec)
-        start = use = None
-        if source is not None:
-            start, use = await self._write_start(adapter, source, request.with_optimizer)
-        try:
-            await self._core.store.adapters.insert(row, start, use)
-        except StorageError as error:
-            if start is not None:
-                self._core.states.folders.snapshots.remove(start.folder)
-            if not isinstance(error, ConflictError):
-                raise
-            existing = self._existing_adapter(request)
-            if existing is None:
-                raise request_id_taken() from None
-            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
-        self._core.registry.add(adapter)
-        return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
+        with self._core.registry.reserving(principal.tenant_id, self._core.config.limits.adapters_max):
+            index = session.take_adapter_index(request.index if request.HasField("index") else None)
+            adapter_id = names.adapter_id(session.session_id, index)
+            spec = replace(spec, adapter_id=adapter_id)
+            row = AdapterRow(
+                adapter_id=adapter_id,
+                tenant_id=principal.tenant_id,
+                session_id=session.session_id,
+                request_id=request.request_id or None,
+                payload=payload,
+                base_model=model.name,
+                rank=spec.rank,
+                alpha=spec.alpha,
+                seed=spec.seed,
+                train_attn=spec.train_attn,
+                train_mlp=spec.train_mlp,
+                train_unembed=spec.train_unembed,
+                user_metadata=json.dumps(dict(request.user_metadata)),
+                created_at=self._core.time.wall(),
+            )
+            adapter = AdapterLog(principal.tenant_id, session.session_id, model.name, spec)
+            start = use = None
+            if source is not None:
+                start, use = await self._write_start(adapter, source, request.with_optimizer)
+            try:
+                await self._core.store.adapters.insert(row, start, use)
+            except StorageError as error:
+                if start is not None:
+                    self._core.states.folders.snapshots.remove(start.folder)
+                if not isinstance(error, ConflictError):
+                    raise
+                existing = self._existing_adapter(request)
+                if existing is None:
+                    raise request_id_taken() from None
+                return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
+            self._core.registry.add(adapter)
+            return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
 
     async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
         """Return an adapter and its next sequence number."""
@@ -185,15 +185,6 @@ class AdapterUseCases(UseCases):
         ):
             raise invalid("rank and train_* must be those of the checkpoint: leave them out")
         return model, AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
-
-    def _check_quota(self, principal: Principal) -> None:
-        limit = self._core.config.limits.adapters_max
-        if self._core.registry.num_of(principal.tenant_id) >= limit:
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "ADAPTER_QUOTA",
-                f"you have {limit} adapters, the maximum: delete some first",
-            )
 
     async def _write_start(
         self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool

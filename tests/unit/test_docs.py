@@ -17,7 +17,16 @@ FOLDERS = ("coordinator", "workers", "tinkerpool", "scripts", "tests", "docs", "
 PACKAGES = ("coordinator", "workers", "tinkerpool")
 GENERATED = ("tinkerpool/v1/", "tinkerpool/compat/")
 
-REFUSALS = {"ServiceError", "OperationError", "UnreadableBody", "invalid", "not_found", "refused"}
+REFUSALS = {"ServiceError", "OperationError", "UnreadableBody", "busy", "invalid", "not_found", "over_ceiling", "refused"}
+    "ServiceError",
+    "busy",
+    "over_ceiling",
+    "OperationError",
+    "UnreadableBody",
+    "invalid",
+    "not_found",
+    "refused",
+}
 """Functions and classes that take the reason of a refusal or failed outcome."""
 
 

@@ -46,7 +46,7 @@ class Intake:
         self._bytes = Budget(
             total - RESERVED_READERS * self._message_bytes, max(total // PARTS, self._message_bytes), WAITING_MAX
         )
-        self._readers = Budget(SMALL_READERS, 1, WAITING_MAX)
+        self._readers = Budget(SMALL_READERS, 1, WAITING_MAX, "readers")
 
     @asynccontextmanager
     async def received(self, tenant_id: str, read: Read, *, is_large: bool) -> AsyncIterator[bytes]:

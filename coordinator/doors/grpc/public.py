@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
 from coordinator.doors.door import to_refusal
 from coordinator.doors.grpc.statuses import Context, abort
 
@@ -151,12 +151,8 @@ class PublicCalls(grpc.GenericRpcHandler):
     @contextmanager
     def _counted(self, name: str, num_max: int) -> Iterator[None]:
         if self._num_open[name] >= num_max:
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "CALLS_BUSY",
-                f"{num_max} calls of {name} are open, the most that the pool takes: try again later",
-                retry_delay_s=5.0,
-            )
+            quota = Quota(f"open calls of {name} by all callers", self._num_open[name], num_max)
+            raise busy("CALLS_BUSY", quota, "wait for one to end", delay_s=5.0)
         self._num_open[name] += 1
         try:
             yield
@@ -168,8 +164,9 @@ class _NotReadError(ServiceError):
     """The request was not read, because others are being read."""
 
     def __init__(self) -> None:
-        message = "requests of other callers without a key are being read: try again"
-        super().__init__(Code.RESOURCE_EXHAUSTED, "CALLS_BUSY", message, retry_delay_s=1.0)
+        quota = Quota("requests of callers without a key that are being read", 1, 1)
+        message = f"{quota}; try again after 1 s"
+        super().__init__(Code.RESOURCE_EXHAUSTED, "CALLS_BUSY", message, retry_delay_s=1.0, quota=quota)
 
 
 def _parsed(message_type: Any, body: bytes) -> Any:

@@ -28,7 +28,10 @@ async def abort(context: Context, error: ServiceError) -> NoReturn:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """Return a refusal's status: with `ErrorInfo` always, with `RetryInfo` exactly if the call may succeed later."""
+    """Return a refusal's status: with `ErrorInfo` always, with `RetryInfo` exactly if the call may succeed later.
+
+    A used-up quota is in `QuotaFailure`, whether or not waiting clears it.
+    """
     message = error.message
     if len(message.encode()) > MESSAGE_BYTES_MAX:
         message = message.encode()[: MESSAGE_BYTES_MAX - 4].decode(errors="ignore") + " ..."
@@ -39,6 +42,9 @@ def to_status(error: ServiceError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_delay_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if error.quota is not None:
+        violation = error_details_pb2.QuotaFailure.Violation(subject=error.quota.limit, description=str(error.quota))
+        details.append(error_details_pb2.QuotaFailure(violations=[violation]))
     status = status_pb2.Status(code=int(error.code), message=message)
     for detail in details:
         packed = any_pb2.Any()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlencode
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError, busy
 from coordinator.base.time import Time
 
 DOWNLOAD_S = 3600
@@ -54,12 +54,8 @@ class Downloads:
     def running(self, tenant_id: str) -> Iterator[None]:
         """Count a download while the block runs. Raises ServiceError RESOURCE_EXHAUSTED above the limit."""
         if self._num_running[tenant_id] >= AT_ONCE_MAX:
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "DOWNLOADS_BUSY",
-                f"{AT_ONCE_MAX} downloads of yours are running, the maximum: wait for one to end, then try again",
-                retry_delay_s=1.0,
-            )
+            quota = Quota("downloads of yours that are running", self._num_running[tenant_id], AT_ONCE_MAX)
+            raise busy("DOWNLOADS_BUSY", quota, "wait for one to end")
         self._num_running[tenant_id] += 1
         try:
             yield

@@ -51,6 +51,8 @@ def status_of(error: ServiceError) -> int:
     """
     if error.retry_delay_s is not None:
         return HTTPStatus.SERVICE_UNAVAILABLE if error.code is Code.UNAVAILABLE else HTTPStatus.TOO_MANY_REQUESTS
+    if error.quota is not None:
+        return HTTPStatus.FORBIDDEN
     return _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
 
 

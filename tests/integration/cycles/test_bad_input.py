@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
 from tests.support.toy_pool import pass_request, refusal, running_pool
@@ -116,10 +116,22 @@ async def test_the_adapter_quota_is_per_tenant_and_a_deletion_frees_it(tmp_path:
     async with running_pool(tmp_path, limits=Limits(adapters_max=2)) as pool:
         adapters = [await pool.adapter() for _ in range(2)]
         error = await refusal(pool.adapter())
-        assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA")
+        assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ADAPTER_QUOTA")
+        assert (error.quota, error.retry_delay_s) == (Quota("adapters of yours", 2, 2), None)
         await pool.adapter("bob")
         await pool.delete_adapter(adapters[0])
         await pool.adapter()
+
+
+async def test_adapters_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, limits=Limits(adapters_max=3)) as pool:
+        made = await asyncio.gather(*(pool.adapter() for _ in range(8)), return_exceptions=True)
+        refused = [each for each in made if isinstance(each, ServiceError)]
+        assert {each.reason for each in refused} == {"ADAPTER_QUOTA"}
+        assert len(made) - len(refused) == 3
+        await pool.delete_adapter(next(each for each in made if isinstance(each, str)))
+        await pool.adapter()
+        assert (await refusal(pool.adapter())).reason == "ADAPTER_QUOTA", "refused calls took nothing"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from coordinator.base.config import GrpcConfig
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError, busy, over_ceiling
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
 from coordinator.doors.grpc.intake import Intake
@@ -88,7 +88,8 @@ async def refusal(call: Awaitable[Any]) -> tuple[grpc.aio.AioRpcError, status_pb
 
 
 def details_of(status: status_pb2.Status) -> list[Any]:
-    kinds = {kind.DESCRIPTOR.full_name: kind for kind in (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)}
+    classes = (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo, error_details_pb2.QuotaFailure)
+    kinds = {kind.DESCRIPTOR.full_name: kind for kind in classes}
     details: list[Any] = []
     for packed in status.details:
         details.append(kinds[packed.TypeName()]())
@@ -154,6 +155,21 @@ async def test_a_refusal_carries_its_details_and_a_delay_exactly_if_a_retry_make
     info, retry = details_of(status)
     assert (info.reason, info.domain, dict(info.metadata)) == ("QUEUE_FULL", "tinkerpool", {"a": "b"})
     assert retry.retry_delay.ToMilliseconds() == 1500
+
+    quota = Quota("operations of yours", 7, 8)
+    error, status = await refusal(capabilities(await open_door(FakeService(get_capabilities=busy("R", quota, "wait")))))
+    info, retry, failure = details_of(status)
+    assert "operations of yours: 7 in use, at most 8; wait, then try again: after 1 s" in (error.details() or "")
+    assert dict(info.metadata) == {"limit": "operations of yours", "usage": "7", "maximum": "8"}
+    assert retry.retry_delay.ToMilliseconds() == 1000
+    [violation] = failure.violations
+    assert (violation.subject, violation.description) == ("operations of yours", str(quota))
+
+    ceiling = over_ceiling("R", quota, "delete some")
+    error, status = await refusal(capabilities(await open_door(FakeService(get_capabilities=ceiling))))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    kinds = [error_details_pb2.ErrorInfo, error_details_pb2.QuotaFailure]
+    assert [type(detail) for detail in details_of(status)] == kinds
 
     final = ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no adapter 'x'")
     error, status = await refusal(capabilities(await open_door(FakeService(get_capabilities=final))))

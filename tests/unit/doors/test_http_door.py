@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from coordinator.base.config import HttpConfig
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError, busy, over_ceiling
 from coordinator.doors.door import DoorError
 from coordinator.doors.http.calls import read_json
 from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
@@ -67,7 +67,8 @@ async def opened() -> AsyncIterator[Open]:
     [
         (ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5), 429, "1500"),
         (ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0), 429, "1000"),
-        (ServiceError(Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA", "delete some"), 400, None),
+        (busy("QUEUE_FULL", Quota("operations", 2, 2), "wait", delay_s=1.5), 429, "1500"),
+        (over_ceiling("ADAPTER_QUOTA", Quota("adapters", 2, 2), "delete some"), 403, None),
         (ServiceError(Code.ALREADY_EXISTS, "SEQ_TAKEN", "another"), 400, None),
         (ServiceError(Code.FAILED_PRECONDITION, "SESSION_ENDED", "ended"), 403, None),
         (ServiceError(Code.NOT_FOUND, "NOT_FOUND", "none"), 404, None),

@@ -174,7 +174,7 @@ async def test_calls_beyond_the_highest_number_of_waiting_ones_are_refused_at_on
     await budget.take("a", 1, 10)
     waiting = [asyncio.create_task(budget.take("b", 1, 10)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(ServiceError, match="too many calls wait"):
+    with pytest.raises(ServiceError, match="calls of yours that wait to be read: 2 in use, at most 2"):
         await budget.take("b", 1, 10)
     for call in waiting:
         call.cancel()

@@ -225,6 +225,8 @@ async def test_a_full_adapter_log_refuses_with_a_delay_and_consumes_nothing(benc
     error = await bench.refusal(step(), seq=9)
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert error.retry_delay_s
+    assert error.quota is not None
+    assert (error.quota.usage, error.quota.maximum) == (8, 8)
     assert bench.adapter.next_seq == 9
     assert seqs(await bench.submit(step(), seq=8)) == [8], "a repeat needs no free entry"
     one = bench.adapter.operations[1]
