@@ -17,14 +17,14 @@ FOLDERS = ("coordinator", "workers", "tinkerpool", "scripts", "tests", "docs", "
 PACKAGES = ("coordinator", "workers", "tinkerpool")
 GENERATED = ("tinkerpool/v1/", "tinkerpool/compat/")
 
-REFUSALS = {"ServiceError", "OperationError", "UnreadableBody", "busy", "invalid", "not_found", "over_ceiling", "refused"}
+REFUSALS = {
     "ServiceError",
-    "busy",
-    "over_ceiling",
     "OperationError",
     "UnreadableBody",
+    "busy",
     "invalid",
     "not_found",
+    "over_ceiling",
     "refused",
 }
 """Functions and classes that take the reason of a refusal or failed outcome."""
