@@ -240,7 +240,7 @@ async def test_a_tenants_bytes_in_flight_are_bounded(bench: Bench) -> None:
     raw = training_pb2.OptimStepRequest(adapter_id="a" * 50)
     large = Request(kind=Kind.OPTIM_STEP, raw=raw, payload=bytes(50))
     assert (await bench.refusal(large, seq=2)).reason == "QUEUE_FULL"
-    with pytest.raises(ServiceError, match="are queued"):
+    with pytest.raises(ServiceError, match="bytes of your queued requests"):
         bench.admission.check_room(bench.adapter, 2, "")  # before it is decoded
     bench.admission.check_room(bench.adapter, 1, "")  # a repeat needs no free bytes
 
@@ -266,7 +266,7 @@ async def test_the_room_for_awaited_operations_is_bounded(bench: Bench, monkeypa
 async def test_queued_samples_are_bounded_too(bench: Bench) -> None:
     for seq in range(1, 9):
         await bench.sample(seq)
-    with pytest.raises(ServiceError, match="8 operations are queued"):
+    with pytest.raises(ServiceError, match="queued operations of s: 8 in use, at most 8"):
         await bench.sample(9)
     request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
     again = bench.admission.accept_sample("t", "s", 8, "", request)
