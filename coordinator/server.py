@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
+from coordinator.base.memory import keep_out_of_collections, return_large_blocks
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
@@ -83,6 +83,7 @@ class Server:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:
+        return_large_blocks()
         await self._coordinator.start()
         await asyncio.to_thread(remove_leftovers, self._config.coordinator.data_dir)
         await self._door.start(self._coordinator)
@@ -104,10 +105,7 @@ class Server:
         key = self._key if self._config.is_key_shown else ""
         for line in serving.sdk_lines(key or f"<the key in {credentials_file()}>"):
             self._say(line)
-        # Objects that exist by now stay until the end: the collector would walk over all of them, for 110 ms in the
-        # middle of some callback, again and again.
-        gc.collect()
-        gc.freeze()
+        keep_out_of_collections()
         self._say(f"tinkerpool is ready at {self.url}")
 
     async def _stop(self) -> None:

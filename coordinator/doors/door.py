@@ -59,9 +59,11 @@ def to_refusal(error: Exception, where: str) -> ServiceError:
     """Return the refusal to send for an exception; `where` names the call, for the log.
 
     Text of an exception that is not a ServiceError never leaves the pool: it is logged under a new id, and the caller
-    gets the id.
+    gets the id. A ServiceError is returned without the frames that it came through: they hold the request, which may
+    hold the error, so that both would stay in memory until a garbage collection.
     """
     if isinstance(error, ServiceError):
+        error.__context__ = error.__cause__ = error.__traceback__ = None
         return error
     error_id = secrets.token_hex(6)
     _log.error("error %s in %s", error_id, where, exc_info=error)

@@ -412,11 +412,13 @@ def _append_error(error: BaseException) -> BaseException:
 
 def refused_payload(request: Message) -> bytes:
     """Return the payload that records a refused request: a hash of the message as it was received."""
-    raw = type(request)()
-    raw.CopyFrom(request)
-    for name in ("seq", "request_id"):
-        raw.ClearField(name)
-    return digest(serialize(raw), "refused")
+    left_out = {name: getattr(request, name) for name in ("seq", "request_id")}
+    for name in left_out:
+        request.ClearField(name)
+    serialized = serialize(request)  # without a copy of the message, which may be large
+    for name, value in left_out.items():
+        setattr(request, name, value)
+    return digest(serialized, "refused")
 
 
 def _record_of(request: Request) -> bytes:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
 from coordinator.payloads.canonical import serialize
-from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.convert import DIMS_MAX, from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.loss_inputs import IGNORED_INPUT, LOSS_RULES, LossRule
 from workers.contract.messages import UNMARKED, AdamParams, Datum, ModelInfo, RequestBatch
@@ -148,12 +148,19 @@ def batch_of(request: PassRequest) -> RequestBatch:
 
 
 def is_large(request: PassRequest) -> bool:
-    """Return whether a pass has more than `INLINE_BYTES_MAX` bytes of tensors. `ByteSize` would serialize it."""
+    """Return whether a pass has more than `INLINE_BYTES_MAX` bytes of tensors. `ByteSize` would serialize it.
+
+    Adds up the shapes first: reading a tensor's bytes copies them.
+    """
+    tensors = [tensor for datum in request.data for tensor in (datum.tokens, *datum.loss_inputs.values())]
+    announced = (4 * math.prod(tensor.shape[:DIMS_MAX]) for tensor in tensors)
+    return _exceeds(announced) or _exceeds(len(tensor.data) for tensor in tensors)
+
+
+def _exceeds(sizes: Iterable[int]) -> bool:
     num_bytes = 0
-    for datum in request.data:
-        num_bytes += len(datum.tokens.data)
-        for name in datum.loss_inputs:
-            num_bytes += len(datum.loss_inputs[name].data)
+    for size in sizes:
+        num_bytes += max(size, 0)
         if num_bytes > INLINE_BYTES_MAX:
             return True
     return False

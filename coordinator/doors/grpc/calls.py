@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
-from coordinator.doors.grpc.intake import Intake
+from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.payloads.passes import INLINE_BYTES_MAX
@@ -152,17 +152,19 @@ async def _read(context: Context) -> bytes:
 
 
 def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def run(body: bytes) -> bytes:
+    async def run(received: Received) -> bytes:
+        body = received.take()
         try:
             request = await rpc.read(body)
         except TooManyElements as error:
             raise await rpc.recorded(principal, body, error) from None
+        del body
         return _serialize(await rpc.use_case(principal, request))
 
     async def receive_and_run(context: Context) -> bytes:
         read = functools.partial(_read, context)
-        async with intake.received(principal.tenant_id, read, is_large=rpc.is_large) as body:
-            return await run(body)
+        async with intake.received(principal.tenant_id, read, is_large=rpc.is_large) as received:
+            return await run(received)
 
     async def handle(_bodies: object, context: Context) -> bytes:
         return await _respond(rpc, context, receive_and_run(context))
@@ -171,8 +173,8 @@ def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHan
 
 
 def _streaming(rpc: _Rpc, principal: Principal, keys: Keys, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def run(body: bytes) -> AsyncIterator[bytes]:
-        responses: AsyncIterator[Message] = rpc.use_case(principal, await rpc.read(body))
+    async def run(received: Received) -> AsyncIterator[bytes]:
+        responses: AsyncIterator[Message] = rpc.use_case(principal, await rpc.read(received.take()))
         async for response in responses:
             yield _serialize(response)
 
@@ -182,8 +184,8 @@ def _streaming(rpc: _Rpc, principal: Principal, keys: Keys, intake: Intake) -> g
         try:
             with keys.while_valid(principal):
                 async with AsyncExitStack() as held:
-                    body = await _respond(rpc, context, held.enter_async_context(receiving))
-                    responses = await held.enter_async_context(aclosing(run(body)))  # type: ignore[type-var]
+                    received = await _respond(rpc, context, held.enter_async_context(receiving))
+                    responses = await held.enter_async_context(aclosing(run(received)))  # type: ignore[type-var]
                     while (response := await _respond(rpc, context, anext(responses, None))) is not None:
                         is_writing = True
                         await context.write(response)

@@ -36,6 +36,19 @@ Read = Callable[[], Awaitable[bytes]]
 """Reads the request of a call."""
 
 
+class Received:
+    """The bytes of a request, until they are taken: the message that is made of them is as large."""
+
+    def __init__(self, body: bytes) -> None:
+        self.num_bytes = len(body)
+        self._body = body
+
+    def take(self) -> bytes:
+        """Return the bytes, and forget them."""
+        body, self._body = self._body, b""
+        return body
+
+
 class Intake:
     """Receives requests within the budget."""
 
@@ -49,7 +62,7 @@ class Intake:
         self._readers = Budget(SMALL_READERS, 1, WAITING_MAX, "readers")
 
     @asynccontextmanager
-    async def received(self, tenant_id: str, read: Read, *, is_large: bool) -> AsyncIterator[bytes]:
+    async def received(self, tenant_id: str, read: Read, *, is_large: bool) -> AsyncIterator[Received]:
         """Read a request, and count its bytes until the block ends.
 
         Raises ServiceError CALLS_BUSY if there was no room in time, BODY_TOO_SLOW, or REQUEST_TOO_LARGE.
@@ -58,22 +71,22 @@ class Intake:
             await self._bytes.take(tenant_id, self._message_bytes, self._receive_s)
             held = self._message_bytes
             try:
-                body = await _read_within(self._receive_s, read)
-                self._bytes.give(tenant_id, held - len(body))
-                held = len(body)
-                yield body
+                received = Received(await _read_within(self._receive_s, read))
+                self._bytes.give(tenant_id, held - received.num_bytes)
+                held = received.num_bytes
+                yield received
             finally:
                 self._bytes.give(tenant_id, held)
             return
-        body = await self._read_small(tenant_id, read)
-        if len(body) <= UNCOUNTED_BYTES:
-            yield body
+        received = Received(await self._read_small(tenant_id, read))
+        if received.num_bytes <= UNCOUNTED_BYTES:
+            yield received
             return
-        await self._bytes.take(tenant_id, len(body), self._receive_s)
+        await self._bytes.take(tenant_id, received.num_bytes, self._receive_s)
         try:
-            yield body
+            yield received
         finally:
-            self._bytes.give(tenant_id, len(body))
+            self._bytes.give(tenant_id, received.num_bytes)
 
     async def _read_small(self, tenant_id: str, read: Read) -> bytes:
         await self._readers.take(tenant_id, 1, self._receive_s)

@@ -135,8 +135,8 @@ async def test_bytes_of_a_received_request_are_held_until_its_call_ends() -> Non
         assert (refused.value.code, refused.value.reason) == (Code.RESOURCE_EXHAUSTED, "CALLS_BUSY")
         assert refused.value.retry_delay_s is not None
         await held.enter_async_context(receiving.received("bob", read, is_large=True))
-    async with receiving.received("alice", read, is_large=True) as body:
-        assert len(body) == 90
+    async with receiving.received("alice", read, is_large=True) as received:
+        assert received.num_bytes == len(received.take()) == 90
 
 
 async def test_waiting_tenants_take_turns() -> None:
