@@ -41,6 +41,10 @@ class Tenants(Table[TenantRow]):
             (tenant_id, name, wall),
         )
 
+    def set_weight(self, tenant_id: str, weight: float) -> asyncio.Future[int]:
+        """Set a tenant's fair-share weight, above 0. Cycles and samples use it from the next start."""
+        return self._database.execute("UPDATE tenants SET weight = ? WHERE tenant_id = ?", (weight, tenant_id))
+
     def all(self) -> list[TenantRow]:
         """Return every tenant."""
         return self._all("")
