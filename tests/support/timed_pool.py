@@ -1,5 +1,7 @@
 """A real coordinator in virtual time over one toy worker whose passes take a fixed time plus a time per token.
 
+Decode steps take a fixed time, beside the passes.
+
 For promises about waiting times, which are exact here. Faults are tested in the simulation.
 """
 
@@ -28,13 +30,15 @@ STEP_S = 0.001
 
 @dataclass(slots=True)
 class TimedPool:
-    """Implements `workers.contract.protocols.Pool`: one worker, which never fails. Samples never end."""
+    """Implements `workers.contract.protocols.Pool`: one worker, which never fails."""
 
     fixed_s: float
     token_s: float
+    decode_s: float = 0.01
     engine: ToyEngine = field(default_factory=lambda: ToyEngine("w0-1"))
     passes: list[tuple[float, int]] = field(default_factory=list)
     """Begin and number of tokens of each pass."""
+    _started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
         pass
@@ -56,13 +60,20 @@ class TimedPool:
         return self.engine.run(batch)
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
-        pass
+        self.engine.start_sample(request)
+        self._started.set()
 
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
         pass
 
     async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
-        yield await asyncio.get_running_loop().create_future()
+        while True:
+            while self.engine.can_decode():
+                await asyncio.sleep(self.decode_s)
+                for event in self.engine.decode_step():
+                    yield event
+            self._started.clear()
+            await self._started.wait()
 
     async def ping(self, worker_id: str) -> None:
         pass

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from coordinator.base.config import CoordinatorConfig
 from scripts.bench.common import Column, Results, Row, parser, shown_ms
@@ -43,7 +44,7 @@ CYCLES_MIN = 100
 DEVIATION_MAX = 0.1
 GROWTH_MAX = 1.1
 """Most memory in the last third of the time, over that in the first third: caches fill, queues do not grow."""
-CYCLE_S_MAX = CoordinatorConfig.__dataclass_fields__["cycle_s_max"].default
+CYCLE_S_MAX = CoordinatorConfig(data_dir=Path()).cycle_s_max
 
 LOAD_COLUMNS = (
     Column("clients (tenants)", lambda r: f"{r['clients']} ({r['tenants']})"),

@@ -293,7 +293,7 @@ async def test_prompts_of_different_tenants_have_different_cache_scopes(tmp_path
 
 
 async def test_a_new_tenants_sample_starts_before_the_queued_ones_of_a_tenant_with_a_hundred(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, samples_per_worker_max=4) as pool:
+    async with running_pool(tmp_path, samples_per_worker_max=4) as pool:  # too few to leave some free
         busy = await pool.sampler(await pool.session("busy"), tenant="busy")
         small = await pool.sampler(await pool.session("small"), tenant="small")
         started = note_starts(pool)
@@ -305,6 +305,20 @@ async def test_a_new_tenants_sample_starts_before_the_queued_ones_of_a_tenant_wi
         await pool.wait(name, tenant="small")
     position = [request.op_id for request in started].index(name)
     assert position == 4, "only the four running samples started before it"
+
+
+async def test_one_tenant_leaves_slots_for_which_others_need_not_wait(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=16) as pool:
+        samplers = {name: await pool.sampler(await pool.session(name), tenant=name) for name in ("busy", "bob", "eve")}
+        pool.hold()
+        many = [await pool.sample(samplers["busy"], seq, tenant="busy") for seq in range(1, 21)]
+        assert pool.samples_on() == many[:14], "an eighth of the slots is free"
+        few = {name: await pool.sample(samplers[name], 1, tenant=name) for name in ("bob", "eve")}
+        assert pool.samples_on() == [*many[:14], *few.values()]
+        await pool.release()
+        await pool.wait(*many, tenant="busy")
+        for tenant, name in few.items():
+            await pool.wait(name, tenant=tenant)
 
 
 async def test_a_request_of_many_samples_leaves_slots_for_other_tenants_on_its_worker(tmp_path: Path) -> None:
