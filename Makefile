@@ -34,7 +34,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz trace check protos up down status logs bench cookbook real-model clean setup
+.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -73,6 +73,9 @@ attack: $(READY) ## attack a pool: what a neighbour and the coordinator suffer (
 
 fuzz: $(READY) ## send 10,000 generated messages to every RPC and route, half an hour (ARGS="/asample --messages 500 --seed 7")
 	@$(BIN)/python -m scripts.reliability.fuzz $(ARGS)
+
+load: $(READY) ## 500 clients of 100 tenants on one pool, a quarter of an hour (ARGS="--real": the shipped model)
+	@$(BIN)/python -m scripts.reliability.load $(ARGS)
 
 trace: $(READY) ## print the files that a step and a sample execute, in order of first call, through both doors
 	@$(BIN)/python -m scripts.trace $(ARGS)

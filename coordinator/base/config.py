@@ -99,7 +99,8 @@ class CoordinatorConfig:
     stop_s_max: float = 10.0
     """Seconds that a stop waits for operations that have run in part; the next start runs the rest again."""
     samples_per_worker_max: int = SEQUENCE_SLOTS
-    """Most sequences on one worker's sampler at a time; one request counts as at most a quarter of this."""
+    """Most sequences on one worker's sampler at a time; one request counts as at most a quarter of this, and one tenant
+    takes at most seven eighths."""
     result_retention_s: float = 7 * 86400.0
     """Seconds of service time for which a finished operation can be fetched."""
     fetched_retention_s: float = 3600.0

@@ -17,8 +17,7 @@ HEAVY, WEIGHT = "heavy", 2.0
 SIZES = (16, 8, 4)
 """Tokens of a request, different among tenants: equal shares are of tokens, not of requests."""
 TENANTS = {"a": 16, "b": 8, "c": 4, "d": 16, "e": 8, HEAVY: 16}
-FIRST_S, COUNTED_S = 1.0, 5.0
-"""Seconds before shares are counted, and of counting."""
+IN_FLIGHT = 5
 CYCLES_MIN = 100
 Work = Callable[[ToyPool, str, int], Coroutine[Any, Any, None]]
 
@@ -34,17 +33,16 @@ async def train(toys: ToyPool, tenant: str, num_tokens: int) -> None:
 
 
 async def sample(toys: ToyPool, tenant: str, num_tokens: int) -> None:
-    """Keep five samples in flight, without end."""
+    """Keep samples in flight, without end: always more than run."""
     sampler, seqs = await toys.sampler(await toys.session(tenant), tenant=tenant), itertools.count(1)
 
     async def one_after_another() -> None:
         for seq in seqs:
-            name = await toys.sample(
-                sampler, seq, tenant=tenant, prompt=[1 + seq % 50, 1 + seq // 50], max_tokens=num_tokens
-            )
+            prompt = (ord(tenant[0]) - 60, 1 + seq % 50, 1 + seq // 50)  # a new one: cached tokens are not charged
+            name = await toys.sample(sampler, seq, tenant=tenant, prompt=prompt, max_tokens=num_tokens)
             await toys.wait(name, tenant=tenant)
 
-    await asyncio.gather(*(one_after_another() for _ in range(5)))
+    await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
 
 
 def committed(toys: ToyPool) -> Counter[str]:
@@ -56,9 +54,12 @@ def committed(toys: ToyPool) -> Counter[str]:
 
 
 def shares(
-    data_dir: Path, pool: TimedPool, work: Work, num_clients: int, **config: Any
+    data_dir: Path, pool: TimedPool, work: Work, num_clients: int, first_s: float, counted_s: float, **config: Any
 ) -> tuple[dict[str, float], int]:
-    """Let all tenants work; return each one's tokens over the mean of those with weight 1, and the number of passes."""
+    """Let all tenants work, and count after `first_s` seconds, for `counted_s`.
+
+    Return each tenant's tokens over the mean of those with weight 1, and the number of passes.
+    """
 
     async def give_weight(toys: ToyPool) -> None:
         tenant_id = (await toys.principal(HEAVY)).tenant_id
@@ -69,9 +70,9 @@ def shares(
             await toys.principal(tenant)
         loop = asyncio.get_running_loop()
         clients = [loop.create_task(work(toys, *each)) for each in TENANTS.items() for _ in range(num_clients)]
-        await asyncio.sleep(FIRST_S)
+        await asyncio.sleep(first_s)
         first, num_first = committed(toys), len(pool.passes)
-        await asyncio.sleep(COUNTED_S)
+        await asyncio.sleep(counted_s)
         tokens, num_passes = committed(toys) - first, len(pool.passes) - num_first
         for client in clients:
             client.cancel()
@@ -88,14 +89,14 @@ def shares(
 def test_over_a_hundred_cycles_tenants_train_by_their_weights_whatever_the_size_of_their_requests(
     tmp_path: Path,
 ) -> None:
-    found, num_cycles = shares(tmp_path, TimedPool(0.01, 0.0001), train, 3, cycle_tokens_max=48)
+    found, num_cycles = shares(tmp_path, TimedPool(0.01, 0.0001), train, 3, 0.3, 2.2, cycle_tokens_max=48)
     assert num_cycles >= CYCLES_MIN
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 
 
 def test_tenants_sample_by_their_weights_whatever_the_size_of_their_requests(tmp_path: Path) -> None:
-    found, _ = shares(tmp_path, TimedPool(0.01, 0.0001), sample, 1, samples_per_worker_max=8)
+    found, _ = shares(tmp_path, TimedPool(0.01, 0.0001), sample, 1, 3.0, 7.0, samples_per_worker_max=8)
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 
