@@ -84,8 +84,8 @@ class CoordinatorConfig:
     """Token budget of one cycle on one worker. A larger budget raises throughput, and makes other tenants wait longer
     for the next cycle. A cycle takes at least one chunk. None: measured, up to where more tokens gain little."""
     cycle_s_max: float = 2.0
-    """Longest pass of a cycle, in seconds, when the token budget is measured: the longest wait of a request that has
-    just missed a cycle."""
+    """Longest wait, in seconds, of a request of one chunk that has just missed a cycle, when the token budget is
+    measured: for the rest of that cycle, and for its own."""
     linger_s: float = 0.03
     """Longest wait, in seconds, for tenants of earlier cycles before the next cycle starts. 0: never wait."""
     session_timeout_s: float = 600.0

@@ -47,6 +47,9 @@ TRUST = 2.0
 """A budget is at most this many times the largest measured pass (or the start): beyond it the line is unreliable."""
 TOKENS_MAX = 65_536
 """The largest budget, for a machine on which the measured cost of a token is zero."""
+LONE_PART, SHARED_PART = 0.6, 0.4
+"""Parts of `cycle_s_max` that a pass takes with the decoding that is owed for it: of a lone tenant, and while several are
+active. A request that has just missed a cycle waits for that one, of the first kind at worst, and for its own."""
 NOTABLE = 0.1
 """Changes by a smaller fraction are not logged."""
 DEADLINE_FLOOR_S = 8.0
@@ -187,7 +190,7 @@ class TokenBudget:
     def __init__(
         self, costs: CycleCosts, *, base_model: str, chunk_tokens: int, tokens: int | None, cycle_s_max: float
     ) -> None:
-        """`tokens`: the operator's number; None: measured, from one chunk up to a pass of `cycle_s_max` seconds."""
+        """`tokens`: the operator's number; None: measured, from one chunk up to a part of `cycle_s_max`; see `update`."""
         self._costs = costs
         self._base_model = base_model
         self._chunk_tokens = chunk_tokens
@@ -200,24 +203,27 @@ class TokenBudget:
         """Tokens of one cycle on one worker; whole chunks are counted, and a cycle takes at least one."""
         return self._tokens
 
-    def update(self) -> None:
-        """Update the budget from the measured costs. Call between cycles."""
+    def update(self, part: float = 1.0) -> None:
+        """Update the budget from the measured costs. Call between cycles.
+
+        `part`: of `cycle_s_max`, for the next pass.
+        """
         if not self._is_measured:
             return
-        self._tokens = self._measured()
+        self._tokens = self._measured(part * self._cycle_s_max)
         if abs(self._tokens - self._logged) > NOTABLE * self._logged:
             line = self._costs.line
             shown = "costs unknown" if line is None else f"{line.fixed_s:.4f} s + {line.token_s:.3g} s per token"
             logger.debug("cycles of %s carry %d tokens (%s)", self._base_model, self._tokens, shown)
             self._logged = self._tokens
 
-    def _measured(self) -> int:
+    def _measured(self, seconds_max: float) -> int:
         knee, line = float(START_TOKENS), self._costs.line
         if line is not None and line.is_wide:
             fixed_s = line.fixed_s + self._costs.commit_s
             knee = KNEE * fixed_s / line.token_s if line.token_s else float("inf")
         trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
-        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(self._cycle_s_max))
+        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(seconds_max))
         return max(self._chunk_tokens, int(min(knee, most)))
 
 

@@ -23,7 +23,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.cost_model import START_TOKENS, CycleCosts, TokenBudget
+from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted
 from coordinator.scheduling.worker_losses import Quarantine
@@ -335,9 +335,20 @@ class Planning:
 
     def plan(self) -> PassPlan:
         """Choose the chunks of the next pass and where they run; charge them to the virtual counters."""
-        self.budget.update()
-        plan, self._fair = plan_pass(self.ready.candidates(), self._fair, self.residents(), self.budget.tokens)
+        candidates = self.ready.candidates()
+        self.budget.update(self._part_of_time({candidate.tenant_id for candidate in candidates}))
+        plan, self._fair = plan_pass(candidates, self._fair, self.residents(), self.budget.tokens)
         return plan
+
+    def _part_of_time(self, training: Collection[str]) -> float:
+        """Return the part of `cycle_s_max` that the next pass may take: decoding gets the rest of its time.
+
+        The tenants of the last plan count as active: one that awaits each of its steps misses every other cycle.
+        """
+        workers = (self._fleet.worker(info.worker_id) for info in self._fleet.live(self.base_model))
+        sampling = {flight.tenant_id for worker in workers for flight in worker.samples.values()}
+        part = SHARED_PART if len(self._fair.active.union(training, sampling)) > 1 else LONE_PART
+        return part * (1.0 - self.decode_share(sampling, training)) if sampling else part
 
     def plan_states(self, logs: Sequence[AdapterLog], cycle_id: int) -> Mapping[str, int]:
         """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran."""

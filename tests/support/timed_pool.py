@@ -1,6 +1,7 @@
 """A real coordinator in virtual time over one toy worker whose passes take a fixed time plus a time per token.
 
-Decode steps take a fixed time, beside the passes.
+Decode steps take a fixed time. They run beside the passes, but a batch waits until decoding has had its share of the
+time of the one before, as on a worker.
 
 For promises about waiting times, which are exact here. Faults are tested in the simulation.
 """
@@ -38,6 +39,7 @@ class TimedPool:
     engine: ToyEngine = field(default_factory=lambda: ToyEngine("w0-1"))
     passes: list[tuple[float, int]] = field(default_factory=list)
     """Begin and number of tokens of each pass."""
+    _owed_s: float = 0.0
     _started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
@@ -56,7 +58,11 @@ class TimedPool:
         num_tokens = sum(len(d.tokens) for item in batch.items if isinstance(item, PassItem) for d in item.data)
         if num_tokens:
             self.passes.append((asyncio.get_running_loop().time(), num_tokens))
-        await asyncio.sleep(self.fixed_s + self.token_s * num_tokens if num_tokens else STEP_S)
+        if self.engine.can_decode():
+            await asyncio.sleep(self._owed_s)
+        seconds = self.fixed_s + self.token_s * num_tokens if num_tokens else STEP_S
+        self._owed_s = seconds * batch.decode_share / (1.0 - batch.decode_share)
+        await asyncio.sleep(seconds)
         return self.engine.run(batch)
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.timed_pool import TimedPool, in_virtual_time
+from coordinator.base.config import CoordinatorConfig
+from tests.support.timed_pool import TimedPool, in_virtual_time, paired_step
 from tests.support.toy_pool import ToyPool
 
 HEAVY, WEIGHT = "heavy", 2.0
@@ -99,6 +100,42 @@ def test_tenants_sample_by_their_weights_whatever_the_size_of_their_requests(tmp
     found, _ = shares(tmp_path, TimedPool(0.01, 0.0001), sample, 1, 3.0, 7.0, samples_per_worker_max=8)
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_a_small_tenants_step_beside_one_that_fills_every_cycle_takes_twice_that_alone_and_the_budget_of_a_cycle(
+    tmp_path: Path, is_sampling: bool
+) -> None:
+    """On slow hardware, where a budget at the knee would take two seconds, and as long again for samples."""
+    pool, num_steps = TimedPool(0.1, 0.002), 10
+
+    async def scenario(toys: ToyPool) -> tuple[list[float], list[float]]:
+        loop = asyncio.get_running_loop()
+        small, seqs = await toys.adapter("small"), itertools.count(1, 2)
+
+        async def measure() -> list[float]:
+            latencies = []
+            for seq in itertools.islice(seqs, num_steps):
+                began = loop.time()
+                await paired_step(toys, small, seq, (16,), "small")
+                latencies.append(loop.time() - began)
+                await asyncio.sleep(0.05)
+            return latencies
+
+        alone = await measure()
+        clients = [loop.create_task(train(toys, "busy", 64)) for _ in range(24)]
+        if is_sampling:
+            clients.append(loop.create_task(sample(toys, "busy", 50)))
+        await asyncio.sleep(25.0)  # until the budget has settled
+        beside = await measure()
+        for client in clients:
+            client.cancel()
+        return alone, beside
+
+    alone, beside = in_virtual_time(tmp_path, pool, scenario)
+    assert max(beside) <= 2 * max(alone) + CoordinatorConfig(data_dir=tmp_path).cycle_s_max
+    most = max(num_tokens for began, num_tokens in pool.passes[-num_steps:])
+    assert most > 10 * 16, "the large tenant makes progress"
 
 
 def test_a_small_tenants_sample_beside_one_that_fills_the_slots_with_equal_ones_takes_no_longer_than_alone(

@@ -300,6 +300,15 @@ def test_a_pass_takes_no_longer_than_the_latency_target() -> None:
     assert 0.5 + 0.002 * tokens == pytest.approx(1.0, abs=0.002)
 
 
+def test_a_pass_takes_no_longer_than_its_part_of_the_latency_target() -> None:
+    costs = costs_of(0.1, 0.002, 16, 128, 1024)
+    budget = TokenBudget(costs, base_model="m", chunk_tokens=CHUNK_TOKENS, tokens=None, cycle_s_max=2.0)
+    budget.update(0.4)
+    assert 0.1 + 0.002 * budget.tokens == pytest.approx(0.8, abs=0.002)
+    budget.update()
+    assert budget.tokens == pytest.approx(1.9 / 0.002, abs=1)
+
+
 def test_slow_passes_limit_the_budget_before_the_line_is_known() -> None:
     assert budget_of(costs_of(0.0, 0.01, 256), cycle_s_max=2.0) == 200
 
