@@ -48,8 +48,8 @@ TRUST = 2.0
 TOKENS_MAX = 65_536
 """The largest budget, for a machine on which the measured cost of a token is zero."""
 LONE_PART, SHARED_PART = 0.6, 0.4
-"""Parts of `cycle_s_max` that a pass takes with the decoding that is owed for it: of a lone tenant, and while several are
-active. A request that has just missed a cycle waits for that one, of the first kind at worst, and for its own."""
+"""Parts of `cycle_s_max` that a pass takes with the decoding that is owed for it: of a lone tenant, and while several
+are active. A request that has just missed a cycle waits for that one, of the first kind at worst, and for its own."""
 NOTABLE = 0.1
 """Changes by a smaller fraction are not logged."""
 DEADLINE_FLOOR_S = 8.0
@@ -190,7 +190,7 @@ class TokenBudget:
     def __init__(
         self, costs: CycleCosts, *, base_model: str, chunk_tokens: int, tokens: int | None, cycle_s_max: float
     ) -> None:
-        """`tokens`: the operator's number; None: measured, from one chunk up to a part of `cycle_s_max`; see `update`."""
+        """`tokens`: the operator's number; None: measured, from one chunk up to a part of `cycle_s_max`."""
         self._costs = costs
         self._base_model = base_model
         self._chunk_tokens = chunk_tokens

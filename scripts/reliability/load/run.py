@@ -23,7 +23,7 @@ PASS_TOKENS = (64, 32, 128)
 PROMPT_TOKENS, DRAWN_TOKENS = 16, 24
 STEPS_AHEAD, SAMPLES_AHEAD = 2, 4
 """Requests in flight of one client: with these every tenant always has a step and a sample queued."""
-HOG_TRAINERS, HOG_STEPS, HOG_TOKENS = 15, 8, 256
+HOG_TRAINERS, HOG_STEPS, HOG_TOKENS = 60, 4, 256
 HOG_SAMPLERS, HOG_SAMPLES, HOG_DRAWN = 5, 64, 128
 """The hog's clients, their requests in flight and their tokens: more than the pool can do in minutes."""
 WARM_UP = 0.05
