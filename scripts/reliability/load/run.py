@@ -106,7 +106,7 @@ def run_phase(pool: LoadedPool, plans: Sequence[ClientPlan], seconds: float, sho
         generators.go()
         first_at = began
         while (now := time.monotonic()) < began + seconds:
-            time.sleep(min(1.0, began + seconds - now))
+            time.sleep(min(1.0, seconds / 50, began + seconds - now))
             memory.readings.append(pool.memory_bytes())
             if first is None and time.monotonic() >= began + WARM_UP * seconds:
                 first, first_at = pool.usage(), time.monotonic()
