@@ -49,10 +49,16 @@ class Limits:
     """Most unfinished operations of one adapter or sampler."""
     pending_bytes_max: int = 512 << 20
     """Most bytes of unfinished requests of one tenant."""
+    tenant_operations_max: int = 32_768
+    """Most unfinished operations of one tenant: eight full queues. Without it, a tenant of 1,000 adapters could keep
+    four million in memory."""
     window_bytes_max: int = 1 << 30
     """Most bytes of requests between two optimizer steps of one adapter: they are kept until the step is durable."""
     adapters_max: int = 1000
     """Most adapters of one tenant."""
+    sessions_max: int = 1000
+    """Most live sessions of one tenant. A client has one, and one that crashed leaves it for `session_timeout_s`: so a
+    tenant may start a hundred clients a minute."""
     num_samples_max: int = 1024
     """Most continuations in one sample request."""
     stop_strings_max: int = 16

@@ -261,6 +261,9 @@ class Admission:
         num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
             raise _full(Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max))
+        of_tenant = self._in_flight.num_of_tenant(tenant_id)
+        if of_tenant >= self._limits.tenant_operations_max:
+            raise _full(Quota("queued operations of yours", of_tenant, self._limits.tenant_operations_max))
         pending = self._in_flight.bytes_of_tenant(tenant_id)
         if pending + num_bytes > self._limits.pending_bytes_max and pending:
             raise _full(Quota("bytes of your queued requests", pending, self._limits.pending_bytes_max))

@@ -163,6 +163,7 @@ class InFlightTable:
         self._open_queues: set[_WaitQueue] = set()
         self._bytes_by_tenant: Counter[str] = Counter()
         self._num_by_target: Counter[str] = Counter()
+        self._num_by_tenant: Counter[str] = Counter()
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
@@ -179,6 +180,7 @@ class InFlightTable:
         self._hold_request(operation, len(operation.payload))
         self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
         self._num_by_target[operation.target_id] += 1
+        self._num_by_tenant[operation.tenant_id] += 1
         if operation.request_id:
             self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
         self.spill(operation)
@@ -211,6 +213,10 @@ class InFlightTable:
         """Return the number of operations in flight of an adapter or sampler."""
         return self._num_by_target[target_id]
 
+    def num_of_tenant(self, tenant_id: str) -> int:
+        """Return the number of a tenant's operations in flight."""
+        return self._num_by_tenant[tenant_id]
+
     def bytes_of_tenant(self, tenant_id: str) -> int:
         """Return the bytes of a tenant's payloads in flight."""
         return self._bytes_by_tenant[tenant_id]
@@ -222,7 +228,12 @@ class InFlightTable:
         del self._operations[operation.name]
         self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
         self._num_by_target[operation.target_id] -= 1
-        for counter, key in ((self._bytes_by_tenant, operation.tenant_id), (self._num_by_target, operation.target_id)):
+        self._num_by_tenant[operation.tenant_id] -= 1
+        for counter, key in (
+            (self._bytes_by_tenant, operation.tenant_id),
+            (self._num_by_target, operation.target_id),
+            (self._num_by_tenant, operation.tenant_id),
+        ):
             if not counter[key]:
                 del counter[key]
         self._free_request(operation)

@@ -7,11 +7,12 @@ samplers. Main invariant: a session leaves the table only once its end is durabl
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, ServiceError, sampler_exists
+from coordinator.base.errors import Code, Quota, ServiceError, over_ceiling, sampler_exists
 from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
@@ -63,11 +64,31 @@ class SessionTable:
         self._store = store
         self._monotonic = time.monotonic
         self._live: dict[str, Session] = {}
+        self._num_by_tenant: Counter[str] = Counter()
+        """Tenant to its live sessions, and those whose rows are being written."""
 
     def load(self) -> None:
         """Load the sessions that were live when the last epoch ended."""
         for row in self._store.sessions.live():
             self._load(row)
+
+    @contextmanager
+    def reserving(self, tenant_id: str, sessions_max: int) -> Iterator[None]:
+        """Reserve room for one session of a tenant while the block writes its row and adds it.
+
+        Raises ServiceError SESSION_QUOTA if the tenant has as many as it may have.
+        """
+        if (num_sessions := self._num_by_tenant[tenant_id]) >= sessions_max:
+            raise over_ceiling(
+                "SESSION_QUOTA",
+                Quota("live sessions of yours", num_sessions, sessions_max),
+                "finish some (those without a client expire by themselves), or ask the operator to raise sessions_max",
+            )
+        self._num_by_tenant[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._uncount(tenant_id)
 
     def add(self, session_id: str) -> None:
         """Add a session that is in the database, unless it has ended."""
@@ -123,12 +144,19 @@ class SessionTable:
         finally:
             if session is not None:
                 session.num_endings -= 1
-        self._live.pop(session_id, None)
+        if (ended := self._live.pop(session_id, None)) is not None:
+            self._uncount(ended.tenant_id)
 
     def _has_sampler(self, session_id: str, index: int) -> bool:
         return self._store.samplers.get(names.sampler_id(session_id, index)) is not None
 
+    def _uncount(self, tenant_id: str) -> None:
+        self._num_by_tenant[tenant_id] -= 1
+        if not self._num_by_tenant[tenant_id]:
+            del self._num_by_tenant[tenant_id]
+
     def _load(self, row: SessionRow) -> None:
+        self._num_by_tenant[row.tenant_id] += 1
         self._live[row.session_id] = Session(
             row.session_id,
             row.tenant_id,

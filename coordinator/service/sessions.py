@@ -59,21 +59,26 @@ class SessionUseCases(UseCases):
         """Create a session; return the existing one if the request id was used before."""
         self._core.admission.check_open()
         check_metadata(request.user_metadata, self._core.config.limits)
+        core, tenant_id = self._core, principal.tenant_id
+        if request.request_id and (existing := core.store.sessions.of_request(tenant_id, request.request_id)):
+            core.sessions.add(existing.session_id)
+            return pb.CreateSessionResponse(session=self._session(existing))
         session_id = str(uuid.uuid4())
         row = SessionRow(
             session_id=session_id,
-            tenant_id=principal.tenant_id,
+            tenant_id=tenant_id,
             request_id=request.request_id or None,
             user_metadata=_to_json(request.user_metadata),
-            created_at=self._core.time.wall(),
+            created_at=core.time.wall(),
         )
-        try:
-            await self._core.store.sessions.insert(row)
-        except ConflictError:
-            existing = self._core.store.sessions.of_request(principal.tenant_id, request.request_id)
-            assert existing is not None
-            session_id = existing.session_id
-        self._core.sessions.add(session_id)
+        with core.sessions.reserving(tenant_id, core.config.limits.sessions_max):
+            try:
+                await core.store.sessions.insert(row)
+            except ConflictError:
+                existing = core.store.sessions.of_request(tenant_id, request.request_id)
+                assert existing is not None
+                session_id = existing.session_id
+            core.sessions.add(session_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:

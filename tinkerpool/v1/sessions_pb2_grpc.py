@@ -99,7 +99,7 @@ class SessionServiceServicer(object):
     def CreateSession(self, request, context):
         """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
-        INVALID_ARGUMENT: metadata too large.
+        INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,7 @@ class SessionServiceStub:
     CreateSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.CreateSessionRequest, _sessions_pb2.CreateSessionResponse]
     """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
-    INVALID_ARGUMENT: metadata too large.
+    INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
@@ -89,7 +89,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     CreateSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.CreateSessionRequest, _sessions_pb2.CreateSessionResponse]  # type: ignore[assignment]
     """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
-    INVALID_ARGUMENT: metadata too large.
+    INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
@@ -147,7 +147,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sessions_pb2.CreateSessionResponse, _abc.Awaitable[_sessions_pb2.CreateSessionResponse]]:
         """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
-        INVALID_ARGUMENT: metadata too large.
+        INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
         """
 
     @_abc_1.abstractmethod

@@ -134,6 +134,26 @@ async def test_adapters_that_are_created_at_the_same_time_never_exceed_the_ceili
         assert (await refusal(pool.adapter())).reason == "ADAPTER_QUOTA", "refused calls took nothing"
 
 
+async def test_sessions_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, limits=Limits(sessions_max=10)) as pool:
+        alice = await pool.principal()
+        first = sessions_pb2.CreateSessionRequest(request_id="first")
+        session = (await pool.service.create_session(alice, first)).session.session_id
+        made = await asyncio.gather(*(pool.session() for _ in range(50)), return_exceptions=True)
+        refused = [each for each in made if isinstance(each, ServiceError)]
+        assert len(made) - len(refused) == 9
+        assert {(each.reason, each.code, each.quota, each.retry_delay_s) for each in refused} == {
+            ("SESSION_QUOTA", Code.FAILED_PRECONDITION, Quota("live sessions of yours", 10, 10), None)
+        }
+        again = await pool.service.create_session(alice, first)
+        assert again.session.session_id == session, "a repeat needs no room"
+        await pool.session("bob")
+        for _ in range(2):
+            await pool.service.finish_session(alice, sessions_pb2.FinishSessionRequest(session_id=session))
+        await pool.session()
+        assert (await refusal(pool.session())).reason == "SESSION_QUOTA", "a session that ends twice frees one place"
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [({}, "exactly one"), ({"base_model": "toy", "model_path": "tinker://x"}, "exactly one"), ({"index": -1}, "index")],

@@ -21,7 +21,7 @@ from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.gradient_windows import EMPTY
 
-LIMITS = Limits(pending_operations_max=8, pending_bytes_max=2000, window_bytes_max=500)
+LIMITS = Limits(pending_operations_max=8, tenant_operations_max=10, pending_bytes_max=2000, window_bytes_max=500)
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Bench:
             await self.submit(*requests, seq=seq, request_id=request_id)
         return raised.value
 
-    async def sample(self, seq: int) -> Operation:
+    async def sample(self, seq: int, sampler: str = "s") -> Operation:
         request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
-        [operation] = await self.admission.accept_sample("t", "s", seq, "", request).until_durable()
+        [operation] = await self.admission.accept_sample("t", sampler, seq, "", request).until_durable()
         return operation
 
     def logged(self) -> list[int]:
@@ -261,6 +261,25 @@ async def test_the_room_for_awaited_operations_is_bounded(bench: Bench, monkeypa
     request = Request(kind=Kind.OPTIM_STEP, raw=training_pb2.OptimStepRequest(adapter_id="a" * 40), payload=bytes(40))
     await bench.submit(request, seq=1)
     assert (await bench.refusal(request, seq=2)).reason == "QUEUE_FULL"
+
+
+async def test_a_tenants_queued_operations_are_bounded_over_all_targets_and_the_awaited_one_is_accepted(
+    bench: Bench,
+) -> None:
+    """As the official SDK sends a batch: its first part last."""
+    for seq in range(2, 10):
+        await bench.submit(step(), seq=seq)
+    for seq in (1, 2):
+        await bench.sample(seq, sampler="s")
+    with pytest.raises(ServiceError, match="queued operations of yours: 10 in use, at most 10") as raised:
+        await bench.sample(1, sampler="s2")
+    assert raised.value.retry_delay_s
+    assert seqs(await bench.submit(step(), seq=1)) == [1]
+    for seq in (1, 2):
+        one = bench.adapter.operations[seq]
+        one.succeed(1, Usage())
+        bench.in_flight.finish(one)
+    await bench.sample(1, sampler="s2")
 
 
 async def test_queued_samples_are_bounded_too(bench: Bench) -> None:
