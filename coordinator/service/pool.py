@@ -77,14 +77,26 @@ class PoolUseCases(UseCases):
         )
 
     def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
-        """Return a cycle with the names that the caller may see. (In memory, an entry holds its tenant's id.)"""
-        shown = pb.Cycle()
+        """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id.)
+
+        Of other tenants a member sees their number, by one empty entry each, and in the first of these their operations
+        and tokens in all: not which adapters, workers and steps were theirs, nor what one of them did.
+        """
+        shown, others = pb.Cycle(), pb.CycleEntry()
         shown.CopyFrom(cycle)
-        for entry in shown.entries:
+        del shown.entries[:]
+        other_ids = set()
+        for entry in cycle.entries:
             if principal.is_admin or entry.tenant == principal.tenant_id:
-                entry.tenant = self._tenant_name(entry.tenant)
+                shown.entries.append(entry)
+                shown.entries[-1].tenant = self._tenant_name(entry.tenant)
             else:
-                entry.tenant = entry.adapter_id = ""
+                other_ids.add(entry.tenant)
+                others.num_operations += entry.num_operations
+                others.num_tokens += entry.num_tokens
+        if other_ids:
+            shown.entries.append(others)
+            shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
         return shown
 
     def _tenant_name(self, tenant_id: str) -> str:

@@ -196,7 +196,7 @@ def _num_tokens(cycle: pool_pb2.Cycle) -> int:
 
 
 def _tenants(cycle: pool_pb2.Cycle) -> str:
-    """Return `alice x2 +step, bob, (others) x3`: tenants with their number of adapters, and optimizer steps."""
+    """Return `alice x2 +step, bob, (others) x3`: tenants with their number of adapters, others' number, and steps."""
     by_tenant: dict[str, list[pool_pb2.CycleEntry]] = defaultdict(list)
     for entry in cycle.entries:
         by_tenant[entry.tenant or OTHERS].append(entry)

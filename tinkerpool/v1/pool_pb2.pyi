@@ -86,11 +86,13 @@ class CycleEntry(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     IS_STEP_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
-    """The adapter; empty if it belongs to another tenant and the key is not an administrator's."""
+    """The adapter; empty if the entry stands for another tenant and the key is not an administrator's. Then there is one
+    entry for each other tenant, behind the caller's own, and only the first of them has numbers: those of all others.
+    """
     tenant: _builtins.str
     """The tenant's name; empty likewise."""
     worker_id: _builtins.str
-    """The worker it ran on."""
+    """The worker it ran on; empty likewise."""
     num_operations: _builtins.int
     """Operations that finished in this cycle."""
     num_tokens: _builtins.int

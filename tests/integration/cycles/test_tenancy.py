@@ -275,13 +275,44 @@ async def test_pool_status_and_cycles_show_others_only_as_counts(tmp_path: Path)
         usage = (await pool.service.get_usage(eve, pool_pb2.GetUsageRequest())).rows
     entries = [entry for cycle in [seen[eve], *status[eve].cycles] for entry in cycle.entries]
     assert {(entry.tenant, entry.adapter_id) for entry in entries} == {("", ""), ("eve", mine)}
-    assert all(entry.worker_id for entry in entries)
+    for cycle in status[eve].cycles:
+        [whole] = [each for each in status[boss].cycles if each.cycle_id == cycle.cycle_id]
+        of_others = [entry for entry in whole.entries if entry.tenant != "eve"]
+        hidden = [entry for entry in cycle.entries if not entry.tenant]
+        assert len(hidden) == len({entry.tenant for entry in of_others})
+        assert sum(entry.num_tokens for entry in hidden) == sum(entry.num_tokens for entry in of_others)
+        assert sum(entry.num_operations for entry in hidden) == sum(entry.num_operations for entry in of_others)
+        assert not any(entry.worker_id or entry.is_step for entry in hidden)
     for secret in (alices.session, "alice"):
         assert secret not in str(status[eve])
         assert secret not in str(seen[eve])
     assert {entry.tenant for entry in seen[boss].entries} == {"alice"}
     assert {entry.tenant for cycle in status[boss].cycles for entry in cycle.entries} == {"alice", "eve"}
     assert {row.tenant for row in usage} == {"eve"}
+
+
+async def test_a_member_sees_other_tenants_of_a_cycle_as_their_number_and_totals_only(tmp_path: Path) -> None:
+    parts = (("eve", "e1", 1), ("alice", "a1", 20), ("alice", "a2", 300), ("bob", "b1", 4000))
+    async with running_pool(tmp_path) as pool:
+        ids = {name: (await pool.principal(name)).tenant_id for name, _, _ in parts}
+        entries = [
+            pool_pb2.CycleEntry(
+                adapter_id=adapter,
+                tenant=ids[name],
+                worker_id="w",
+                num_operations=number,
+                num_tokens=number,
+                is_step=True,
+            )
+            for name, adapter, number in parts
+        ]
+        pool.coordinator.core.journal.publish(pool_pb2.Cycle(cycle_id=1, entries=entries))
+        eve = await pool.principal("eve")
+        [cycle] = (await pool.service.get_pool_status(eve, pool_pb2.GetPoolStatusRequest())).cycles
+    mine, all_others, second = cycle.entries
+    assert (mine.tenant, mine.adapter_id, mine.worker_id, mine.num_tokens) == ("eve", "e1", "w", 1)
+    assert all_others == pool_pb2.CycleEntry(num_operations=4320, num_tokens=4320)
+    assert second == pool_pb2.CycleEntry(), "alice and bob are two"
 
 
 async def test_administration_needs_an_administrators_key(tmp_path: Path) -> None:
