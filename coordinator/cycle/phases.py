@@ -123,7 +123,7 @@ class Dispatch:
             installs=work.installs(worker_id),
             removals=worker.take_removals(),
             items=tuple(entry.item for entry in entries),
-            decode_share=planning.decode_share(sampling, {entry.log.tenant_id for entry in entries}),
+            decode_share=planning.decode_share(worker_id, sampling, {entry.log.tenant_id for entry in entries}),
             expected=work.expected(worker_id),
         )
 

@@ -316,10 +316,15 @@ class Planning:
         self._state_costs = StateCosts()
         self._fleet = fleet
         self._fair = fair
+        self._ready_on: dict[str, set[str]] = {}
+        """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned."""
 
-    def decode_share(self, sampling: Collection[str], training: Collection[str]) -> float:
-        """Return the part of a worker's time that decode steps get while these tenants sample and train there."""
-        return decode_share(sampling, training, self._fair.shares)
+    def decode_share(self, worker_id: str, sampling: Collection[str], training: Collection[str]) -> float:
+        """Return the part of a worker's time that decode steps get while these tenants sample and train there.
+
+        Tenants whose chunks wait for the next cycle train as well: otherwise short cycles would leave them less time.
+        """
+        return decode_share(sampling, self._ready_on.get(worker_id, set()).union(training), self._fair.shares)
 
     def has_workers(self) -> bool:
         """Return whether a worker of this base model is live."""
@@ -338,6 +343,11 @@ class Planning:
         candidates = self.ready.candidates()
         self.budget.update(self._part_of_time({candidate.tenant_id for candidate in candidates}))
         plan, self._fair = plan_pass(candidates, self._fair, self.residents(), self.budget.tokens)
+        self._ready_on = {}
+        for candidate in candidates:
+            if candidate.tenant_id in self._fair.active:
+                worker_id = plan.placements.get(candidate.adapter_id, candidate.worker_id)
+                self._ready_on.setdefault(worker_id, set()).add(candidate.tenant_id)
         return plan
 
     def _part_of_time(self, training: Collection[str]) -> float:
@@ -348,7 +358,7 @@ class Planning:
         workers = (self._fleet.worker(info.worker_id) for info in self._fleet.live(self.base_model))
         sampling = {flight.tenant_id for worker in workers for flight in worker.samples.values()}
         part = SHARED_PART if len(self._fair.active.union(training, sampling)) > 1 else LONE_PART
-        return part * (1.0 - self.decode_share(sampling, training)) if sampling else part
+        return part * (1.0 - decode_share(sampling, training, self._fair.shares)) if sampling else part
 
     def plan_states(self, logs: Sequence[AdapterLog], cycle_id: int) -> Mapping[str, int]:
         """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran."""

@@ -385,6 +385,24 @@ async def test_a_batch_carries_the_share_of_time_for_sampling_by_the_weights_of_
         await pool.release()
 
 
+async def test_a_tenant_whose_pass_waits_for_the_next_cycle_counts_as_one_that_trains(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
+        adapters, engine = {name: await pool.adapter(name) for name in ("alice", "bob")}, pool.engines["w0"][-1]
+        sampler = await pool.sampler(await pool.session("carol"), tenant="carol")
+        pool.hold()
+        first = await pool.forward_backward(adapters["alice"], 1, 16)
+        await until(lambda: pool.core.fleet.worker("w0").training)
+        second = await pool.forward_backward(adapters["alice"], 2, 16)
+        other = await pool.forward_backward(adapters["bob"], 1, 16, tenant="bob")
+        await pool.sample(sampler, 1, tenant="carol")
+        engine.may_run.set()
+        await pool.wait(first, second)
+        await pool.wait(other, tenant="bob")
+        shares = [batch.decode_share for batch in engine.batches if batch.items]
+        await pool.release()
+    assert shares == [0.5, pytest.approx(1 / 3), 0.5], "two tenants are ready when the second batch is planned"
+
+
 async def test_a_sampler_index_that_a_running_unnamed_save_has_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
