@@ -317,14 +317,16 @@ class Planning:
         self._fleet = fleet
         self._fair = fair
         self._ready_on: dict[str, set[str]] = {}
-        """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned."""
+        """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned. An empty
+        name: adapters that have no copy and were not planned."""
 
     def decode_share(self, worker_id: str, sampling: Collection[str], training: Collection[str]) -> float:
         """Return the part of a worker's time that decode steps get while these tenants sample and train there.
 
         Tenants whose chunks wait for the next cycle train as well: otherwise short cycles would leave them less time.
         """
-        return decode_share(sampling, self._ready_on.get(worker_id, set()).union(training), self._fair.shares)
+        waiting = (self._ready_on.get(name, set()) for name in (worker_id, ""))
+        return decode_share(sampling, set(training).union(*waiting), self._fair.shares)
 
     def has_workers(self) -> bool:
         """Return whether a worker of this base model is live."""

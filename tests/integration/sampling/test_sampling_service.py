@@ -395,6 +395,7 @@ async def test_a_tenant_whose_pass_waits_for_the_next_cycle_counts_as_one_that_t
         second = await pool.forward_backward(adapters["alice"], 2, 16)
         other = await pool.forward_backward(adapters["bob"], 1, 16, tenant="bob")
         await pool.sample(sampler, 1, tenant="carol")
+        await until(pool.samples_on)
         engine.may_run.set()
         await pool.wait(first, second)
         await pool.wait(other, tenant="bob")
