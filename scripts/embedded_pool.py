@@ -15,7 +15,7 @@ from coordinator.cli import process
 from scripts.terminal import uninterrupted
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import read_credentials
-from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
+from tinkerpool.v1 import admin_pb2, admin_pb2_grpc
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -74,6 +74,6 @@ def embedded_pool(
 def create_key(pool: EmbeddedPool, tenant: str) -> str:
     """Create a key for a tenant, through a stub generated from the contract."""
     with grpc.insecure_channel(pool.url.removeprefix("http://")) as channel:
-        request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
+        request = admin_pb2.CreateApiKeyRequest(tenant=tenant)
         metadata = (("authorization", f"Bearer {pool.api_key}"),)
-        return str(pool_pb2_grpc.AdminServiceStub(channel).CreateApiKey(request, metadata=metadata).key)
+        return str(admin_pb2_grpc.AdminServiceStub(channel).CreateApiKey(request, metadata=metadata).key)

@@ -21,6 +21,7 @@ from coordinator.runtime.recovery import Recovery, load_fair_state
 from coordinator.runtime.tasks import Tasks
 from coordinator.runtime.turns import Turns
 from coordinator.scheduling.schedule import make_scheduling
+from coordinator.tenants.accounts import Accounts
 from workers.contract.protocols import Pool
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Core:
         self.store = self._data_dir.store
         self.epoch = await self._data_dir.begin_epoch()
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
+        self.accounts = Accounts(self.store, self.time.wall)
         registers = open_registers(context, self.store)
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure)
         self.states.set_orphans_aside()

@@ -8,9 +8,10 @@ There is one module for each file of the contract; `access` is for all of them.
 """
 
 from coordinator.service.adapters import AdapterUseCases
+from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
 from coordinator.service.operations import OperationUseCases
-from coordinator.service.pool import AdminUseCases, PoolUseCases
+from coordinator.service.pool import PoolUseCases
 from coordinator.service.sampling import SamplingUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases

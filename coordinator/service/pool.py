@@ -1,7 +1,4 @@
-"""The state of the pool (workers, cycles, usage), and the API keys of all tenants.
-
-Administrators see all tenants; others see them as counts. Only administrators manage keys.
-"""
+"""The state of the pool: workers, cycles, usage. Administrators see all tenants; others see them as counts."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import UseCases, timestamp, uninterrupted
-from coordinator.storage.rows import ApiKeyRow
+from coordinator.service.access import UseCases
 from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 
@@ -102,49 +98,3 @@ class PoolUseCases(UseCases):
     def _tenant_name(self, tenant_id: str) -> str:
         row = self._core.store.tenants.get(tenant_id)
         return row.name if row is not None else ""
-
-
-class AdminUseCases(UseCases):
-    """AdminService."""
-
-    @uninterrupted
-    async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
-        """Create a key. Only the response has its secret."""
-        _check_admin(principal)
-        key, row = await self._authenticator.create_key(request.tenant, is_admin=request.is_admin)
-        return pb.CreateApiKeyResponse(key=key, api_key=_message(row))
-
-    async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
-        """List all keys, without secrets."""
-        _check_admin(principal)
-        return pb.ListApiKeysResponse(api_keys=[_message(row) for row in self._authenticator.list_keys()])
-
-    @uninterrupted
-    async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
-        """Revoke a key."""
-        _check_admin(principal)
-        await self._authenticator.revoke_key(request.key_id)
-        return pb.RevokeApiKeyResponse()
-
-    async def holder_of_key(self, key_id: str) -> Principal:
-        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is revoked."""
-        return self._authenticator.holder(key_id)
-
-
-def _check_admin(principal: Principal) -> None:
-    if not principal.is_admin:
-        raise ServiceError(
-            Code.PERMISSION_DENIED,
-            "ADMIN_ONLY",
-            "this call needs an administrator's key: ask the administrator of the pool",
-        )
-
-
-def _message(row: ApiKeyRow) -> pb.ApiKey:
-    return pb.ApiKey(
-        key_id=row.key_id,
-        tenant=row.tenant_name,
-        is_admin=row.is_admin,
-        create_time=timestamp(row.created_at),
-        is_revoked=row.revoked_at is not None,
-    )

@@ -30,6 +30,7 @@ from urllib.parse import quote
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.storage.disk import PRIVATE_FILE, Reserve
+from coordinator.storage.migrations import MIGRATIONS
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from workers.contract.failpoints import failpoint
 
@@ -228,20 +229,24 @@ class Database:
             await asyncio.to_thread(self._reserve.take)
 
     def _prepare(self) -> None:
-        """Create the tables in a new file. Raises ValueError if the file has another format."""
+        """Create the tables in a new file; migrate an older one. Raises ValueError if the file has another format."""
         db = self._writer
-        if _has_tables(db, self._path):
-            db.execute("BEGIN IMMEDIATE")
+        found = _schema_version(db, self._path)
+        db.execute("BEGIN IMMEDIATE")
+        if found == SCHEMA_VERSION:
             db.execute("ROLLBACK")  # this thread is the only writer
             return
-        db.execute("BEGIN IMMEDIATE")
-        for statement in SCHEMA.split(";\n"):
-            if statement.strip():
-                db.execute(statement)
-        db.execute("INSERT INTO meta VALUES ('pool_id', ?)", (int(secrets.token_hex(8), 16) >> 1,))
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        if found:
+            for version in range(found, SCHEMA_VERSION):
+                _run_all(db, MIGRATIONS[version])
+        else:
+            _run_all(db, SCHEMA)
+            db.execute("INSERT INTO meta VALUES ('pool_id', ?)", (int(secrets.token_hex(8), 16) >> 1,))
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
+        if found:
+            logger.info("%s was migrated from schema %d to %d", self._path, found, SCHEMA_VERSION)
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
@@ -426,7 +431,7 @@ def read_closed(
     try:
         db = connect(path)
         try:
-            return read(db) if _has_tables(db, path) else None
+            return read(db) if _schema_version(db, path) else None
         finally:
             db.close()
     except sqlite3.DatabaseError as error:
@@ -479,11 +484,17 @@ def _log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-def _has_tables(db: Connection, path: Path) -> bool:
-    """Return whether the database has its tables; False: it is new. Raises ValueError if it has another format."""
-    version = db.execute("PRAGMA user_version").fetchone()[0]
+def _run_all(db: Connection, statements: str) -> None:
+    for statement in statements.split(";\n"):
+        if statement.strip():
+            db.execute(statement)
+
+
+def _schema_version(db: Connection, path: Path) -> int:
+    """Return the version of the database's tables; 0: it is new. Raises ValueError if this version cannot read it."""
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
     application_id = db.execute("PRAGMA application_id").fetchone()[0]
-    if version and (application_id != APPLICATION_ID or version < SCHEMA_VERSION):
+    if version and (application_id != APPLICATION_ID or version < min(MIGRATIONS, default=SCHEMA_VERSION)):
         raise ValueError(
             f"{path} was written by an older version of tinkerpool, whose data this version cannot read: use another "
             "data directory, or keep using that version"
@@ -493,7 +504,7 @@ def _has_tables(db: Connection, path: Path) -> bool:
             f"{path} was written by a newer tinkerpool (schema {version}, this one reads {SCHEMA_VERSION}): "
             "upgrade tinkerpool, or use another data directory"
         )
-    return bool(version)
+    return version
 
 
 def set_pragmas(db: Connection) -> None:

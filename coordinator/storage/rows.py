@@ -56,6 +56,22 @@ class ApiKeyRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRow:
+    """An act of an administrator, as the audit log has it."""
+
+    audit_id: int
+    at: float
+    key_id: str
+    """The acting key; empty: the pool itself, by the operator's command."""
+    tenant: str
+    """The name of the acting key's tenant."""
+    act: str
+    subject: str
+    details: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
     """The usage of a tenant's finished operations of one kind."""
 

@@ -9,6 +9,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
 | tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
 | api_keys | an API key, as the hash of its secret | it is created or revoked |
+| audit | an act of an administrator | in the transaction of the act; never changed or deleted |
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
 | adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
 | samplers | a sampler | it is created, or weights are saved without a name; deleted after its session |
@@ -24,10 +25,30 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
+
+AUDIT = """
+CREATE TABLE audit (
+    audit_id INTEGER PRIMARY KEY,         -- in the order of the acts
+    at REAL NOT NULL,
+    key_id TEXT NOT NULL,                 -- the acting key; empty: the pool itself, by the operator's command
+    tenant TEXT NOT NULL,                 -- the acting key's tenant, by name: an entry outlives its tenant
+    act TEXT NOT NULL,                    -- `key.create`, `tenant.delete`, ...
+    subject TEXT NOT NULL,                -- the name of a tenant, the id of a key
+    details TEXT NOT NULL                 -- a JSON object without secrets
+);
+CREATE TRIGGER audit_keeps_its_entries BEFORE DELETE ON audit
+BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
+CREATE TRIGGER audit_changes_no_entry BEFORE UPDATE ON audit
+BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
+CREATE TRIGGER audit_replaces_no_entry    -- INSERT OR REPLACE deletes a row without the trigger of a DELETE
+BEFORE INSERT ON audit WHEN EXISTS (SELECT 1 FROM audit WHERE audit_id = NEW.audit_id)
+BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
+"""
+"""The audit log, also for databases that a migration gives one."""
 
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -176,4 +197,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-"""  # noqa: S608 (our names)
+{AUDIT}"""  # noqa: S608 (our names)

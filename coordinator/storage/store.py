@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
+from coordinator.storage.access.audit import Audit
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import Cycles
@@ -40,6 +41,7 @@ class Store:
         self.tenants = Tenants(self.database)
         self.usage = Usage(self.database)
         self.api_keys = ApiKeys(self.database)
+        self.audit = Audit(self.database)
         self.cycles = Cycles(self.database)
 
     async def close(self) -> None:

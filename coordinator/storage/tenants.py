@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import (
     ApiKeyRow,
@@ -34,12 +35,9 @@ class Tenants(Table[TenantRow]):
     def __init__(self, database: Database) -> None:
         super().__init__(database, TenantRow, "tenants")
 
-    def create(self, tenant_id: str, name: str, wall: float) -> asyncio.Future[int]:
-        """Insert a tenant, unless its name exists. `wall`: the time of day."""
-        return self._database.execute(
-            "INSERT INTO tenants (tenant_id, name, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING",
-            (tenant_id, name, wall),
-        )
+    def create(self, tenant_id: str, act: Act) -> asyncio.Future[bool]:
+        """Insert the tenant that is the subject of the act, and record it. The future: False if its name exists."""
+        return self._database.write(lambda db: add_tenant(db, tenant_id, act))
 
     def set_weight(self, tenant_id: str, weight: float) -> asyncio.Future[int]:
         """Set a tenant's fair-share weight, above 0. Cycles and samples use it from the next start."""
@@ -52,6 +50,21 @@ class Tenants(Table[TenantRow]):
     def get(self, tenant_id: str) -> TenantRow | None:
         """Return a tenant."""
         return self._one("WHERE tenant_id = ?", (tenant_id,))
+
+    def named(self, name: str) -> TenantRow | None:
+        """Return the tenant of a name."""
+        return self._one("WHERE name = ?", (name,))
+
+
+def add_tenant(db: Connection, tenant_id: str, act: Act) -> bool:
+    """Insert the tenant that is the subject of the act, and record it; return False if its name exists."""
+    added = db.execute(
+        "INSERT INTO tenants (tenant_id, name, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING",
+        (tenant_id, act.subject, act.at),
+    ).rowcount
+    if added:
+        record(db, act)
+    return bool(added)
 
 
 class Usage:

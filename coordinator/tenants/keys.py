@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, ServiceError, not_found
+from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ApiKeyRow
 from coordinator.storage.store import Store
-from tinkerpool.names import is_tenant_name
+from coordinator.tenants.accounts import check_tenant_name, new_tenant_id
 
 _KEY = re.compile(r"(?:tml-)?tp_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 
@@ -99,12 +100,11 @@ class Authenticator:
 
     async def create_key(self, tenant: str, *, is_admin: bool = False) -> tuple[str, ApiKeyRow]:
         """Create a key, and the tenant if it is new. Return the key, which is stored nowhere, and its row."""
-        if not is_tenant_name(tenant):
-            raise invalid(f"tenant must be 1 to 64 letters, digits, '-' and '_', not {tenant[:80]!r}")
+        check_tenant_name(tenant)
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         now = self._wall()
         secret_sha256 = hashlib.sha256(secret.encode()).digest()
-        await self._store.tenants.create(secrets.token_hex(8), tenant, now)
+        await self._store.tenants.create(new_tenant_id(), Act(at=now, act="tenant.create", subject=tenant))
         await self._store.api_keys.create(key_id, tenant, secret_sha256, is_admin=is_admin, wall=now)
         row = self._store.api_keys.get(key_id)
         assert row is not None

@@ -28,7 +28,7 @@ import grpc
 from coordinator.serving import Serving
 from scripts.attack.probe import RemoteProbe
 from scripts.attack.probed import SOCKET
-from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
+from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
@@ -140,8 +140,8 @@ class AttackedPool:
     def create_key(self, tenant: str) -> str:
         """Create a key for a tenant."""
         with self.channel() as channel:
-            request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
-            stub = pool_pb2_grpc.AdminServiceStub(channel)
+            request = admin_pb2.CreateApiKeyRequest(tenant=tenant)
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
             return str(stub.CreateApiKey(request, metadata=self._metadata(), timeout=CALL_TIMEOUT_S).key)
 
     def stop(self) -> float | None:

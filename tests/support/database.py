@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base.errors import Failure
+from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import AdapterRow, SessionRow
 from coordinator.storage.store import Store
 from tests.support.toy_pool import FakeTime
@@ -16,7 +17,7 @@ async def open_store(path: Path) -> Store:
     """Return a store in a new epoch with the tenant `TENANT`; its time is constant."""
     store = Store(path, FakeTime(now=1.0), Failure())
     await store.raise_epoch()
-    await store.tenants.create(TENANT, "alice", 0.0)
+    await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
     return store
 
 

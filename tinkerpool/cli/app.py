@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, checkpoints, keys, pool
+from tinkerpool.cli import adapters, checkpoints, keys, pool, tenants
 
 COMMAND_GROUP = "tinkerpool.commands"
 """Each entry point is a function that adds commands to the application."""
@@ -74,6 +74,7 @@ def build() -> typer.Typer:
         rich_help_panel=THINGS_PANEL,
     )
     app.add_typer(keys.app, name="key", help="API keys: create, list, revoke.", rich_help_panel=ADMIN_PANEL)
+    app.add_typer(tenants.app, name="tenant", help="Tenants: create, list.", rich_help_panel=ADMIN_PANEL)
     app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)
     return app
 

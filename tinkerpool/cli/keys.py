@@ -10,7 +10,7 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY
-from tinkerpool.v1 import pool_pb2
+from tinkerpool.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -25,7 +25,7 @@ def create(
     api_key: KeyOption = "",
 ) -> None:
     """Create a key, and its tenant if it is new. The key is printed once."""
-    request = pool_pb2.CreateApiKeyRequest(tenant=tenant, is_admin=is_admin)
+    request = admin_pb2.CreateApiKeyRequest(tenant=tenant, is_admin=is_admin)
     response = call(find_target(url, api_key), CREATE_API_KEY, request)
     print(response.key)
     show.note(
@@ -36,7 +36,7 @@ def create(
 @app.command("list")
 def list_keys(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
     """List the keys, without their secrets."""
-    response = call(find_target(url, api_key), LIST_API_KEYS, pool_pb2.ListApiKeysRequest())
+    response = call(find_target(url, api_key), LIST_API_KEYS, admin_pb2.ListApiKeysRequest())
     if json:
         show.json_message(response)
         return
@@ -65,5 +65,5 @@ def revoke(
     """Revoke a key for good."""
     parts = key_id.removeprefix("tml-").split("_")
     key_id = parts[1] if parts[0] == "tp" and len(parts) > 2 else key_id
-    call(find_target(url, api_key), REVOKE_API_KEY, pool_pb2.RevokeApiKeyRequest(key_id=key_id))
+    call(find_target(url, api_key), REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
     show.note(f"{key_id} is revoked.")

@@ -30,6 +30,7 @@ from coordinator.service.training import SEQUENCED_REQUESTS
 from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import (
     adapters_pb2,
+    admin_pb2,
     checkpoints_pb2,
     operations_pb2,
     pool_pb2,
@@ -51,6 +52,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         checkpoints_pb2,
         operations_pb2,
         pool_pb2,
+        admin_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 )

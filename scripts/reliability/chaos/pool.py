@@ -25,7 +25,7 @@ from pathlib import Path
 import grpc
 
 from coordinator.serving import READY_FILE, Serving
-from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
+from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
 from workers.contract.failpoints import ENVIRONMENT, POINTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,8 +181,8 @@ class ServedPool:
 
     def create_key(self, tenant: str) -> str:
         """Create a key for a tenant."""
-        request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
-        stub = pool_pb2_grpc.AdminServiceStub(self.channel())
+        request = admin_pb2.CreateApiKeyRequest(tenant=tenant)
+        stub = admin_pb2_grpc.AdminServiceStub(self.channel())
         return str(stub.CreateApiKey(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S).key)
 
     def usage(self) -> list[pool_pb2.UsageRow]:

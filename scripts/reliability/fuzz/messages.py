@@ -15,9 +15,9 @@ from tinkerpool.compat import tinker_pb2 as compat
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
+    admin_pb2,
     checkpoints_pb2,
     operations_pb2,
-    pool_pb2,
     sampling_pb2,
     sessions_pb2,
     training_pb2,
@@ -224,7 +224,7 @@ PLAIN: dict[str, Plain] = {
     operations_pb2.WaitOperationsRequest.DESCRIPTOR.full_name: lambda values: operations_pb2.WaitOperationsRequest(
         names=[values.string("name") for _ in range(values.rng.randint(1, 4))]
     ),
-    pool_pb2.CreateApiKeyRequest.DESCRIPTOR.full_name: lambda _: pool_pb2.CreateApiKeyRequest(tenant="another"),
+    admin_pb2.CreateApiKeyRequest.DESCRIPTOR.full_name: lambda _: admin_pb2.CreateApiKeyRequest(tenant="another"),
     compat.ForwardBackwardRequest.DESCRIPTOR.full_name: _compat_pass,
 }
 """The plainly valid form of a message, where arbitrary fields would hardly ever be valid."""

@@ -13,6 +13,7 @@ from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, runnin
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
+    admin_pb2,
     checkpoints_pb2,
     pool_pb2,
     sampling_pb2,
@@ -84,6 +85,8 @@ NAMELESS = {
     "create_api_key",
     "list_api_keys",
     "revoke_api_key",
+    "create_tenant",
+    "list_tenants",
 }
 
 
@@ -319,9 +322,11 @@ async def test_administration_needs_an_administrators_key(tmp_path: Path) -> Non
     async with running_pool(tmp_path) as pool:
         eve = await pool.principal("eve")
         requests = {
-            "create_api_key": pool_pb2.CreateApiKeyRequest(tenant="eve", is_admin=True),
-            "list_api_keys": pool_pb2.ListApiKeysRequest(),
-            "revoke_api_key": pool_pb2.RevokeApiKeyRequest(key_id="x"),
+            "create_api_key": admin_pb2.CreateApiKeyRequest(tenant="eve", is_admin=True),
+            "list_api_keys": admin_pb2.ListApiKeysRequest(),
+            "revoke_api_key": admin_pb2.RevokeApiKeyRequest(key_id="x"),
+            "create_tenant": admin_pb2.CreateTenantRequest(tenant="another"),
+            "list_tenants": admin_pb2.ListTenantsRequest(),
         }
         for method, request in requests.items():
             assert (await refusal(getattr(pool.service, method)(eve, request))).code is Code.PERMISSION_DENIED

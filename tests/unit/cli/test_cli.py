@@ -17,7 +17,7 @@ from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import Credentials, credentials_file, write_credentials
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2
+from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, operations_pb2, pool_pb2
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
 
@@ -148,28 +148,44 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
 
 
 def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
-    service.responses["create_api_key"] = pool_pb2.CreateApiKeyResponse(key="tp_new")
+    service.responses["create_api_key"] = admin_pb2.CreateApiKeyResponse(key="tp_new")
     done = run("key", "create", "bob", "--admin")
     assert (done.code, done.out) == (0, "tp_new\n")
     [(_, _, request)] = service.calls
-    assert request == pool_pb2.CreateApiKeyRequest(tenant="bob", is_admin=True)
+    assert request == admin_pb2.CreateApiKeyRequest(tenant="bob", is_admin=True)
 
 
 @pytest.mark.parametrize("given", ["0123456789ab", "tp_0123456789ab_secret_with_underscore", "tml-tp_0123456789ab_s"])
 def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
     run: Run, service: FakeService, given: str
 ) -> None:
-    service.responses["revoke_api_key"] = pool_pb2.RevokeApiKeyResponse()
+    service.responses["revoke_api_key"] = admin_pb2.RevokeApiKeyResponse()
     assert run("key", "revoke", given).code == 0
-    assert service.calls[0][2] == pool_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
+    assert service.calls[0][2] == admin_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
 
 
 def test_key_list_shows_which_keys_are_revoked(run: Run, service: FakeService) -> None:
-    keys = [pool_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), pool_pb2.ApiKey(key_id="k2", is_revoked=True)]
-    service.responses["list_api_keys"] = pool_pb2.ListApiKeysResponse(api_keys=keys)
+    keys = [admin_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), admin_pb2.ApiKey(key_id="k2", is_revoked=True)]
+    service.responses["list_api_keys"] = admin_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
     assert "good" in lines[2]
     assert "revoked" in lines[3]
+
+
+def test_tenant_create_says_how_to_make_its_first_key(run: Run, service: FakeService) -> None:
+    service.responses["create_tenant"] = admin_pb2.CreateTenantResponse()
+    done = run("tenant", "create", "bob")
+    assert (done.code, done.out) == (0, "")
+    assert "tinkerpool key create bob" in done.err
+    [(_, _, request)] = service.calls
+    assert request == admin_pb2.CreateTenantRequest(tenant="bob")
+
+
+def test_tenant_list_shows_every_tenant(run: Run, service: FakeService) -> None:
+    tenants = [admin_pb2.Tenant(name="alice"), admin_pb2.Tenant(name="bob")]
+    service.responses["list_tenants"] = admin_pb2.ListTenantsResponse(tenants=tenants)
+    assert [line.split()[0] for line in run("tenant", "list").out.splitlines()[2:]] == ["alice", "bob"]
+    assert [each["name"] for each in json.loads(run("tenant", "list", "--json").out)["tenants"]] == ["alice", "bob"]
 
 
 def test_adapter_list_goes_through_the_pages_up_to_its_limit(run: Run, service: FakeService) -> None:

@@ -16,6 +16,7 @@ from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.transport import GrpcTransport
 from tinkerpool.v1 import (
     adapters_pb2,
+    admin_pb2,
     checkpoints_pb2,
     operations_pb2,
     pool_pb2,
@@ -24,7 +25,16 @@ from tinkerpool.v1 import (
     training_pb2,
 )
 
-MODULES = (adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2, training_pb2)
+MODULES = (
+    adapters_pb2,
+    admin_pb2,
+    checkpoints_pb2,
+    operations_pb2,
+    pool_pb2,
+    sampling_pb2,
+    sessions_pb2,
+    training_pb2,
+)
 FULL = ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_delay_s=0.05)
 
 

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from tinkerpool.v1 import adapters_pb2 as adapters
+from tinkerpool.v1 import admin_pb2 as admin
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints
 from tinkerpool.v1 import operations_pb2 as operations
 from tinkerpool.v1 import pool_pb2 as pool
@@ -122,6 +123,8 @@ CANCEL_OPERATION = Unary(
 GET_POOL_STATUS = Unary("PoolService", "GetPoolStatus", pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
 WATCH_CYCLES = ServerStream("PoolService", "WatchCycles", pool.WatchCyclesRequest, pool.WatchCyclesResponse)
 GET_USAGE = Unary("PoolService", "GetUsage", pool.GetUsageRequest, pool.GetUsageResponse)
-CREATE_API_KEY = Unary("AdminService", "CreateApiKey", pool.CreateApiKeyRequest, pool.CreateApiKeyResponse)
-LIST_API_KEYS = Unary("AdminService", "ListApiKeys", pool.ListApiKeysRequest, pool.ListApiKeysResponse)
-REVOKE_API_KEY = Unary("AdminService", "RevokeApiKey", pool.RevokeApiKeyRequest, pool.RevokeApiKeyResponse)
+CREATE_API_KEY = Unary("AdminService", "CreateApiKey", admin.CreateApiKeyRequest, admin.CreateApiKeyResponse)
+LIST_API_KEYS = Unary("AdminService", "ListApiKeys", admin.ListApiKeysRequest, admin.ListApiKeysResponse)
+REVOKE_API_KEY = Unary("AdminService", "RevokeApiKey", admin.RevokeApiKeyRequest, admin.RevokeApiKeyResponse)
+CREATE_TENANT = Unary("AdminService", "CreateTenant", admin.CreateTenantRequest, admin.CreateTenantResponse)
+LIST_TENANTS = Unary("AdminService", "ListTenants", admin.ListTenantsRequest, admin.ListTenantsResponse)

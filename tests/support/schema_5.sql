@@ -1,0 +1,147 @@
+-- The tables of schema version 5, as tinkerpool created them then: migrations are tested on them.
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
+CREATE TABLE tenants (
+    tenant_id TEXT PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    weight REAL NOT NULL DEFAULT 1.0 CHECK (weight > 0),
+    virtual_tokens REAL NOT NULL DEFAULT 0,
+    created_at REAL NOT NULL
+);
+CREATE TABLE api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    secret_sha256 BLOB NOT NULL,          -- the secret itself is never stored
+    is_admin INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    revoked_at REAL
+);
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    request_id TEXT,
+    user_metadata TEXT NOT NULL,          -- a JSON object
+    created_at REAL NOT NULL,
+    ended_at REAL,                        -- NULL: it is live
+    ended_service_s REAL,                 -- its row is deleted some time after it
+    adapters_gone INTEGER NOT NULL DEFAULT 0, -- a number below this without a row may have had an adapter
+    UNIQUE (tenant_id, request_id)        -- makes CreateSession safe to repeat
+);
+CREATE TABLE adapters (
+    adapter_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    session_id TEXT NOT NULL REFERENCES sessions,
+    request_id TEXT,
+    payload BLOB NOT NULL,                -- the canonical CreateAdapterRequest
+    base_model TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    alpha REAL NOT NULL,
+    seed INTEGER NOT NULL,
+    train_attn INTEGER NOT NULL,
+    train_mlp INTEGER NOT NULL,
+    train_unembed INTEGER NOT NULL,
+    user_metadata TEXT NOT NULL,          -- a JSON object
+    created_at REAL NOT NULL,
+    deleted_at REAL,                      -- NULL: it has training state
+    deleted_service_s REAL,               -- its row is deleted some time after it
+    is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
+    UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
+);
+CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
+CREATE TABLE samplers (
+    sampler_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    session_id TEXT NOT NULL REFERENCES sessions,
+    request_id TEXT,
+    payload BLOB NOT NULL,                -- the canonical CreateSamplerRequest; empty for an unnamed save
+    base_model TEXT NOT NULL,
+    model_path TEXT NOT NULL,             -- the checkpoint whose weights it has; empty: none
+    adapter_id TEXT NOT NULL,             -- the adapter of its weights; empty: the bare base model
+    version TEXT NOT NULL,                -- names the weights, for workers that hold them; empty: the bare base model
+    folder TEXT NOT NULL,                 -- the weights of an unnamed save; empty: no file so far, or another sampler
+    sha256 TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
+    UNIQUE (session_id, request_id)       -- makes CreateSampler safe to repeat
+);
+CREATE INDEX samplers_by_adapter ON samplers (adapter_id) WHERE adapter_id != '';
+CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
+CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND payload = x'';
+CREATE TABLE operations (
+    target_id TEXT NOT NULL,              -- an adapter or a sampler
+    seq INTEGER NOT NULL CHECK (seq >= 1),
+    append_id INTEGER NOT NULL,           -- epoch << 32 | counter: an outcome is stored only for its own append
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    kind TEXT NOT NULL,
+    request_id TEXT,
+    payload BLOB,                         -- the canonical request; NULL once a snapshot covers it
+    payload_hash BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,           -- of the payload
+    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the payload and this
+    batch_first_seq INTEGER,              -- the batch that a forward_backward is part of: a failed one closes
+    batch_last_seq INTEGER,               -- the gradient window up to here; NULL: it is not marked
+    outcome BLOB,                         -- the finished v1.Operation; NULL while undecided, empty once dropped
+    is_failed INTEGER NOT NULL DEFAULT 0,
+    finished_service_s REAL,
+    fetched_service_s REAL,               -- when its owner first fetched the result
+    engine_s REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
+    UNIQUE (target_id, request_id)
+) WITHOUT ROWID;
+CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome IS NULL;
+CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
+CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
+CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
+CREATE TABLE plans (                      -- read after a crash: the adapters of a cycle that did not commit
+    cycle_id INTEGER NOT NULL,
+    adapter_id TEXT NOT NULL,
+    worker_id TEXT NOT NULL
+);
+CREATE TABLE snapshots (
+    adapter_id TEXT PRIMARY KEY,          -- the replaced folder is deleted once this row is durable
+    seq INTEGER NOT NULL,                 -- covers all operations up to here
+    folder TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    window BLOB NOT NULL DEFAULT x''      -- JSON: the gradient window's failure and batch; empty: none of them
+);
+CREATE TABLE checkpoints (
+    path TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    adapter_id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    folder TEXT NOT NULL,                 -- empty: weights for sampling without a file so far
+    size_bytes INTEGER NOT NULL,
+    sha256 TEXT NOT NULL,
+    seq INTEGER NOT NULL,                 -- of the save
+    base_model TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL,
+    user_metadata TEXT NOT NULL,          -- a JSON object
+    created_at REAL NOT NULL,
+    expires_at REAL,                      -- as shown to its owner; NULL: never
+    expires_service_s REAL,               -- when it is deleted: a step of the wall clock must not do that
+    is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
+);
+CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
+CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
+CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';
+CREATE TABLE usage (
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    kind TEXT NOT NULL,
+    num_operations INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    engine_s REAL NOT NULL,
+    file_bytes INTEGER NOT NULL DEFAULT 0, -- of states that were read, written or sent
+    file_s REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (tenant_id, kind)
+) WITHOUT ROWID;
+CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, which such weights are rematerialized from
+BEFORE INSERT ON snapshots
+WHEN EXISTS (
+    SELECT 1 FROM samplers JOIN sessions USING (session_id)
+    WHERE samplers.adapter_id = NEW.adapter_id AND folder = '' AND samplers.payload = x'' AND ended_at IS NULL
+    AND CAST(substr(version, length(samplers.adapter_id) + 2) AS INTEGER) <= NEW.seq
+) OR EXISTS (
+    SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
+)
+BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;

@@ -1,0 +1,73 @@
+"""A database of an older schema is migrated at its first start, with its rows; afterwards it is like a new one."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.errors import Failure
+from coordinator.storage.database import Connection, Database, open_read_only, read_closed
+from coordinator.storage.schema import APPLICATION_ID, SCHEMA_VERSION
+from coordinator.storage.store import Store
+from tests.support.database import query
+from tests.support.toy_pool import FakeTime
+
+OLDEST = 5
+SCHEMA_5 = Path(__file__).resolve().parents[2] / "support" / "schema_5.sql"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A database of schema 5 with a tenant and its keys."""
+    path = tmp_path / "tinkerpool.db"
+    db = sqlite3.connect(path)
+    db.executescript(SCHEMA_5.read_text())
+    db.execute("INSERT INTO meta VALUES ('pool_id', 77)")
+    db.execute("INSERT INTO tenants VALUES ('t', 'alice', 2.0, 30, 4.0)")
+    db.execute("INSERT INTO api_keys VALUES ('k1', 't', x'01', 1, 5.0, NULL)")
+    db.execute("INSERT INTO api_keys VALUES ('k2', 't', x'02', 0, 6.0, 7.0)")
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {OLDEST}")
+    db.commit()
+    db.close()
+    return path
+
+
+def layout(path: Path) -> dict[str, object]:
+    """Return the columns of each table, and the text of each index and trigger."""
+    found: dict[str, object] = {}
+    for row in query(path, "SELECT type, name, sql FROM sqlite_master ORDER BY name"):
+        if row["type"] == "table":
+            columns = query(
+                path, f"SELECT name, type, \"notnull\", dflt_value, pk FROM pragma_table_info('{row['name']}')"
+            )
+            found[row["name"]] = sorted(tuple(column) for column in columns)
+        else:
+            found[row["name"]] = row["sql"]
+    return found
+
+
+def test_a_migrated_database_has_the_tables_indexes_and_triggers_of_a_new_one(old: Path, tmp_path: Path) -> None:
+    asyncio.run(Database(old, FakeTime(), Failure()).close())
+    asyncio.run(Database(tmp_path / "new.db", FakeTime(), Failure()).close())
+    assert layout(old) == layout(tmp_path / "new.db")
+    assert query(old, "PRAGMA user_version")[0][0] == SCHEMA_VERSION
+
+
+async def test_a_migration_keeps_the_rows(old: Path) -> None:
+    store = Store(old, FakeTime(), Failure())
+    [tenant] = store.tenants.all()
+    keys = {row.key_id: row for row in store.api_keys.all()}
+    await store.close()
+    assert (tenant.name, tenant.weight, tenant.virtual_tokens) == ("alice", 2.0, 30)
+    assert (keys["k1"].is_admin, keys["k1"].secret_sha256, keys["k1"].revoked_at) == (True, b"\x01", None)
+    assert (keys["k2"].is_admin, keys["k2"].revoked_at, keys["k2"].tenant_name) == (False, 7.0, "alice")
+
+
+def test_an_older_database_is_read_without_migrating_it(old: Path) -> None:
+    def version(db: Connection) -> int:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+    assert read_closed(old, version, open_read_only) == OLDEST
+    assert query(old, "SELECT name FROM sqlite_master WHERE name = 'audit'") == []
