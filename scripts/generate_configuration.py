@@ -8,14 +8,20 @@ import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from coordinator.base import config
+from coordinator.base import config, tenant_limits
 from coordinator.cli.options import attribute_docstrings
 from workers.contract import settings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Coordinator", config.CoordinatorConfig, "`CoordinatorConfig`: cycles, timeouts, retention."),
-    ("Limits", config.Limits, "`Limits`: sizes of requests, and quotas of tenants."),
+    ("Limits of requests", config.Limits, "`Limits`: sizes of requests, the same for every tenant."),
+    (
+        "Limits of a tenant",
+        tenant_limits.TenantLimits,
+        "`TenantLimits`: what one tenant may use. Defaults for all: `serve --tenant-limit NAME=VALUE`; for one tenant, "
+        "at once and for good: `tinkerpool tenant limit TENANT NAME=VALUE`. Values may end in KiB, MiB, GiB or TiB.",
+    ),
     ("Doors", config.DoorConfig, "`DoorConfig`: settings of both doors."),
     ("gRPC", config.GrpcConfig, "`GrpcConfig`: the gRPC door."),
     ("HTTP", config.HttpConfig, "`HttpConfig`: the door for the Tinker SDK and OpenAI's clients."),
@@ -29,11 +35,11 @@ Every setting of a pool, with its default. Most are options of `tinkerpool serve
 programs that start a pool themselves. Names end with their unit: `_s` is seconds.
 
 This page is generated: `.venv/bin/python -m scripts.generate_configuration` writes it from the docstrings in
-`coordinator/base/config.py` and `workers/contract/settings.py`.
+`coordinator/base/config.py`, `coordinator/base/tenant_limits.py` and `workers/contract/settings.py`.
 """
 
 
-GROUPS = {"coordinator", "grpc", "http", "limits"}
+GROUPS = {"coordinator", "grpc", "http", "limits", "tenant_limits"}
 """Fields that hold the settings of another section."""
 
 
@@ -53,7 +59,7 @@ def default_of(field: "Field[object]") -> str:
 
 def page() -> str:
     """Return the whole page."""
-    texts = attribute_docstrings(config) | attribute_docstrings(settings)
+    texts = attribute_docstrings(config) | attribute_docstrings(tenant_limits) | attribute_docstrings(settings)
     parts = [HEAD]
     for title, section, about in SECTIONS:
         parts.append(f"\n## {title}\n\n{about}\n\n| setting | default | meaning |\n|---|---|---|\n")

@@ -5,6 +5,7 @@ Public interface:
 - `errors`: the kinds of errors; `ServiceError`, `Code`, functions that make common refusals; `Failure`, the first fatal
   error;
 - `config`: every option of a coordinator and its doors; `VERSION`;
+- `tenant_limits`: every limit of one tenant, with default, unit and reason;
 - `signal.Signal`: a wake-up without data;
 - `time`: `Time`, `SystemTime`, and `within`, a time-out that a pause of the process does not trigger.
 

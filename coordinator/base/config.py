@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from coordinator.base.tenant_limits import TenantLimits
 from workers.contract.capacity import SEQUENCE_SLOTS
 
 VERSION = version("tinkerpool")
@@ -37,7 +38,7 @@ JSON_ITEMS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of requests and quotas of tenants. Each refusal names the change that is needed."""
+    """Limits of requests, the same for every tenant. Each refusal names the change that is needed."""
 
     datums_max: int = DATUMS_MAX
     """Most datums in one request, at most the default."""
@@ -47,18 +48,8 @@ class Limits:
     """Most bytes of keys and values in one `user_metadata`."""
     pending_operations_max: int = 4096
     """Most unfinished operations of one adapter or sampler."""
-    pending_bytes_max: int = 512 << 20
-    """Most bytes of unfinished requests of one tenant."""
-    tenant_operations_max: int = 32_768
-    """Most unfinished operations of one tenant: eight full queues. Without it, a tenant of 1,000 adapters could keep
-    four million in memory."""
     window_bytes_max: int = 1 << 30
     """Most bytes of requests between two optimizer steps of one adapter: they are kept until the step is durable."""
-    adapters_max: int = 1000
-    """Most adapters of one tenant."""
-    sessions_max: int = 1000
-    """Most live sessions of one tenant. A client has one, and one that crashed leaves it for `session_timeout_s`: so a
-    tenant may start a hundred clients a minute."""
     num_samples_max: int = 1024
     """Most continuations in one sample request."""
     stop_strings_max: int = 16
@@ -116,7 +107,9 @@ class CoordinatorConfig:
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
     morning learns what happened."""
     limits: Limits = field(default_factory=Limits)
-    """Limits of requests and quotas of tenants."""
+    """Limits of requests."""
+    tenant_limits: TenantLimits = field(default_factory=TenantLimits)
+    """The limits of every tenant for which an administrator set no others. Their weight is 1: it is relative."""
 
     def __post_init__(self) -> None:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
@@ -126,6 +119,8 @@ class CoordinatorConfig:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         _check_positive(self, "cycle_s_max", "sweep_interval_s")
+        if self.tenant_limits.weight != 1.0:
+            raise ValueError("a weight is a share beside other tenants: set it for one tenant, not for all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tinkerpool.errors import Code
@@ -53,6 +53,8 @@ class Quota:
     usage: int
     """How much is in use without the refused call, in the unit that `limit` names."""
     maximum: int
+    command: str = field(default="", compare=False)
+    """What an administrator types to raise it; empty if it is the same for every tenant."""
 
     def __str__(self) -> str:
         """Return the start of a message: the limit, its usage and its maximum."""
@@ -104,13 +106,15 @@ def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
 
 def busy(reason: str, quota: Quota, mend: str, *, delay_s: float = 1.0) -> ServiceError:
     """Return the refusal of a call that waiting clears; `mend` says what frees the quota."""
-    message = f"{quota}; {mend}, then try again: after {delay_s:g} s at the earliest"
+    raised = f"; an administrator can raise it: {quota.command}" if quota.command else ""
+    message = f"{quota}; {mend}, then try again: after {delay_s:g} s at the earliest{raised}"
     return ServiceError(Code.RESOURCE_EXHAUSTED, reason, message, retry_delay_s=delay_s, quota=quota)
 
 
 def over_ceiling(reason: str, quota: Quota, mend: str) -> ServiceError:
-    """Return the refusal of a call that no waiting clears; `mend` says how to free or raise the quota."""
-    return ServiceError(Code.FAILED_PRECONDITION, reason, f"{quota}; {mend}", quota=quota)
+    """Return the refusal of a call that no waiting clears; `mend` says how to free the quota."""
+    message = f"{quota}; {mend}, or ask an administrator to raise it: {quota.command}"
+    return ServiceError(Code.FAILED_PRECONDITION, reason, message, quota=quota)
 
 
 def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:

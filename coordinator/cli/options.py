@@ -22,6 +22,8 @@ import typer
 import typer.core
 
 from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
+from coordinator.base.errors import ServiceError
+from coordinator.base.tenant_limits import TenantLimits, limits_with
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import home
@@ -121,6 +123,14 @@ def _cycle_tokens(text: str) -> int | None:
     return int(text)
 
 
+def _tenant_limits(texts: Sequence[str]) -> TenantLimits:
+    """Parse the values of --tenant-limit. Raises CliError."""
+    try:
+        return limits_with(TenantLimits(), dict(text.partition("=")[::2] for text in texts))
+    except ServiceError as error:
+        raise CliError(f"--tenant-limit: {error.message}") from None
+
+
 DATA_DIR_HELP = f"{help_of(CoordinatorConfig, 'data_dir')} Default: pool in ~/.tinkerpool (or in TINKERPOOL_HOME)."
 _PORT = {"min": 0, "max": 65535}
 _OPTIONS = (
@@ -175,6 +185,15 @@ _OPTIONS = (
         form={"parser": _cycle_tokens, "metavar": "NUMBER|auto"},
     ),
     _Option(flag="--cycle-seconds", setting=(CoordinatorConfig, "cycle_s_max"), form={"min": 0.01}),
+    _Option(
+        flag="--tenant-limit",
+        setting=(CoordinatorConfig, "tenant_limits"),
+        type=list[str] | None,
+        default=None,
+        help="A limit of every tenant for which an administrator set no other: adapters_max=50. Repeat the option for "
+        "several.",
+        form={"metavar": "NAME=VALUE"},
+    ),
     _Option(flag="--tls-cert", setting=(DoorConfig, "tls_cert")),
     _Option(flag="--tls-key", setting=(DoorConfig, "tls_key")),
     _Option(flag="--tls-client-ca", setting=(DoorConfig, "tls_client_ca")),
@@ -232,7 +251,10 @@ def _settings(values: Mapping[str, Any]) -> Settings:
     http = HttpConfig(**door, port=http_port, is_remote=not is_loopback(grpc.host)) if values["http"] else None
     return Settings(
         server=ServerConfig(
-            coordinator=CoordinatorConfig(**of(CoordinatorConfig) | {"data_dir": data_dir}),
+            coordinator=CoordinatorConfig(
+                **of(CoordinatorConfig)
+                | {"data_dir": data_dir, "tenant_limits": _tenant_limits(values["tenant_limit"] or ())}
+            ),
             grpc=grpc,
             http=http,
             is_key_shown=sys.stdout.isatty(),

@@ -29,13 +29,14 @@ from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
+from coordinator.tenants.limits import Quotas
 from tinkerpool.names import operation_name
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
 RETRY_DELAY_S = 1.0
 AWAITED_BYTES_MAX = 128 << 20
-"""Room beyond `pending_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
+"""Room beyond `queued_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
 Without it a client that sends the first part of a batch last would wait for its own later parts, which wait for it."""
 SAMPLER_SEQ_MAX = 4 * 10**18
 """Leaves room below 2^63 for the numbers that the server assigns afterwards."""
@@ -86,11 +87,14 @@ class Acceptance:
 class Admission:
     """Accepts operations."""
 
-    def __init__(self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits) -> None:
+    def __init__(
+        self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits, quotas: Quotas
+    ) -> None:
         self._store = store
         self._in_flight = in_flight
         self._registry = registry
         self._limits = limits
+        self._quotas = quotas
         self._numbers = SampleNumbers(store)
         self._appending: dict[str, asyncio.Future[None]] = {}
         """Operation to the future of its append."""
@@ -252,7 +256,7 @@ class Admission:
             self._check_queue(log.tenant_id, log.adapter_id, num_bytes)
         except ServiceError as refusal:
             pending = self._in_flight.bytes_of_tenant(log.tenant_id)
-            has_room = pending + num_bytes <= self._limits.pending_bytes_max + AWAITED_BYTES_MAX
+            has_room = pending + num_bytes <= self._quotas.of(log.tenant_id).queued_bytes_max + AWAITED_BYTES_MAX
             if refusal.reason != "QUEUE_FULL" or not has_room or not log.waits_for(seq):
                 raise
 
@@ -261,12 +265,12 @@ class Admission:
         num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
             raise _full(Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max))
-        of_tenant = self._in_flight.num_of_tenant(tenant_id)
-        if of_tenant >= self._limits.tenant_operations_max:
-            raise _full(Quota("queued operations of yours", of_tenant, self._limits.tenant_operations_max))
+        limits, of_tenant = self._quotas.of(tenant_id), self._in_flight.num_of_tenant(tenant_id)
+        if of_tenant >= limits.queued_operations_max:
+            raise _full(self._quotas.quota(tenant_id, "queued_operations_max", of_tenant))
         pending = self._in_flight.bytes_of_tenant(tenant_id)
-        if pending + num_bytes > self._limits.pending_bytes_max and pending:
-            raise _full(Quota("bytes of your queued requests", pending, self._limits.pending_bytes_max))
+        if pending + num_bytes > limits.queued_bytes_max and pending:
+            raise _full(self._quotas.quota(tenant_id, "queued_bytes_max", pending))
 
     def _refusal(self, log: AdapterLog, requests: Sequence[Request]) -> ServiceError | None:
         """Return why these requests are refused for good: malformed, not possible now, or too much for one window."""

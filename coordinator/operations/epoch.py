@@ -15,6 +15,7 @@ from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.store import Store
+from coordinator.tenants.limits import Quotas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,12 @@ class Registers:
     in_flight: InFlightTable
     finished_samples: FinishedSamples
     admission: Admission
+    quotas: Quotas
 
 
 def open_registers(context: Context, store: Store) -> Registers:
     """Return the registers, with the live sessions of the last epoch."""
+    quotas = Quotas(store, context.config.tenant_limits)
     finished_samples = FinishedSamples(context.epoch)
     in_flight = InFlightTable(finished_samples)
     registry = AdapterRegistry(context.time, store.adapters)
@@ -50,5 +53,6 @@ def open_registers(context: Context, store: Store) -> Registers:
         sessions=sessions,
         in_flight=in_flight,
         finished_samples=finished_samples,
-        admission=Admission(store, in_flight, registry, context.config.limits),
+        admission=Admission(store, in_flight, registry, context.config.limits, quotas),
+        quotas=quotas,
     )

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from coordinator.base.errors import Quota, over_ceiling
+from coordinator.base.errors import over_ceiling
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.rows import AdapterRow
+from coordinator.tenants.limits import Quotas
 from workers.contract.messages import AdapterSpec
 
 
@@ -158,17 +159,19 @@ class AdapterRegistry:
         """Return the number of adapters with a copy on this worker."""
         return sum(len(group.residency.on(worker_id)) for group in self._groups.values())
 
+    def num_of(self, tenant_id: str) -> int:
+        """Return the number of a tenant's adapters, those that are being written included."""
+        return sum(log.tenant_id == tenant_id for log in self._logs.values()) + self._num_reserved[tenant_id]
+
     @contextmanager
-    def reserving(self, tenant_id: str, adapters_max: int) -> Iterator[None]:
+    def reserving(self, tenant_id: str, quotas: Quotas) -> Iterator[None]:
         """Reserve room for one adapter of a tenant while the block writes its row and adds it.
 
         Raises ServiceError ADAPTER_QUOTA if the tenant has as many as it may have, those that are being written
         included: so calls at the same time never exceed the ceiling together.
         """
-        num_adapters = sum(log.tenant_id == tenant_id for log in self._logs.values()) + self._num_reserved[tenant_id]
-        if num_adapters >= adapters_max:
-            quota = Quota("adapters of yours", num_adapters, adapters_max)
-            raise over_ceiling("ADAPTER_QUOTA", quota, "delete some, or ask the operator to raise adapters_max")
+        if (num_adapters := self.num_of(tenant_id)) >= quotas.of(tenant_id).adapters_max:
+            raise over_ceiling("ADAPTER_QUOTA", quotas.quota(tenant_id, "adapters_max", num_adapters), "delete some")
         self._num_reserved[tenant_id] += 1
         try:
             yield

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, Quota, ServiceError, over_ceiling, sampler_exists
+from coordinator.base.errors import Code, ServiceError, over_ceiling, sampler_exists
 from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
+from coordinator.tenants.limits import Quotas
 from tinkerpool import names
 
 
@@ -73,22 +74,23 @@ class SessionTable:
             self._load(row)
 
     @contextmanager
-    def reserving(self, tenant_id: str, sessions_max: int) -> Iterator[None]:
+    def reserving(self, tenant_id: str, quotas: Quotas) -> Iterator[None]:
         """Reserve room for one session of a tenant while the block writes its row and adds it.
 
         Raises ServiceError SESSION_QUOTA if the tenant has as many as it may have.
         """
-        if (num_sessions := self._num_by_tenant[tenant_id]) >= sessions_max:
-            raise over_ceiling(
-                "SESSION_QUOTA",
-                Quota("live sessions of yours", num_sessions, sessions_max),
-                "finish some (those without a client expire by themselves), or ask the operator to raise sessions_max",
-            )
+        if (num_sessions := self._num_by_tenant[tenant_id]) >= quotas.of(tenant_id).sessions_max:
+            quota = quotas.quota(tenant_id, "sessions_max", num_sessions)
+            raise over_ceiling("SESSION_QUOTA", quota, "finish some (those without a client expire by themselves)")
         self._num_by_tenant[tenant_id] += 1
         try:
             yield
         finally:
             self._uncount(tenant_id)
+
+    def num_of(self, tenant_id: str) -> int:
+        """Return the number of a tenant's live sessions, those that are being written included."""
+        return self._num_by_tenant[tenant_id]
 
     def add(self, session_id: str) -> None:
         """Add a session that is in the database, unless it has ended."""

@@ -69,7 +69,11 @@ class Core:
         await self.pool.start()
         self.fleet.start(self.pool.workers())
         self.scheduling = make_scheduling(
-            context, self.fleet, registers.registry, self.states, load_fair_state(self.store)
+            context,
+            self.fleet,
+            registers.registry,
+            self.states,
+            load_fair_state(self.store, registers.quotas.weights()),
         )
         self._runners = make_runners(
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
@@ -91,6 +95,13 @@ class Core:
         await self.pool.stop()
         await self._data_dir.close()
 
+    def weigh(self, tenant_id: str) -> None:
+        """Schedule a tenant by its present weight from now on: cycles and samples of every base model."""
+        weight = self.quotas.of(tenant_id).weight
+        for loop in self.loops.values():
+            loop.planning.weigh(tenant_id, weight)
+        self.samples.weigh(tenant_id, weight)
+
     def is_healthy(self) -> bool:
         """Return whether cycles can make progress: nothing has failed, and every base model has a live worker."""
         if self._runners is None or self._is_stopping or self.failure.is_reported:
@@ -101,7 +112,7 @@ class Core:
         """Set the attributes that use cases read."""
         self.registry, self.sessions = registers.registry, registers.sessions
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
-        self.admission = registers.admission
+        self.admission, self.quotas = registers.admission, registers.quotas
         self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 

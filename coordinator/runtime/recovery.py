@@ -8,6 +8,7 @@ time. Main invariant: every acknowledged operation is finished or in the in-flig
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.checkpoints.published_weights import named, unnamed
@@ -99,9 +100,11 @@ def restored_operation(row: OperationRow, payload: bytes | None, *, must_remater
     )
 
 
-def load_fair_state(store: Store) -> FairState:
-    """Return every tenant's weight and virtual counter."""
-    rows = store.tenants.all()
+def load_fair_state(store: Store, weights: Mapping[str, float]) -> FairState:
+    """Return every tenant's virtual counter, and its weight if that is not 1."""
     return FairState(
-        shares={row.tenant_id: Share(weight=row.weight, virtual_tokens=row.virtual_tokens) for row in rows}
+        shares={
+            row.tenant_id: Share(weight=weights.get(row.tenant_id, 1.0), virtual_tokens=row.virtual_tokens)
+            for row in store.tenants.all()
+        }
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.sampling.sample import Sample
 from coordinator.scheduling.schedule import Scheduling
-from coordinator.scheduling.virtual_counters import Share, lowest_counter
+from coordinator.scheduling.virtual_counters import Share, lowest_counter, reweighed
 from coordinator.scheduling.worker_losses import Quarantine
 
 RANKS_KEPT_MIN = 64
@@ -118,6 +118,11 @@ class FairQueue:
         if not self._num_unfinished[tenant_id]:
             del self._num_unfinished[tenant_id], self._running_tokens[tenant_id]
 
+    def weigh(self, tenant_id: str, weight: float) -> None:
+        """Queue by another weight of a tenant from now on; its running requests count by it, too."""
+        self._shares = reweighed(self._shares, tenant_id, weight, self._num_unfinished)
+        self._rank(tenant_id)
+
     def _rank(self, tenant_id: str) -> None:
         """Rank the tenant again, after its counter changed, or its first request was queued or its last one started."""
         self._ranks.pop(tenant_id, None)
@@ -175,6 +180,11 @@ class SampleQueues:
     def release(self, sample: Sample) -> None:
         """End the quarantine of a sample that was committed: it survived, or was the poison."""
         self._quarantines[sample.base_model].release(sample.name)
+
+    def weigh(self, tenant_id: str, weight: float) -> None:
+        """Queue the samples of a tenant by another weight from now on, of every base model."""
+        for queue in self._queues.values():
+            queue.weigh(tenant_id, weight)
 
     def _of(self, base_model: str) -> FairQueue:
         """Return the queue of a base model; a model that is not served now gets one in which samples wait."""

@@ -105,6 +105,10 @@ class SampleScheduler:
         else:
             self._finish(sample, SampleResult(op_id=name, error=CANCELLED))
 
+    def weigh(self, tenant_id: str, weight: float) -> None:
+        """Choose samples by another weight of a tenant from now on."""
+        self._queues.weigh(tenant_id, weight)
+
     def end_sampler(self, sampler_id: str) -> None:
         """Cancel the samples of a sampler whose session has ended."""
         for sample in [s for s in self._samples.values() if s.operation.target_id == sampler_id]:

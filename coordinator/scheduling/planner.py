@@ -25,7 +25,7 @@ from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts, plan_states
-from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted
+from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted, reweighed
 from coordinator.scheduling.worker_losses import Quarantine
 from workers.contract.messages import AdapterSpec
 
@@ -377,6 +377,11 @@ class Planning:
         Becomes durable with the tenant's next cycle; a crash before that loses the charge, as it loses the work.
         """
         self._fair = charged(self._fair, tenant_id, seconds * self._tokens_per_s())
+
+    def weigh(self, tenant_id: str, weight: float) -> None:
+        """Plan with another weight of a tenant from now on."""
+        shares = reweighed(self._fair.shares, tenant_id, weight, self._fair.active)
+        self._fair = FairState(shares=shares, active=self._fair.active)
 
     def _tokens_per_s(self) -> float:
         """Return the tokens that a second of a worker is worth."""

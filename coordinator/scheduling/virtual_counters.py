@@ -4,7 +4,12 @@ As in VTC (Sheng et al., OSDI 2024): the tokens of a tenant, over its weight, ad
 the lowest counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that an
 idle tenant saves up no share. `decode_share` divides the time of a worker that trains and samples, by the same weights.
 
-Pure; does not depend on operations. Main invariant: a counter never decreases.
+A tenant whose weight changes is charged by the new weight from then on. What it has had in advance of the other active
+tenants is never counted at more tokens than it was: a higher weight shortens its wait, in proportion, and a lower one
+does not lengthen it. So no change lets a tenant wait for what it used at another weight, or puts it before others.
+
+Pure; does not depend on operations. Main invariant: a counter never decreases, but at a higher weight towards the
+lowest counter of the active tenants.
 """
 
 from __future__ import annotations
@@ -66,6 +71,14 @@ def charged(state: FairState, tenant_id: str, num_tokens: float) -> FairState:
     shares = lifted(state.shares, () if is_active else (tenant_id,), state.active)
     shares[tenant_id] = shares.get(tenant_id, Share()).charged(num_tokens)
     return FairState(shares=shares, active=state.active)
+
+
+def reweighed(shares: Mapping[str, Share], tenant_id: str, weight: float, active: Iterable[str]) -> dict[str, Share]:
+    """Return the shares with another weight for a tenant."""
+    old = shares.get(tenant_id, Share())
+    ahead = max(0.0, old.virtual_tokens - lowest_counter(shares, active))
+    spared = ahead * (1.0 - min(1.0, old.weight / weight))
+    return {**shares, tenant_id: Share(weight=weight, virtual_tokens=old.virtual_tokens - spared)}
 
 
 def decode_share(sampling: Collection[str], training: Collection[str], shares: Mapping[str, Share]) -> float:

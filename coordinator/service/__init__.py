@@ -10,6 +10,7 @@ There is one module for each file of the contract; `access` is for all of them.
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
+from coordinator.service.limits import LimitUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
 from coordinator.service.sampling import SamplingUseCases
@@ -29,5 +30,6 @@ class Service(
     OperationUseCases,
     PoolUseCases,
     AdminUseCases,
+    LimitUseCases,
 ):
     """All use cases. A method's name is the RPC's in snake case."""

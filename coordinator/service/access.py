@@ -145,6 +145,16 @@ def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> S
     return None
 
 
+def check_admin(principal: Principal) -> None:
+    """Refuse another key than an administrator's."""
+    if not principal.is_admin:
+        raise ServiceError(
+            Code.PERMISSION_DENIED,
+            "ADMIN_ONLY",
+            "this call needs an administrator's key: ask the administrator of the pool",
+        )
+
+
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
     """Refuse an index that no id can hold."""
     if request.HasField("index"):

@@ -71,7 +71,7 @@ class SessionUseCases(UseCases):
             user_metadata=_to_json(request.user_metadata),
             created_at=core.time.wall(),
         )
-        with core.sessions.reserving(tenant_id, core.config.limits.sessions_max):
+        with core.sessions.reserving(tenant_id, core.quotas):
             try:
                 await core.store.sessions.insert(row)
             except ConflictError:

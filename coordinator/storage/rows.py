@@ -37,7 +37,6 @@ class TenantRow:
 
     tenant_id: str
     name: str
-    weight: float
     virtual_tokens: float
     created_at: float
 

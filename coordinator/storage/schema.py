@@ -7,7 +7,8 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | table | one row for | written when |
 |---|---|---|
 | meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
-| tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
+| tenants | a tenant with its fair-share counter | a key is created for it; a cycle of it commits |
+| tenant_limits | a limit of a tenant that is not the pool's default | an administrator sets it |
 | api_keys | an API key, as the hash of its secret | it is created or revoked |
 | audit | an act of an administrator | in the transaction of the act; never changed or deleted |
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
@@ -50,13 +51,22 @@ BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
 """
 """The audit log, also for databases that a migration gives one."""
 
+TENANT_LIMITS = """
+CREATE TABLE tenant_limits (
+    tenant_id TEXT NOT NULL REFERENCES tenants ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    value TEXT NOT NULL,                  -- as people type it, see coordinator.base.tenant_limits
+    PRIMARY KEY (tenant_id, name)
+) WITHOUT ROWID;
+"""
+"""The limits that administrators set, also for databases that a migration gives them."""
+
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
 CREATE TABLE tenants (
     tenant_id TEXT PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
-    weight REAL NOT NULL DEFAULT 1.0 CHECK (weight > 0),
     virtual_tokens REAL NOT NULL DEFAULT 0,
     created_at REAL NOT NULL
 );
@@ -197,4 +207,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}"""  # noqa: S608 (our names)

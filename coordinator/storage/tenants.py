@@ -1,4 +1,4 @@
-"""The tenants: fair-share counters, metered usage, API keys and sessions.
+"""The tenants: fair-share counters, limits, metered usage, API keys and sessions.
 
 Main invariants: an administrator's key remains; a session that has ended never becomes live again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
@@ -39,9 +40,24 @@ class Tenants(Table[TenantRow]):
         """Insert the tenant that is the subject of the act, and record it. The future: False if its name exists."""
         return self._database.write(lambda db: add_tenant(db, tenant_id, act))
 
-    def set_weight(self, tenant_id: str, weight: float) -> asyncio.Future[int]:
-        """Set a tenant's fair-share weight, above 0. Cycles and samples use it from the next start."""
-        return self._database.execute("UPDATE tenants SET weight = ? WHERE tenant_id = ?", (weight, tenant_id))
+    def set_limits(self, tenant_id: str, texts: Mapping[str, str], act: Act) -> asyncio.Future[None]:
+        """Set some limits of a tenant, all or none, and record the act. An empty text: the pool's default again."""
+
+        def write(db: Connection) -> None:
+            for name, text in texts.items():
+                db.execute("DELETE FROM tenant_limits WHERE tenant_id = ? AND name = ?", (tenant_id, name))
+                if text:
+                    db.execute("INSERT INTO tenant_limits VALUES (?, ?, ?)", (tenant_id, name, text))
+            record(db, act)
+
+        return self._database.write(write)
+
+    def limits(self) -> dict[str, dict[str, str]]:
+        """Return the limits that were set, as text, by tenant and name."""
+        found: dict[str, dict[str, str]] = {}
+        for row in self._database.read("SELECT tenant_id, name, value FROM tenant_limits"):
+            found.setdefault(row["tenant_id"], {})[row["name"]] = row["value"]
+        return found
 
     def all(self) -> list[TenantRow]:
         """Return every tenant."""

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
-from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_USAGE, WATCH_CYCLES
+from tinkerpool.cli.limits import show_limits
+from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
-from tinkerpool.v1 import pool_pb2
+from tinkerpool.v1 import limits_pb2, pool_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this API key may not see."""
@@ -147,17 +148,25 @@ def _end_at_ctrl_c() -> None:
 
 
 def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
-    """Show tokens and engine time, by tenant and kind of operation.
+    """Show tokens and engine time, by tenant and kind of operation, and the limits of your tenant.
 
-    An administrator's key shows all tenants, any other key its own.
+    An administrator's key shows the use of all tenants, any other key its own.
     """
-    response = call(find_target(url, api_key), GET_USAGE, pool_pb2.GetUsageRequest())
+    target = find_target(url, api_key)
+    response = call(target, GET_USAGE, pool_pb2.GetUsageRequest())
+    limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
     if json:
-        show.json_message(response)
+        show.json_message(response, limits)
         return
-    if not response.rows:
+    if response.rows:
+        _show_usage(response)
+    else:
         show.say("Nothing has been used yet.")
-        return
+    show.console.print()
+    show_limits(limits.tenant, limits.limits)
+
+
+def _show_usage(response: pool_pb2.GetUsageResponse) -> None:
     lines: list[tuple[str | Text, ...]] = []
     for tenant in dict.fromkeys(row.tenant for row in response.rows):
         rows = [row for row in response.rows if row.tenant == tenant]

@@ -9,8 +9,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from google.protobuf.json_format import MessageToDict, MessageToJson
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
@@ -47,9 +48,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def json_message(message: Message) -> None:
-    """Print a message as JSON, with the contract's field names."""
-    print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+def json_message(*messages: Message) -> None:
+    """Print a message as JSON, with the contract's field names; of several messages the fields together."""
+    fields: dict[str, Any] = {}
+    for message in messages:
+        fields |= MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    print(json.dumps(fields, indent=2))
 
 
 def json_line(message: Message) -> None:

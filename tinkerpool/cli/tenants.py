@@ -8,10 +8,12 @@ import typer
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
+from tinkerpool.cli.limits import limit
 from tinkerpool.client.calls.methods import CREATE_TENANT, LIST_TENANTS
 from tinkerpool.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(limit)
 
 TenantArgument = Annotated[str, typer.Argument(help="The tenant's name: 1 to 64 letters, digits, '-', '_'.")]
 

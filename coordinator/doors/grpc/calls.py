@@ -32,6 +32,7 @@ from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
     checkpoints_pb2,
+    limits_pb2,
     operations_pb2,
     pool_pb2,
     sampling_pb2,
@@ -53,6 +54,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         operations_pb2,
         pool_pb2,
         admin_pb2,
+        limits_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
+from coordinator.storage.access.audit import Act
 from scripts.attack.pool import AttackedPool
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.contract.settings import PoolConfig, PoolModel
@@ -50,7 +52,8 @@ async def _prepare(data_dir: Path, weights: Mapping[str, float]) -> dict[str, st
         for tenant, weight in weights.items():
             keys[tenant], row = await coordinator.authenticator.create_key(tenant)
             if weight != 1.0:
-                await coordinator.core.store.tenants.set_weight(row.tenant_id, weight)
+                act = Act(at=time.time(), act="tenant.limit", subject=tenant)
+                await coordinator.core.quotas.change(row.tenant_id, {"weight": str(weight)}, act)
         return keys
     finally:
         await coordinator.stop()

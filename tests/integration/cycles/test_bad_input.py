@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError
+from coordinator.base.tenant_limits import TenantLimits
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
 from tests.support.toy_pool import pass_request, refusal, running_pool
@@ -113,7 +114,7 @@ async def test_an_adapter_is_created_once_per_index_and_request_id(tmp_path: Pat
 
 
 async def test_the_adapter_quota_is_per_tenant_and_a_deletion_frees_it(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, limits=Limits(adapters_max=2)) as pool:
+    async with running_pool(tmp_path, tenant_limits=TenantLimits(adapters_max=2)) as pool:
         adapters = [await pool.adapter() for _ in range(2)]
         error = await refusal(pool.adapter())
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ADAPTER_QUOTA")
@@ -124,7 +125,7 @@ async def test_the_adapter_quota_is_per_tenant_and_a_deletion_frees_it(tmp_path:
 
 
 async def test_adapters_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, limits=Limits(adapters_max=3)) as pool:
+    async with running_pool(tmp_path, tenant_limits=TenantLimits(adapters_max=3)) as pool:
         made = await asyncio.gather(*(pool.adapter() for _ in range(8)), return_exceptions=True)
         refused = [each for each in made if isinstance(each, ServiceError)]
         assert {each.reason for each in refused} == {"ADAPTER_QUOTA"}
@@ -135,7 +136,7 @@ async def test_adapters_that_are_created_at_the_same_time_never_exceed_the_ceili
 
 
 async def test_sessions_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, limits=Limits(sessions_max=10)) as pool:
+    async with running_pool(tmp_path, tenant_limits=TenantLimits(sessions_max=10)) as pool:
         alice = await pool.principal()
         first = sessions_pb2.CreateSessionRequest(request_id="first")
         session = (await pool.service.create_session(alice, first)).session.session_id

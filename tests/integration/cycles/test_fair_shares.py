@@ -13,6 +13,7 @@ import pytest
 from coordinator.base.config import CoordinatorConfig
 from tests.support.timed_pool import TimedPool, in_virtual_time, paired_step
 from tests.support.toy_pool import ToyPool
+from tinkerpool.v1 import limits_pb2
 
 HEAVY, WEIGHT = "heavy", 2.0
 SIZES = (16, 8, 4)
@@ -55,16 +56,28 @@ def committed(toys: ToyPool) -> Counter[str]:
 
 
 def shares(
-    data_dir: Path, pool: TimedPool, work: Work, num_clients: int, first_s: float, counted_s: float, **config: Any
+    data_dir: Path,
+    pool: TimedPool,
+    work: Work,
+    num_clients: int,
+    first_s: float,
+    counted_s: float,
+    *,
+    is_weight_new: bool = False,
+    **config: Any,
 ) -> tuple[dict[str, float], int]:
     """Let all tenants work, and count after `first_s` seconds, for `counted_s`.
+
+    `is_weight_new`: the heavy tenant gets its weight when counting begins; otherwise it has it from the start.
 
     Return each tenant's tokens over the mean of those with weight 1, and the number of passes.
     """
 
     async def give_weight(toys: ToyPool) -> None:
-        tenant_id = (await toys.principal(HEAVY)).tenant_id
-        await toys.store.tenants.set_weight(tenant_id, WEIGHT)
+        await toys.principal(HEAVY)
+        key, _ = await toys.coordinator.authenticator.create_key("root", is_admin=True)
+        request = limits_pb2.SetTenantLimitsRequest(tenant=HEAVY, limits={"weight": str(WEIGHT)})
+        await toys.service.set_tenant_limits(toys.coordinator.authenticator.authenticate(key), request)
 
     async def scenario(toys: ToyPool) -> tuple[Counter[str], int]:
         for tenant in TENANTS:
@@ -72,6 +85,8 @@ def shares(
         loop = asyncio.get_running_loop()
         clients = [loop.create_task(work(toys, *each)) for each in TENANTS.items() for _ in range(num_clients)]
         await asyncio.sleep(first_s)
+        if is_weight_new:
+            await give_weight(toys)
         first, num_first = committed(toys), len(pool.passes)
         await asyncio.sleep(counted_s)
         tokens, num_passes = committed(toys) - first, len(pool.passes) - num_first
@@ -81,7 +96,8 @@ def shares(
                 await client
         return tokens, num_passes
 
-    in_virtual_time(data_dir, TimedPool(0.01, 0.0001), give_weight)
+    if not is_weight_new:
+        in_virtual_time(data_dir, TimedPool(0.01, 0.0001), give_weight)
     tokens, num_passes = in_virtual_time(data_dir, pool, scenario, **config)
     mean = sum(tokens[tenant] for tenant in TENANTS if tenant != HEAVY) / (len(TENANTS) - 1)
     return {tenant: tokens[tenant] / mean for tenant in TENANTS}, num_passes
@@ -98,6 +114,20 @@ def test_over_a_hundred_cycles_tenants_train_by_their_weights_whatever_the_size_
 
 def test_tenants_sample_by_their_weights_whatever_the_size_of_their_requests(tmp_path: Path) -> None:
     found, _ = shares(tmp_path, TimedPool(0.01, 0.0001), sample, 1, 2.0, 5.0, samples_per_worker_max=8)
+    assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
+    assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("work", "num_clients", "counted_s", "config"),
+    [(train, 3, 2.2, {"cycle_tokens_max": 48}), (sample, 1, 5.0, {"samples_per_worker_max": 8})],
+    ids=["train", "sample"],
+)
+def test_a_new_weight_holds_at_once(
+    tmp_path: Path, work: Work, num_clients: int, counted_s: float, config: dict[str, int]
+) -> None:
+    pool = TimedPool(0.01, 0.0001)
+    found, _ = shares(tmp_path, pool, work, num_clients, 1.0, counted_s, is_weight_new=True, **config)
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 

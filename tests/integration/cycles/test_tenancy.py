@@ -15,6 +15,7 @@ from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
     checkpoints_pb2,
+    limits_pb2,
     pool_pb2,
     sampling_pb2,
     sessions_pb2,
@@ -87,6 +88,8 @@ NAMELESS = {
     "revoke_api_key",
     "create_tenant",
     "list_tenants",
+    "get_tenant_limits",
+    "set_tenant_limits",
 }
 
 
@@ -327,6 +330,7 @@ async def test_administration_needs_an_administrators_key(tmp_path: Path) -> Non
             "revoke_api_key": admin_pb2.RevokeApiKeyRequest(key_id="x"),
             "create_tenant": admin_pb2.CreateTenantRequest(tenant="another"),
             "list_tenants": admin_pb2.ListTenantsRequest(),
+            "set_tenant_limits": limits_pb2.SetTenantLimitsRequest(tenant="eve", limits={"adapters_max": "9999"}),
         }
         for method, request in requests.items():
             assert (await refusal(getattr(pool.service, method)(eve, request))).code is Code.PERMISSION_DENIED

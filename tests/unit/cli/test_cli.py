@@ -17,7 +17,7 @@ from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import Credentials, credentials_file, write_credentials
-from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, operations_pb2, pool_pb2
+from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, limits_pb2, operations_pb2, pool_pb2
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
 
@@ -107,7 +107,13 @@ def test_status_and_usage_print_json_for_scripts(run: Run, service: FakeService)
     service.responses["get_pool_status"] = pool_status()
     assert json.loads(run("status", "--json").out)["workers"][0]["num_slots"] == 16
     service.responses["get_usage"] = pool_pb2.GetUsageResponse()
-    assert json.loads(run("usage", "--json").out) == {"rows": []}
+    limit = limits_pb2.TenantLimit(name="adapters_max", value="7", usage=3)
+    service.responses["get_tenant_limits"] = limits_pb2.GetTenantLimitsResponse(tenant="alice", limits=[limit])
+    assert json.loads(run("usage", "--json").out) == {
+        "rows": [],
+        "tenant": "alice",
+        "limits": [{"name": "adapters_max", "value": "7", "usage": "3", "is_set": False}],
+    }
 
 
 def test_watch_prints_a_line_for_each_cycle_and_ends_after_the_requested_number(run: Run, service: FakeService) -> None:
@@ -139,12 +145,38 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
         for kind in ("forward_backward", "sample")
     ]
     service.responses["get_usage"] = pool_pb2.GetUsageResponse(rows=rows)
+    service.responses["get_tenant_limits"] = limits_of_bob()
     lines = run("usage").out.splitlines()
-    assert [line.split() for line in lines[2:]] == [
+    assert [line.split() for line in lines[2:5]] == [
         ["alice", "forward_backward", "2", "1,500", "1.5", "min"],
         ["alice", "sample", "2", "1,500", "1.5", "min"],
         ["alice", "all", "4", "3,000", "3.0", "min"],
     ]
+    assert ["adapters_max", "1,200", "2000", "for", "this", "tenant"] in [line.split() for line in lines[5:]]
+
+
+def limits_of_bob() -> limits_pb2.GetTenantLimitsResponse:
+    limits = [
+        limits_pb2.TenantLimit(name="weight", value="1"),
+        limits_pb2.TenantLimit(name="adapters_max", value="2000", is_set=True, usage=1200),
+    ]
+    return limits_pb2.GetTenantLimitsResponse(tenant="bob", limits=limits)
+
+
+def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeService) -> None:
+    service.responses["set_tenant_limits"] = limits_pb2.SetTenantLimitsResponse()
+    service.responses["get_tenant_limits"] = limits_of_bob()
+    done = run("tenant", "limit", "bob", "adapters_max=2000", "weight=")
+    assert done.code == 0, done.err
+    assert [line.split()[0] for line in done.out.splitlines()[2:]] == ["weight", "adapters_max"]
+    assert [call for _, _, call in service.calls] == [
+        limits_pb2.SetTenantLimitsRequest(tenant="bob", limits={"adapters_max": "2000", "weight": ""}),
+        limits_pb2.GetTenantLimitsRequest(tenant="bob"),
+    ]
+    assert run("tenant", "limit", "bob").code == 0
+    assert len(service.calls) == 3, "without changes it only shows"
+    done = run("tenant", "limit", "bob", "adapters_max")
+    assert (done.code, "NAME=VALUE" in done.err) == (1, True)
 
 
 def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
@@ -316,7 +348,7 @@ def test_help_lists_every_command_in_its_group(run: Run) -> None:
         ("serve", "up", "down", "logs"),
         ("status", "watch", "usage"),
         ("adapter", "checkpoint"),
-        ("key", "version"),
+        ("key", "tenant", "version"),
     )
     for command in (command for group in groups for command in group):
         assert f" {command} " in out

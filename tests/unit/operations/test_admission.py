@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.tenant_limits import TenantLimits
 from coordinator.operations import admission
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
@@ -16,12 +17,14 @@ from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
 from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.store import Store
+from coordinator.tenants.limits import Quotas
 from tests.support.adapter_logs import adapter_with
 from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.gradient_windows import EMPTY
 
-LIMITS = Limits(pending_operations_max=8, tenant_operations_max=10, pending_bytes_max=2000, window_bytes_max=500)
+LIMITS = Limits(pending_operations_max=8, window_bytes_max=500)
+TENANT_LIMITS = TenantLimits(queued_operations_max=10, queued_bytes_max=2000)
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Bench:
         registry = AdapterRegistry(FakeTime(), self.store.adapters)
         registry.add(self.adapter)
         self.group: AdapterGroup = registry.group_of(self.adapter)
-        self.admission = Admission(self.store, self.in_flight, registry, LIMITS)
+        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, Quotas(self.store, TENANT_LIMITS))
 
     async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
         acceptance = self.admission.accept(self.adapter, seq, request_id, requests)

@@ -58,9 +58,10 @@ def test_a_migrated_database_has_the_tables_indexes_and_triggers_of_a_new_one(ol
 async def test_a_migration_keeps_the_rows(old: Path) -> None:
     store = Store(old, FakeTime(), Failure())
     [tenant] = store.tenants.all()
+    limits = store.tenants.limits()
     keys = {row.key_id: row for row in store.api_keys.all()}
     await store.close()
-    assert (tenant.name, tenant.weight, tenant.virtual_tokens) == ("alice", 2.0, 30)
+    assert (tenant.name, limits[tenant.tenant_id], tenant.virtual_tokens) == ("alice", {"weight": "2.0"}, 30)
     assert (keys["k1"].is_admin, keys["k1"].secret_sha256, keys["k1"].revoked_at) == (True, b"\x01", None)
     assert (keys["k2"].is_admin, keys["k2"].revoked_at, keys["k2"].tenant_name) == (False, 7.0, "alice")
 

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from tinkerpool.v1 import adapters_pb2 as adapters
 from tinkerpool.v1 import admin_pb2 as admin
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints
+from tinkerpool.v1 import limits_pb2 as limits
 from tinkerpool.v1 import operations_pb2 as operations
 from tinkerpool.v1 import pool_pb2 as pool
 from tinkerpool.v1 import sampling_pb2 as sampling
@@ -128,3 +129,9 @@ LIST_API_KEYS = Unary("AdminService", "ListApiKeys", admin.ListApiKeysRequest, a
 REVOKE_API_KEY = Unary("AdminService", "RevokeApiKey", admin.RevokeApiKeyRequest, admin.RevokeApiKeyResponse)
 CREATE_TENANT = Unary("AdminService", "CreateTenant", admin.CreateTenantRequest, admin.CreateTenantResponse)
 LIST_TENANTS = Unary("AdminService", "ListTenants", admin.ListTenantsRequest, admin.ListTenantsResponse)
+GET_TENANT_LIMITS = Unary(
+    "LimitService", "GetTenantLimits", limits.GetTenantLimitsRequest, limits.GetTenantLimitsResponse
+)
+SET_TENANT_LIMITS = Unary(
+    "LimitService", "SetTenantLimits", limits.SetTenantLimitsRequest, limits.SetTenantLimitsResponse
+)

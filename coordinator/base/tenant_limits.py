@@ -1,0 +1,104 @@
+"""Every limit of one tenant: default, unit and reason. The only place of these numbers.
+
+A pool's operator may give other defaults to all tenants (`CoordinatorConfig.tenant_limits`), and an administrator other
+values to one tenant (`coordinator.tenants.limits`). In requests and in the database a value is text, as people type it.
+
+Pure. Main invariant: checked on construction; a text that `as_text` made is parsed to the same value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from coordinator.base.errors import invalid
+
+LimitValue = int | float
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
+NUMBER_MAX = 1 << 62
+"""Most that a limit can be: it fits into a signed integer of 64 bits."""
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """The limits of one tenant. 0 allows none."""
+
+    weight: float = 1.0
+    """Share of the pool beside other tenants that are active: tokens of training and of sampling are divided by weight.
+    0.01 to 100; 1 for all, so that nobody has a privilege that nobody gave."""
+    sessions_max: int = 1000
+    """Most live sessions. A client has one, and one that crashed leaves it for `session_timeout_s`: so a tenant may
+    start a hundred clients a minute."""
+    adapters_max: int = 1000
+    """Most adapters that are not deleted. Each has a snapshot on disk: at rank 32 of a model of 8 billion parameters,
+    about 1 GB with its moments."""
+    queued_operations_max: int = 32_768
+    """Most unfinished operations: eight full queues of an adapter. Without it, a tenant of 1,000 adapters could keep
+    four million in memory."""
+    queued_bytes_max: int = 512 << 20
+    """Most bytes of unfinished requests: eight of the largest size, which an adapter's pipeline never needs."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name))
+
+
+LIMIT_NAMES = tuple(each.name for each in fields(TenantLimits))
+"""The names of all limits, in the order of the table."""
+LABELS: Mapping[str, str] = {
+    "sessions_max": "live sessions of yours",
+    "adapters_max": "adapters of yours",
+    "queued_operations_max": "queued operations of yours",
+    "queued_bytes_max": "bytes of your queued requests",
+}
+"""What each limit that refuses a call counts, for the message."""
+
+
+def parse_limit(name: str, text: str) -> LimitValue:
+    """Return the value of a limit from its text: `100`, `0.5`, `10GiB`. Raises ServiceError INVALID_ARGUMENT."""
+    if name not in LIMIT_NAMES:
+        raise invalid(f"there is no limit {name[:80]!r}: the limits are {', '.join(LIMIT_NAMES)}", "UNKNOWN_LIMIT")
+    try:
+        value = float(text) if name == "weight" else _whole(text)
+        _check(name, value)
+    except ValueError as error:
+        raise invalid(f"{name}={text[:80]} is not allowed: {error}", "LIMIT_NOT_ALLOWED") from None
+    return value
+
+
+def as_text(value: LimitValue) -> str:
+    """Return a value as text; a size in the largest unit that divides it."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    for unit, size in reversed(_UNITS.items()):
+        if value and value % size == 0:
+            return f"{value // size}{unit}"
+    return str(value)
+
+
+def limits_with(defaults: TenantLimits, texts: Mapping[str, str]) -> TenantLimits:
+    """Return the limits with some of them replaced. Raises ServiceError INVALID_ARGUMENT."""
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in LIMIT_NAMES}
+    return TenantLimits(**values | {name: parse_limit(name, text) for name, text in texts.items()})
+
+
+def _whole(text: str) -> int:
+    number, factor = text, 1
+    for unit, size in _UNITS.items():
+        if text.endswith(unit):
+            number, factor = text.removesuffix(unit), size
+    if not (number.isascii() and number.isdecimal() and len(number) < 20):
+        raise ValueError("it takes a whole number, 0 or more; KiB, MiB, GiB or TiB may follow")
+    return int(number) * factor
+
+
+def _check(name: str, value: LimitValue) -> None:
+    """Raise ValueError if a limit cannot have this value."""
+    if name == "weight":
+        if not (math.isfinite(value) and WEIGHT_MIN <= value <= WEIGHT_MAX):
+            raise ValueError(f"weight must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, not {value:g}")
+    elif not 0 <= value <= NUMBER_MAX:
+        raise ValueError(f"{name} must be 0 to {NUMBER_MAX}, not {value}")

@@ -1,0 +1,78 @@
+"""The limits of a tenant, and what is in use of them: shown to its members, changed by administrators.
+
+Does not depend on what a limit means. Main invariant: a tenant of which the caller may not see the limits is refused
+like a missing one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.base.errors import not_found
+from coordinator.base.tenant_limits import LIMIT_NAMES, as_text
+from coordinator.service.access import UseCases, check_admin, uninterrupted
+from coordinator.storage.access.audit import Act
+from coordinator.storage.rows import TenantRow
+from coordinator.tenants.keys import Principal
+from tinkerpool.v1 import limits_pb2 as pb
+
+
+class LimitUseCases(UseCases):
+    """LimitService."""
+
+    async def get_tenant_limits(
+        self, principal: Principal, request: pb.GetTenantLimitsRequest
+    ) -> pb.GetTenantLimitsResponse:
+        """Return the limits of the caller's tenant; of any tenant to an administrator."""
+        name = request.tenant or principal.tenant_name
+        if name != principal.tenant_name and not principal.is_admin:
+            raise not_found("tenant", name)
+        row = self._tenant(name)
+        return pb.GetTenantLimitsResponse(tenant=row.name, limits=self._limits(row.tenant_id))
+
+    @uninterrupted
+    async def set_tenant_limits(
+        self, principal: Principal, request: pb.SetTenantLimitsRequest
+    ) -> pb.SetTenantLimitsResponse:
+        """Set limits of a tenant, durable and in effect when it returns."""
+        check_admin(principal)
+        tenant_id, limits = self._tenant(request.tenant).tenant_id, dict(request.limits)
+        act = Act(
+            at=self._core.time.wall(),
+            key_id=principal.key_id,
+            tenant=principal.tenant_name,
+            act="tenant.limit",
+            subject=request.tenant,
+            details=limits,
+        )
+        await self._core.quotas.change(tenant_id, limits, act)
+        self._core.weigh(tenant_id)
+        return pb.SetTenantLimitsResponse(limits=self._limits(tenant_id))
+
+    def _tenant(self, name: str) -> TenantRow:
+        row = self._core.store.tenants.named(name)
+        if row is None:
+            raise not_found("tenant", name)
+        return row
+
+    def _limits(self, tenant_id: str) -> list[pb.TenantLimit]:
+        limits, usage = self._core.quotas.of(tenant_id), self._usage(tenant_id)
+        return [
+            pb.TenantLimit(
+                name=name,
+                value=as_text(getattr(limits, name)),
+                is_set=self._core.quotas.is_set(tenant_id, name),
+                usage=usage.get(name),
+            )
+            for name in LIMIT_NAMES
+        ]
+
+    def _usage(self, tenant_id: str) -> Mapping[str, int]:
+        """Return what is in use of each limit that counts something."""
+        core = self._core
+        return {
+            "sessions_max": core.sessions.num_of(tenant_id),
+            "adapters_max": core.registry.num_of(tenant_id),
+            "queued_operations_max": core.in_flight.num_of_tenant(tenant_id),
+            "queued_bytes_max": core.in_flight.bytes_of_tenant(tenant_id),
+        }

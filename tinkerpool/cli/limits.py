@@ -1,0 +1,60 @@
+"""`tinkerpool tenant limit`: the limits of a tenant, and what is in use of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tinkerpool.cli import show
+from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
+from tinkerpool.client.calls.methods import GET_TENANT_LIMITS, SET_TENANT_LIMITS
+from tinkerpool.v1 import limits_pb2
+
+
+def limit(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Limits to set; NAME= gives it the pool's default again."),
+    ] = None,
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Set limits of a tenant, at once and for good, and show all of them. An administrator's key sets them."""
+    target, wanted = find_target(url, api_key), dict(_change(text) for text in changes or ())
+    if wanted:
+        call(target, SET_TENANT_LIMITS, limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits=wanted))
+    response = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))
+    if json:
+        show.json_message(response)
+    else:
+        show_limits(response.tenant, response.limits)
+
+
+def show_limits(tenant: str, limits: Iterable[limits_pb2.TenantLimit]) -> None:
+    """Print a table of a tenant's limits."""
+    show.table(
+        f"Limits of {tenant}",
+        ("limit", "in use", "value", "set"),
+        (
+            (
+                each.name,
+                f"{each.usage:,}" if each.HasField("usage") else "",
+                each.value,
+                Text("for this tenant", "yellow") if each.is_set else "",
+            )
+            for each in limits
+        ),
+        right="use value",
+    )
+
+
+def _change(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise show.CliError(f"{text!r} is no limit: write NAME=VALUE, for example adapters_max=50")
+    return name, value
