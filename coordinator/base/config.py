@@ -93,6 +93,9 @@ class CoordinatorConfig:
     """Seconds between two checks of sessions, gaps and retention."""
     replay_s_max: float = 10.0
     """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
+    probation_s: float = 3600.0
+    """Seconds of service without a kill after which the kills of a tenant count half: a tenant whose operation killed a
+    worker runs solo for this long, with back-off. 0: never; it then runs with others again at once."""
     stop_s_max: float = 10.0
     """Seconds that a stop waits for operations that have run in part; the next start runs the rest again."""
     samples_per_worker_max: int = SEQUENCE_SLOTS
@@ -114,7 +117,7 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
-        durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "stop_s_max")
+        durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "probation_s", "stop_s_max")
         for name in (*durations, "result_retention_s", "fetched_retention_s", "ended_retention_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")

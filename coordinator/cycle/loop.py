@@ -92,6 +92,7 @@ class CycleLoop:
         lost = await self._committer.commit(cycle)
         self._phases.dispatch.rest()
         self._clock.finished(cycle.tenants())
+        self.planning.ready.end_cycle()
         return lost
 
     async def _snapshot(self, lost: frozenset[str]) -> None:

@@ -22,7 +22,7 @@ from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import Deadlines
-from coordinator.scheduling.planner import PassPlan, Planning, place
+from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult
@@ -207,7 +207,7 @@ class Phases:
         first = next(log.ready_states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return
-        worker_id = log.worker_id or place(residents)
+        worker_id = log.worker_id or self._planning.place(log.adapter_id, residents)
         if worker_id not in residents or not await self._install(cycle, log, worker_id, work):
             return
         residents[worker_id] += 1

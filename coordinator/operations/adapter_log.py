@@ -116,6 +116,11 @@ class AdapterLog:
         return self.copy.worker_id
 
     @property
+    def has_decided(self) -> bool:
+        """Whether operations were decided without a worker that no cycle has committed."""
+        return bool(self._decided)
+
+    @property
     def committed_seq(self) -> int:
         """The last seq up to which everything is committed."""
         seq = self.snapshot_seq
@@ -230,6 +235,12 @@ class AdapterLog:
     def quarantine(self, first: int, last: int) -> None:
         """Quarantine operations `first` to `last`: their worker was lost while it ran them."""
         self.quarantined = (first, max(last, self.quarantined[1]))
+
+    def run_singly(self) -> None:
+        """Run each undecided operation in a batch of its own; those of an earlier quarantine are not affected."""
+        undecided = (seq for seq, each in self.operations.items() if seq > self.copy.cursor and not each.is_final)
+        if self.quarantined == NO_SEQS and (first := min(undecided, default=0)):
+            self.quarantine(first, self.next_seq - 1)
 
     def release(self) -> None:
         """End the quarantine of its operations."""

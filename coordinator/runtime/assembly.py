@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.assembly import CycleLoops, make_loops
 from coordinator.fleet.fleet import Fleet
@@ -17,6 +18,7 @@ from coordinator.runtime.supervision import Supervisor
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.assembly import make_sample_scheduler
 from coordinator.sampling.scheduler import SampleScheduler
+from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.storage.store import Store
 from workers.contract.protocols import Pool
@@ -31,14 +33,16 @@ class Runners:
     supervisor: Supervisor
     deletions: Deletions
     housekeeping: Housekeeping
+    probation: Probation
 
-    def start(self, tasks: Tasks) -> None:
+    def start(self, tasks: Tasks, time: Time) -> None:
         """Start every part."""
         self.samples.start()
         self.supervisor.start()
         for loop in self.cycles.by_model.values():
             tasks.spawn(loop.run())
         tasks.spawn(self.housekeeping.run())
+        tasks.spawn(self.probation.wake_at_ends(time))
 
 
 def make_runners(
@@ -58,7 +62,7 @@ def make_runners(
     return Runners(
         cycles=cycles,
         samples=samples,
-        supervisor=Supervisor(pool, time, fleet, scheduling.losses, quarantines, registers.registry, samples, tasks),
+        supervisor=Supervisor(pool, time, fleet, scheduling.losses, samples, tasks),
         deletions=Deletions(
             store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
         ),
@@ -70,4 +74,5 @@ def make_runners(
             states,
             samples,
         ),
+        probation=scheduling.probation,
     )

@@ -20,6 +20,7 @@ from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
 from coordinator.runtime.tasks import Tasks
 from coordinator.runtime.turns import Turns
+from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts
 from workers.contract.protocols import Pool
@@ -68,19 +69,21 @@ class Core:
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         await self.pool.start()
         self.fleet.start(self.pool.workers())
+        self.probation = Probation(self.store.probations, self.config.probation_s)
         self.scheduling = make_scheduling(
             context,
             self.fleet,
             registers.registry,
             self.states,
             load_fair_state(self.store, registers.quotas.weights()),
+            self.probation,
         )
         self._runners = make_runners(
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
         )
         self._publish(registers, self._runners)
         Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
-        self._runners.start(self.tasks)
+        self._runners.start(self.tasks, self.time)
         self.tasks.spawn(self._data_dir.keep_noting(self.time))
         self.started_at = self.time.monotonic()
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 
 from coordinator.base.time import Time, within
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
+from coordinator.scheduling.worker_losses import LossRecorder
 from workers.contract.protocols import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -37,8 +35,6 @@ class Supervisor:
         time: Time,
         fleet: Fleet,
         losses: LossRecorder,
-        quarantines: Mapping[str, Quarantine],
-        registry: AdapterRegistry,
         samples: SampleScheduler,
         tasks: Tasks,
     ) -> None:
@@ -46,8 +42,6 @@ class Supervisor:
         self._time = time
         self._fleet = fleet
         self._losses = losses
-        self._quarantines = quarantines
-        self._registry = registry
         self._samples = samples
         self._tasks = tasks
         self._wake = asyncio.Event()
@@ -82,22 +76,22 @@ class Supervisor:
             self._wake.clear()
             for loss in self._lost.take():
                 if not self._is_stopping:
-                    self._tasks.spawn(self._replace(loss.worker_id))
+                    self._tasks.spawn(self._replace(loss.worker_id, is_at_once=loss.had_turn))
 
-    async def _replace(self, worker_id: str) -> None:
-        base_model = self._fleet.worker(worker_id).info.model.name
-        quarantine, worker = self._quarantines[base_model], None
+    async def _replace(self, worker_id: str, *, is_at_once: bool) -> None:
+        """Replace a lost worker. `is_at_once`: the loss was not its fault, so the first attempt has no back-off."""
+        worker = None
         while worker is None:
-            await self._time.sleep(_backoff_s(self._fleet.note_loss(worker_id)))
+            await self._time.sleep(0.0 if is_at_once else _backoff_s(self._fleet.note_loss(worker_id)))
+            is_at_once = False
             try:
                 worker = await self._pool.replace(worker_id)
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; retrying", worker_id, error)
-                quarantine.pause(is_paused=False)  # running co-batched is a risk, but this wait might never end
+                self._losses.not_replaced(worker_id)
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._fleet.revive(worker)
-        quarantine.pause(is_paused=self._fleet.has_lost(base_model))
-        self._registry.group(base_model).changed.notify()
+        self._losses.replaced(worker_id)
         self._samples.follow(self._fleet.worker(worker_id))
 
 

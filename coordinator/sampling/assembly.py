@@ -28,7 +28,7 @@ def make_sample_scheduler(
     samples = SampleScheduler(
         pool,
         SamplerVersions(store, registers.registry, states),
-        Placement(fleet, context.config.samples_per_worker_max),
+        Placement(fleet, context.config.samples_per_worker_max, scheduling.turns),
         SampleQueues(scheduling),
         SampleCommits(store, registers.in_flight, streams),
         streams,
@@ -37,5 +37,6 @@ def make_sample_scheduler(
     )
     for quarantine in scheduling.quarantines.values():
         quarantine.changed.subscribe(samples.wake)
+    scheduling.probation.changed.subscribe(samples.wake)
     states.publishing.changed.subscribe(samples.wake)
     return samples

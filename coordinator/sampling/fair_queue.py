@@ -10,9 +10,9 @@ These counters are separate from those of training. A tenant that only samples a
 worker's time, which `Batch.decode_share` divides, and not for the same queue. With one counter for both, a tenant that
 trained much while the pool was idle would be last in sampling. The counters start at zero in every epoch.
 
-`FairQueue` depends on names, tenants and numbers of tokens; `SampleQueues` has one for each base model, and the
-quarantines. Does not depend on workers. Main invariants: the cost of a choice does not grow with the number of queued
-requests; a sample is queued or running until it is decided.
+`FairQueue` depends on names, tenants and numbers of tokens; `SampleQueues` has one for each base model, the
+quarantines and the solo turns. Does not depend on workers. Main invariants: the cost of a choice does not grow with the
+number of queued requests; a sample is queued or running until it is decided.
 """
 
 from __future__ import annotations
@@ -73,17 +73,27 @@ class FairQueue:
         if tenant_id not in self._ranks:
             self._rank(tenant_id)
 
-    def peek(self, may_run: Callable[[str], bool]) -> str | None:
-        """Return the next request of those that may run now; None if there is none."""
+    def peek(
+        self, may_run: Callable[[str], bool], may_start: Callable[[str, str], bool] = lambda tenant_id, name: True
+    ) -> str | None:
+        """Return the next request of those that may run now; None if there is none.
+
+        `may_start` is asked for a tenant and the first of its requests that may run; if it may not start, none does.
+        """
         while self._heap and self._ranks.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         if not self._heap:
             return None
-        name = self._first(self._heap[0][2], may_run)
-        if name is None:  # quarantine: look at every tenant
-            names = (self._first(tenant, may_run) for _, _, tenant in sorted(self._ranks.values()))
+        name = self._first(self._heap[0][2], may_run, may_start)
+        if name is None:  # quarantine or probation: look at every tenant
+            names = (self._first(tenant, may_run, may_start) for _, _, tenant in sorted(self._ranks.values()))
             name = next(filter(None, names), None)
         return name
+
+    def is_queued(self, name: str) -> bool:
+        """Return whether the request is queued, and not running."""
+        entry = self._entries.get(name)
+        return entry is not None and name in self._queued.get(entry.tenant_id, ())
 
     def start(self, name: str) -> None:
         """Move a queued request to the running ones."""
@@ -134,8 +144,11 @@ class FairQueue:
             if len(self._heap) > 2 * len(self._ranks) + RANKS_KEPT_MIN:
                 self._heap = sorted(self._ranks.values())
 
-    def _first(self, tenant_id: str, may_run: Callable[[str], bool]) -> str | None:
-        return next(filter(may_run, self._queued[tenant_id]), None)
+    def _first(
+        self, tenant_id: str, may_run: Callable[[str], bool], may_start: Callable[[str, str], bool]
+    ) -> str | None:
+        name = next(filter(may_run, self._queued[tenant_id]), None)
+        return name if name is not None and may_start(tenant_id, name) else None
 
     def _enqueue(self, name: str, tenant_id: str) -> None:
         self._queued.setdefault(tenant_id, OrderedDict())[name] = None
@@ -147,10 +160,10 @@ class FairQueue:
 
 
 class SampleQueues:
-    """The samples of all base models in fair order, filtered by the quarantine."""
+    """The samples of all base models in fair order, filtered by quarantine and probation."""
 
     def __init__(self, scheduling: Scheduling) -> None:
-        self._quarantines = dict(scheduling.quarantines)
+        self._quarantines, self._turns = dict(scheduling.quarantines), scheduling.turns
         self._queues = {base_model: FairQueue(scheduling.fair.shares) for base_model in self._quarantines}
 
     def base_models(self) -> list[str]:
@@ -163,7 +176,12 @@ class SampleQueues:
 
     def peek(self, base_model: str) -> str | None:
         """Return the name of the base model's next sample that may run."""
-        return self._of(base_model).peek(self._quarantines[base_model].may_run)
+        queue = self._of(base_model)
+        if (turns := self._turns.get(base_model)) is None:
+            return None
+        if turns.sample and queue.is_queued(turns.sample):
+            return turns.sample
+        return queue.peek(self._quarantines[base_model].may_run, turns.may_sample)
 
     def start(self, sample: Sample) -> None:
         """Move a queued sample to the running ones."""
@@ -176,6 +194,8 @@ class SampleQueues:
     def finish(self, sample: Sample, num_tokens: int) -> None:
         """Remove a decided sample; the engine computed `num_tokens` for it."""
         self._of(sample.base_model).finish(sample.name, num_tokens)
+        if (turns := self._turns.get(sample.base_model)) is not None:
+            turns.end_sample(sample.name)
 
     def release(self, sample: Sample) -> None:
         """End the quarantine of a sample that was committed: it survived, or was the poison."""

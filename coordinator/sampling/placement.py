@@ -10,6 +10,7 @@ follows its adapter (`is_inflight`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import version_of
@@ -17,6 +18,7 @@ from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.sampling.sample import Sample
+from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from workers.contract.messages import SamplerVersion
@@ -33,10 +35,11 @@ no slower: a worker runs sequences of one tenant in three quarters of its slots;
 class Placement:
     """The sequence slots that samples take on the live workers."""
 
-    def __init__(self, fleet: Fleet, slots_max: int) -> None:
+    def __init__(self, fleet: Fleet, slots_max: int, turns: Mapping[str, SoloTurns]) -> None:
         """`slots_max`: most sequences on one worker at a time, if the worker has announced as many slots."""
         self._fleet = fleet
         self._slots_max = slots_max
+        self._turns = turns
         self._taken: dict[str, Counter[str]] = {}
         """The taken slots of each tenant, of each incarnation whose events are followed."""
 
@@ -66,6 +69,7 @@ class Placement:
             taken[tenant_id] -= sample.num_slots
             if not taken[tenant_id]:
                 del taken[tenant_id]
+            self._turns[sample.base_model].freed(worker.info.worker_id)
 
     def has_room(self, base_model: str) -> bool:
         """Return whether a worker of the base model has a free slot."""
@@ -74,16 +78,24 @@ class Placement:
     def choose(self, sample: Sample) -> Incarnation | None:
         """Return a worker with free slots; None if there is none.
 
-        Prefers workers with enough memory, then one that holds the version, then the one with the fewest taken slots.
+        Prefers workers with enough memory, then those without solo turns, then one that holds the version, then the
+        one with the fewest taken slots.
         """
-        workers = self._open(sample.base_model)
+        turns = self._turns[sample.base_model]
+        workers = [each for each in self._open(sample.base_model) if turns.may_place(sample.name, each.info.worker_id)]
         fitting = [worker for worker in workers if _has_memory(worker, sample)]
         candidates = [
-            (not worker.holds(sample.sampler.version), self._taken[worker.name].total(), worker.info.worker_id, worker)
+            (
+                worker.info.worker_id == turns.avoided,
+                not worker.holds(sample.sampler.version),
+                self._taken[worker.name].total(),
+                worker.info.worker_id,
+                worker,
+            )
             for worker in fitting or workers  # if none has the memory, any of them refuses the sample
             if self._has_room(worker, sample)
         ]
-        return min(candidates, key=lambda candidate: candidate[:3])[3] if candidates else None
+        return min(candidates, key=lambda candidate: candidate[:4])[4] if candidates else None
 
     def _has_room(self, worker: Incarnation, sample: Sample) -> bool:
         """Return whether the worker has the slots for a sample, or no samples."""

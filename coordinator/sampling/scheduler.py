@@ -167,7 +167,7 @@ class SampleScheduler:
             self._placement.close(loss.incarnation)
             for sample in self._unfinished(loss):
                 if sample.name == loss.poison:
-                    self._fail(sample, worker_died(sample.operation))
+                    self._fail(sample, worker_died(sample.operation, loss.probation))
             for sample in self._unfinished(loss):
                 self._requeue(sample)
 

@@ -15,7 +15,10 @@ from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
-from coordinator.scheduling.planner import Planning, ReadySet
+from coordinator.scheduling.planner import Planning
+from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 
@@ -27,6 +30,7 @@ class Schedule:
     clock: CycleClock
     planning: Planning
     quarantine: Quarantine
+    turns: SoloTurns
     deadlines: Deadlines
     snapshots: Snapshots
 
@@ -40,32 +44,57 @@ class Scheduling:
     losses: LossRecorder
     fair: FairState
     """Every tenant's weight and virtual counter when this epoch began."""
+    probation: Probation
 
     @property
     def quarantines(self) -> Mapping[str, Quarantine]:
         """The quarantine of each base model."""
         return {base_model: schedule.quarantine for base_model, schedule in self.schedules.items()}
 
+    @property
+    def turns(self) -> Mapping[str, SoloTurns]:
+        """The solo turns of each base model."""
+        return {base_model: schedule.turns for base_model, schedule in self.schedules.items()}
+
 
 def make_scheduling(
-    context: Context, fleet: Fleet, registry: AdapterRegistry, states: States, fair: FairState
+    context: Context,
+    fleet: Fleet,
+    registry: AdapterRegistry,
+    states: States,
+    fair: FairState,
+    probation: Probation,
 ) -> Scheduling:
     """Return the schedules of every base model that the pool serves."""
     schedules = {
-        base_model: _schedule(base_model, context, fleet, registry, states, fair) for base_model in fleet.models
+        base_model: _schedule(base_model, context, fleet, registry, states, fair, probation)
+        for base_model in fleet.models
     }
     quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
-    losses = LossRecorder(fleet, registry, quarantines, states.publishing)
-    return Scheduling(schedules=schedules, losses=losses, fair=fair)
+    turns = {base_model: schedule.turns for base_model, schedule in schedules.items()}
+    losses = LossRecorder(fleet, registry, quarantines, turns, probation, states.publishing)
+    return Scheduling(schedules=schedules, losses=losses, fair=fair, probation=probation)
 
 
 def _schedule(
-    base_model: str, context: Context, fleet: Fleet, registry: AdapterRegistry, states: States, fair: FairState
+    base_model: str,
+    context: Context,
+    fleet: Fleet,
+    registry: AdapterRegistry,
+    states: States,
+    fair: FairState,
+    probation: Probation,
 ) -> Schedule:
     config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
     quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
     clock = CycleClock(time, config.linger_s, costs, group.arrivals)
-    for signal in (group.changed, quarantine.changed, snapshots.changed, states.publishing.changed):
+    for signal in (
+        group.changed,
+        quarantine.changed,
+        snapshots.changed,
+        states.publishing.changed,
+        probation.changed,
+    ):
         signal.subscribe(clock.wake)
     budget = TokenBudget(
         costs,
@@ -74,11 +103,13 @@ def _schedule(
         tokens=config.cycle_tokens_max,
         cycle_s_max=config.cycle_s_max,
     )
-    ready = ReadySet(group, quarantine, snapshots, states.publishing)
+    turns = SoloTurns(base_model, probation, group, fleet)
+    ready = ReadySet(group, quarantine, turns, snapshots, states.publishing)
     return Schedule(
         clock=clock,
-        planning=Planning(base_model, ready, budget, costs, fleet, fair),
+        planning=Planning(base_model, ready, budget, costs, fleet, fair, turns),
         quarantine=quarantine,
+        turns=turns,
         deadlines=Deadlines(costs),
         snapshots=snapshots,
     )

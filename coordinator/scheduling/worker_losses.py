@@ -2,8 +2,10 @@
 
 `LossRecorder` takes these steps without an await in between: mark the incarnation lost and collect the operations in
 flight there (training and samples together); drop every adapter copy there; decide the quarantine; fail a poison
-training operation; then publish one event. Receivers read their events before their next dispatch. `Quarantine` holds
-everything that was in flight on lost workers: it decides which adapters and samples may run until the poison is found.
+training operation and put its tenant on probation; then publish one event. Receivers read their events before their
+next dispatch. `Quarantine` holds everything that was in flight on lost workers: it decides which adapters and samples
+may run until the poison is found. Operations of a tenant on probation are in no quarantine, because they run solo
+anyway; operations that were in flight beside one are not suspected.
 
 Depends on the fleet and adapter logs; not on how a loss was noticed, or on how the worker is replaced. Main invariants:
 an incarnation is recorded as lost at most once; no name is in two quarantined groups.
@@ -24,6 +26,8 @@ from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, service_error
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.solo_turns import SoloTurns
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,8 @@ class Quarantine:
         """Another set of adapters and samples may run than before."""
         self._groups: deque[set[str]] = deque()
         """The first one may run. No name is in two."""
+        self._tenants: dict[str, str] = {}
+        """The tenants of quarantined adapters and samples."""
         self._solo_losses: Counter[str] = Counter()
         """Solo losses by operation."""
         self._is_paused = False
@@ -71,24 +77,35 @@ class Quarantine:
         """Return how often this operation ran solo and its worker was lost."""
         return self._solo_losses[operation]
 
-    def record_loss(self, names: Collection[str], operations: Collection[str]) -> str | None:
+    def count_solo_loss(self, operation: str) -> bool:
+        """Count that an operation ran solo and its worker was lost; return whether it is the poison."""
+        self._solo_losses[operation] += 1
+        if self._solo_losses[operation] < SOLO_LOSSES_MAX:
+            return False
+        del self._solo_losses[operation]
+        return True
+
+    def record_loss(
+        self, names: Collection[str], operations: Collection[str], tenants: Mapping[str, str] | None = None
+    ) -> str | None:
         """Record the loss of a worker that had these adapters and samples in flight, running these operations.
 
-        Returns the operation that is the poison, if that is decided by this loss.
+        `tenants`: those of the adapters and samples. Returns the operation that is the poison, if that is decided by
+        this loss.
         """
         lost = sorted(names)
         was_solo = len(lost) == 1 and self.group == set(lost)
         for name in lost:
             self._take_out(name)
+        self._tenants.update(tenants or {})
         if not was_solo:
             middle = (len(lost) + 1) // 2
             self._groups.extendleft(half for half in (set(lost[middle:]), set(lost[:middle])) if half)
             return None
         if len(operations) == 1:
             [operation] = operations
-            self._solo_losses[operation] += 1
-            if self._solo_losses[operation] >= SOLO_LOSSES_MAX:
-                del self._solo_losses[operation]
+            if self.count_solo_loss(operation):
+                self._tenants.pop(lost[0], None)
                 self.changed.notify()
                 return operation
         self._groups.appendleft(set(lost))
@@ -98,10 +115,16 @@ class Quarantine:
         """Release an adapter or sample that ran and whose worker survived, or that was deleted or has finished."""
         before = self.group
         self._take_out(name)
+        self._tenants.pop(name, None)
         for operation in [o for o in self._solo_losses if o == name or o.rpartition(":")[0] == name]:
             del self._solo_losses[operation]
         if self.group != before:
             self.changed.notify()
+
+    def release_tenant(self, tenant_id: str) -> None:
+        """Release the adapters and samples of a tenant that is on probation now."""
+        for name in [name for name, owner in self._tenants.items() if owner == tenant_id]:
+            self.release(name)
 
     def _take_out(self, name: str) -> None:
         for group in self._groups:
@@ -119,6 +142,10 @@ class WorkerLoss:
     """Samples that were in flight there."""
     poison: str
     """The operation that is the poison; empty: not decided by this loss."""
+    probation: str = ""
+    """The probation of the poison's tenant, for its owner; empty without one."""
+    had_turn: bool = False
+    """It was lost in a solo turn of a tenant on probation, which limits how often that happens."""
 
 
 class LossFeed:
@@ -144,11 +171,19 @@ class LossRecorder:
     """Declares workers lost; no other code does."""
 
     def __init__(
-        self, fleet: Fleet, registry: AdapterRegistry, quarantines: Mapping[str, Quarantine], publishing: Publishing
+        self,
+        fleet: Fleet,
+        registry: AdapterRegistry,
+        quarantines: Mapping[str, Quarantine],
+        turns: Mapping[str, SoloTurns],
+        probation: Probation,
+        publishing: Publishing,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._quarantines = quarantines
+        self._turns = turns
+        self._probation = probation
         self._publishing = publishing
         self._feeds: list[LossFeed] = []
 
@@ -172,34 +207,81 @@ class LossRecorder:
             log = group.logs[adapter_id]
             log.lose_copy()
             group.mark_dirty(log)
-        for adapter_id in {flight.target_id for flight in training}:
+        suspects = self._suspects(training, samples)
+        for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
-        poison = self._quarantined(quarantine, training, samples)
+        had_turn = self._turns[base_model].lose(worker_id)
+        poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
         quarantine.pause(is_paused=True)
-        for flight in training:
-            if flight.name == poison:
-                self._fail_poison(group.logs[flight.target_id], flight)
-                group.mark_dirty(group.logs[flight.target_id])
+        self._turns[base_model].pause(is_paused=True)
+        probation = ""
+        if poison is not None:
+            probation = self._put_on_probation(poison)
+            if poison in training:
+                self._fail_poison(group.logs[poison.target_id], poison, probation)
+                group.mark_dirty(group.logs[poison.target_id])
         group.changed.notify()
         for feed in self._feeds:
-            feed.put(WorkerLoss(worker_id, incarnation, samples, poison))
+            feed.put(WorkerLoss(worker_id, incarnation, samples, poison.name if poison else "", probation, had_turn))
 
-    @staticmethod
-    def _quarantined(quarantine: Quarantine, training: Sequence[Flight], samples: Sequence[Flight]) -> str:
-        names = {flight.target_id for flight in training}.union(flight.name for flight in samples)
-        operations = list(dict.fromkeys(flight.name for flight in (*training, *samples)))
-        return (quarantine.record_loss(names, operations) if names else None) or ""
+    def replaced(self, worker_id: str) -> None:
+        """Record that a lost worker is replaced."""
+        self._resume(worker_id, is_paused=self._fleet.has_lost(self._base_model(worker_id)))
 
-    def _fail_poison(self, log: AdapterLog, flight: Flight) -> None:
+    def not_replaced(self, worker_id: str) -> None:
+        """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
+        self._resume(worker_id, is_paused=False)
+
+    def _resume(self, worker_id: str, *, is_paused: bool) -> None:
+        base_model = self._base_model(worker_id)
+        self._turns[base_model].replaced(worker_id)
+        self._turns[base_model].pause(is_paused=is_paused)
+        self._quarantines[base_model].pause(is_paused=is_paused)
+        self._registry.group(base_model).changed.notify()
+
+    def _base_model(self, worker_id: str) -> str:
+        return self._fleet.worker(worker_id).info.model.name
+
+    def _suspects(self, training: Sequence[Flight], samples: Sequence[Flight]) -> tuple[Flight, ...]:
+        """Return the operations in flight that may have caused the loss: those of tenants on probation, or else all."""
+        flights = (*training, *samples)
+        return tuple(flight for flight in flights if self._probation.has(flight.tenant_id)) or flights
+
+    def _decide(
+        self, quarantine: Quarantine, suspects: Sequence[Flight], samples: Collection[Flight], *, had_turn: bool
+    ) -> Flight | None:
+        """Quarantine the suspects, unless they run in solo turns anyway; return the poison, if it is found."""
+        by_name = {flight.name: flight for flight in suspects}
+        if any(self._probation.has(flight.tenant_id) for flight in suspects):
+            [name, *others] = by_name
+            found = name if had_turn and not others and quarantine.count_solo_loss(name) else None
+        elif suspects:
+            tenants = {f.name if f in samples else f.target_id: f.tenant_id for f in suspects}
+            found = quarantine.record_loss(tenants, list(by_name), tenants)
+        else:
+            found = None
+        return by_name[found] if found is not None else None
+
+    def _put_on_probation(self, poison: Flight) -> str:
+        """Record the kill; return the tenant's probation, for its owner."""
+        logger.error("%s ended its worker %d times while it ran solo", poison.name, SOLO_LOSSES_MAX)
+        self._probation.record_kill(poison.tenant_id, poison.name)
+        standing = self._probation.standing(poison.tenant_id)
+        if standing is None:
+            return ""
+        for quarantine in self._quarantines.values():
+            quarantine.release_tenant(poison.tenant_id)
+        return str(standing)
+
+    def _fail_poison(self, log: AdapterLog, flight: Flight, probation: str) -> None:
         """Fail the operation; if it is a replay, abort its adapter, which cannot be rebuilt."""
-        logger.error("%s ended its worker %d times while it ran solo", flight.name, SOLO_LOSSES_MAX)
         log.release()
         operation = log.operations.get(flight.seq)
         if operation is None or operation.append_id != flight.append_id:
             return  # its append failed while it ran: it was never accepted
         if not operation.is_final:
-            log.fail(operation, worker_died(operation))
+            log.fail(operation, worker_died(operation, probation))
             return
         error = replay_differs(log, flight.name, "its worker was lost")
         log.abort(service_error(error))
@@ -216,11 +298,15 @@ def replay_differs(log: AdapterLog, operation: str, reason: str) -> ServiceError
     )
 
 
-def worker_died(operation: Operation) -> ops_pb.OperationError:
-    """Return the error of a poison operation: it ended its worker whenever it ran."""
+def worker_died(operation: Operation, probation: str) -> ops_pb.OperationError:
+    """Return the error of a poison operation: it ended its worker whenever it ran.
+
+    `probation`: that of its tenant, see `WorkerLoss`.
+    """
     return ops_pb.OperationError(
         code=Code.INTERNAL,
         reason="WORKER_DIED",
         message=f"{operation.name} ended its worker each time that it ran, the last times solo: it does not fit into "
-        "memory, takes far too long, or triggers a fault of the engine; send less at once",
+        "memory, takes far too long, or triggers a fault of the engine; send less at once"
+        + (f". On probation: {probation}" if probation else ""),
     )

@@ -42,6 +42,20 @@ class TenantRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbationRow:
+    """A tenant whose operations killed workers."""
+
+    tenant_id: str
+    num_kills: int
+    """As of `killed_service_s`."""
+    killed_service_s: float
+    until_service_s: float
+    """The end of its back-off."""
+    operation: str
+    """The operation of its last kill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeyRow:
     """An API key with its tenant's name."""
 

@@ -19,6 +19,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
+| probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
 Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `samplers/` of the data directory.
@@ -60,6 +61,17 @@ CREATE TABLE tenant_limits (
 ) WITHOUT ROWID;
 """
 """The limits that administrators set, also for databases that a migration gives them."""
+
+PROBATIONS = """
+CREATE TABLE probations (
+    tenant_id TEXT PRIMARY KEY REFERENCES tenants ON DELETE CASCADE,
+    num_kills INTEGER NOT NULL CHECK (num_kills >= 1),
+    killed_service_s REAL NOT NULL,       -- the last kill; the number of kills halves some time after it
+    until_service_s REAL NOT NULL,        -- nothing of the tenant runs before it
+    operation TEXT NOT NULL               -- the name of the operation of the last kill
+) WITHOUT ROWID;
+"""
+"""The tenants whose operations killed workers, also for databases that a migration gives the table."""
 
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -207,4 +219,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{PROBATIONS}"""  # noqa: S608 (our names)

@@ -15,7 +15,7 @@ from coordinator.storage.database import Connection, Database, read_meta
 from coordinator.storage.disk import Reserve
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
-from coordinator.storage.tenants import ApiKeys, Sessions, Tenants, Usage
+from coordinator.storage.tenants import ApiKeys, Probations, Sessions, Tenants, Usage
 
 
 class Store:
@@ -40,6 +40,7 @@ class Store:
         self.sessions = Sessions(self.database)
         self.tenants = Tenants(self.database)
         self.usage = Usage(self.database)
+        self.probations = Probations(self.database)
         self.api_keys = ApiKeys(self.database)
         self.audit = Audit(self.database)
         self.cycles = Cycles(self.database)

@@ -16,6 +16,7 @@ from coordinator.storage.rows import (
     FileUse,
     Leftovers,
     Page,
+    ProbationRow,
     SessionRow,
     Table,
     TenantRow,
@@ -81,6 +82,30 @@ def add_tenant(db: Connection, tenant_id: str, act: Act) -> bool:
     if added:
         record(db, act)
     return bool(added)
+
+
+class Probations(Table[ProbationRow]):
+    """The tenants whose operations killed workers."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, ProbationRow, "probations")
+
+    def all(self) -> list[ProbationRow]:
+        """Return every record, also of tenants whose probation is over."""
+        return self._all("")
+
+    def note(self, row: ProbationRow) -> None:
+        """Replace a tenant's record. Becomes durable with the next write, so before any outcome decided later."""
+
+        def write(db: Connection) -> None:
+            db.execute("DELETE FROM probations WHERE tenant_id = ?", (row.tenant_id,))
+            insert(db, "probations", row)
+
+        self._database.ride(f"probation {row.tenant_id}", write)
+
+    def service_time(self) -> float:
+        """Return the service time, which the records are in."""
+        return self._database.service_time()
 
 
 class Usage:

@@ -20,13 +20,18 @@ from typing import cast
 from coordinator.base.time import SystemTime
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
-from coordinator.scheduling.planner import ReadySet, plan_pass
+from coordinator.scheduling.planner import plan_pass
+from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import Quarantine
+from coordinator.storage.rows import ProbationRow
 from scripts.bench.common import (
     Column,
     Effort,
@@ -61,6 +66,21 @@ class NoFiles:
         return False
 
 
+class NoRecords:
+    """Stands for the records of probations: no tenant is on probation."""
+
+    def all(self) -> list[ProbationRow]:
+        """Return no record."""
+        return []
+
+    def note(self, row: ProbationRow) -> None:
+        """Store nothing."""
+
+    def service_time(self) -> float:
+        """Return zero."""
+        return 0.0
+
+
 def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterLog:
     """Return a new tenant's adapter with these operations queued, each of one sequence."""
     name = f"adapter-{index}"
@@ -80,7 +100,8 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         group.add(adapter)
         adapter.place_copy(WORKERS[index % len(WORKERS)])
         group.mark_dirty(adapter)
-    ready = ReadySet(group, Quarantine(), cast("Snapshots", files), cast("Publishing", files))
+    turns = SoloTurns("model", Probation(NoRecords(), 0.0), group, Fleet())
+    ready = ReadySet(group, Quarantine(), turns, cast("Snapshots", files), cast("Publishing", files))
     assert ready.refresh()
     return ready
 

@@ -23,7 +23,7 @@ SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAI
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path: Path, num_workers: int) -> None:
     """Twenty times: the poison is found by bisection and failed after two solo losses."""
-    async with running_pool(tmp_path, num_workers=num_workers) as pool:
+    async with running_pool(tmp_path, num_workers=num_workers, probation_s=0.0) as pool:
         tenants = [f"tenant{i}" for i in range(6)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         seqs = [1] * len(adapters)

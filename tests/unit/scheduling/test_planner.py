@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.planner import Candidate, plan_pass
+from coordinator.scheduling.planner import plan_pass
+from coordinator.scheduling.ready_set import Candidate
 from coordinator.scheduling.virtual_counters import FairState, Share
 
 

@@ -6,11 +6,15 @@ from typing import Any, cast
 
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.planner import ReadySet
+from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.worker_losses import Quarantine
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
+from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime, running_pool
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
@@ -47,8 +51,9 @@ class Bench:
 
     def __init__(self, *adapters: AdapterLog) -> None:
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
+        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, Fleet())
         self.ready = ReadySet(
-            self.group, self.quarantine, cast("Snapshots", self.files), cast("Publishing", self.files)
+            self.group, self.quarantine, turns, cast("Snapshots", self.files), cast("Publishing", self.files)
         )
         for adapter in adapters:
             self.group.add(adapter)

@@ -12,9 +12,12 @@ from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.worker_losses import SOLO_LOSSES_MAX, LossRecorder, Quarantine, WorkerLoss
 from coordinator.storage.adapters import Adapters
 from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
+from tests.support.probation import MemoryRecords
 from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime
 
@@ -44,7 +47,12 @@ class Bench:
             adapter.advance()
         self.group = self.registry.group("toy")
         publishing = cast("Publishing", self.publishing)
-        self.recorder = LossRecorder(self.fleet, self.registry, {"toy": self.quarantine}, publishing)
+        self.records = MemoryRecords()
+        self.probation = Probation(self.records, halving_s=3600.0)
+        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet)
+        self.recorder = LossRecorder(
+            self.fleet, self.registry, {"toy": self.quarantine}, {"toy": self.turns}, self.probation, publishing
+        )
         self.woken = asyncio.Event()
         self.feed = self.recorder.subscribe(self.woken)
 
@@ -180,3 +188,77 @@ async def test_a_poison_whose_append_failed_meanwhile_is_not_failed(is_taken: bo
     assert bench.lose().poison == "a:1"
     assert log.take_decided() == []
     assert log.quarantined == (0, -1)
+
+
+async def test_the_tenant_of_a_poison_is_on_probation_and_its_error_says_so() -> None:
+    log = adapter_with(FB, STEP)
+    bench = Bench(log)
+    poison = log.operations[1]
+    bench.dispatch(poison)
+    bench.lose()
+    assert not bench.probation.has("t")
+    bench.lose_solo(poison, SOLO_LOSSES_MAX)
+    assert bench.probation.has("t")
+    assert poison.outcome is not None
+    assert "On probation: a:1 ended its worker" in poison.outcome.error.message
+
+
+async def test_a_tenant_on_probation_leaves_no_adapter_or_sample_in_quarantine() -> None:
+    """Its back-off would hold up everybody."""
+    log, other, neighbour = adapter_with(FB), adapter_with(FB, name="b"), adapter_with(FB, name="c", tenant="u")
+    bench = Bench(log, other, neighbour)
+    bench.dispatch(*(each.operations[1] for each in (log, other, neighbour)), samples=[SAMPLE])
+    bench.lose()
+    while bench.quarantine.group != {"a"}:
+        bench.quarantine.record_loss(bench.quarantine.group, [f"{name}:1" for name in bench.quarantine.group])
+    bench.lose_solo(log.operations[1], SOLO_LOSSES_MAX)
+    held = {name for name in ("a", "b", "c", SAMPLE.name) if not bench.quarantine.may_run(name)}
+    bench.quarantine.pause(is_paused=False)
+    assert held == {"c"} == bench.quarantine.group
+
+
+async def test_beside_an_operation_of_a_tenant_on_probation_no_other_is_suspected() -> None:
+    log, neighbour = adapter_with(FB), adapter_with(FB, name="c", tenant="u")
+    bench = Bench(log, neighbour)
+    bench.probation.record_kill("t", "a:0")
+    bench.dispatch(log.operations[1], neighbour.operations[1])
+    assert bench.lose().poison == ""
+    assert not bench.quarantine.group
+    assert (log.quarantined, neighbour.quarantined) == ((1, 1), (0, -1))
+
+
+async def test_two_losses_in_solo_turns_find_the_poison_without_a_quarantine() -> None:
+    log, neighbour = adapter_with(FB), adapter_with(FB, name="c", tenant="u")
+    bench = Bench(log, neighbour)
+    bench.probation.record_kill("t", "a:0")
+    neighbour.place_copy("w1")
+    log.lose_copy()
+    bench.group.mark_dirty(log)
+    found = []
+    for incarnation in (2, 3):
+        bench.records.now += 1000.0
+        bench.turns.update(lambda log: True)
+        assert bench.turns.has_turn("a")
+        log.place_copy("w0")
+        bench.dispatch(log.operations[1])
+        loss = bench.lose()
+        assert loss.had_turn
+        found.append(loss.poison)
+        assert not bench.quarantine.group
+        bench.fleet.revive(toy_worker_info("w0", incarnation))
+        bench.recorder.replaced("w0")
+    assert found == ["", "a:1"]
+    assert (neighbour.worker_id, bench.quarantine.may_run("c")) == ("w1", True)
+
+
+async def test_a_loss_in_a_turn_after_its_probation_has_ended_is_quarantined_as_any_other() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.probation.record_kill("t", "a:0")
+    bench.records.now += 60.0
+    bench.group.mark_dirty(log)
+    bench.turns.update(lambda log: True)
+    bench.dispatch(log.operations[1])
+    bench.records.now += 3600.0
+    assert bench.lose().poison == ""
+    assert bench.quarantine.group == {"a"}

@@ -1,0 +1,198 @@
+"""The adapters of one base model that have something to run, and which of them may be in the next cycle.
+
+What an adapter runs next is decided in its log. Quarantine, solo turns and files that are being written hold an adapter
+back. Does not depend on tenants' counters, budgets or how a plan is run.
+
+Main invariant: an idle adapter adds no cost to a cycle, because it is in no collection that is walked through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from coordinator.checkpoints.published_weights import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
+from coordinator.operations.operation import Kind
+from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.solo_turns import SoloTurns
+from coordinator.scheduling.state_budget import StateCandidate, StateCosts
+from coordinator.scheduling.worker_losses import Quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An adapter that may have something to run in a pass."""
+
+    adapter_id: str
+    tenant_id: str
+    worker_id: str
+    """The worker of its copy; empty: it may be placed on any worker."""
+    chunk_tokens: Iterable[int]
+    """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
+    last_cycle_id: int
+    """The cycle that last had it; 0: none."""
+
+
+class ReadySet:
+    """The adapters of one base model that could be in the next cycle."""
+
+    def __init__(
+        self,
+        group: AdapterGroup,
+        quarantine: Quarantine,
+        turns: SoloTurns,
+        snapshots: Snapshots,
+        publishing: Publishing,
+    ) -> None:
+        self._group = group
+        self._quarantine = quarantine
+        self._turns = turns
+        self._snapshots = snapshots
+        self._publishing = publishing
+        self._is_stopping = False
+        self._ahead: dict[str, AdapterLog] = {}
+        """Adapters whose copies may be ahead of their snapshots."""
+        self._last_cycle: dict[str, int] = {}
+        self._last_states: dict[str, int] = {}
+        """Adapter to the cycle that last saved or loaded a state of it."""
+
+    def stop(self) -> None:
+        """Stop beginning operations; those that have run in part may continue."""
+        self._is_stopping = True
+
+    def forget(self, adapter_id: str) -> None:
+        """Drop the state of a deleted adapter."""
+        self._ahead.pop(adapter_id, None)
+        self._last_cycle.pop(adapter_id, None)
+        self._last_states.pop(adapter_id, None)
+
+    def ran(self, adapter_ids: Iterable[str]) -> None:
+        """Record that workers returned results for these adapters."""
+        logs = self._group.logs
+        self._ahead.update((name, logs[name]) for name in adapter_ids if name in logs)
+
+    def planned(self, adapter_id: str, cycle_id: int) -> None:
+        """Record that the adapter is in the pass of this cycle."""
+        self._last_cycle[adapter_id] = cycle_id
+
+    def planned_states(self, adapter_ids: Iterable[str], cycle_id: int) -> None:
+        """Record that this cycle saves or loads states of the adapters."""
+        self._last_states.update(dict.fromkeys(adapter_ids, cycle_id))
+
+    def refresh(self) -> bool:
+        """Prepare the next cycle; return whether any adapter may run, or has decided operations to commit.
+
+        Drops idle adapters, releases quarantined ones that survived, and lets a solo turn begin.
+        """
+        self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
+        self._release_survivors()
+        self._turns.update(self._can_run)
+        return any(True for _ in self.allowed()) or any(log.has_decided for log in self._group.dirty.values())
+
+    def dirty(self) -> list[AdapterLog]:
+        """Return all adapters that changed, whether or not they may run."""
+        return list(self._group.dirty.values())
+
+    def allowed(self) -> Iterator[AdapterLog]:
+        """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
+        for log in self._group.dirty.values():
+            if self._is_its_turn(log) and self._can_run(log):
+                yield log
+
+    def _is_its_turn(self, log: AdapterLog) -> bool:
+        if self._turns.is_held(log):
+            return self._turns.has_turn(log.adapter_id)
+        return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
+
+    def _can_run(self, log: AdapterLog) -> bool:
+        return not (self._is_stopping and log.is_between_operations) and not self.waits_for_file(log)
+
+    def end_cycle(self) -> None:
+        """End the solo turn of an adapter that was in the cycle."""
+        for adapter_id in self._turns.end_cycle():
+            self._quarantine.release(adapter_id)
+
+    def tenants(self) -> frozenset[str]:
+        """Return the tenants of the adapters that may run."""
+        return frozenset(log.tenant_id for log in self.allowed())
+
+    def has_tokens(self, num_tokens: int) -> bool:
+        """Return whether the ready chunks have at least this many tokens."""
+        for log in self.allowed():
+            for chunk_tokens in ReadyChunks(log):
+                num_tokens -= chunk_tokens
+                if num_tokens <= 0:
+                    return True
+        return False
+
+    def candidates(self) -> list[Candidate]:
+        """Return the adapters that may have ready chunks."""
+        return [
+            Candidate(
+                adapter_id=log.adapter_id,
+                tenant_id=log.tenant_id,
+                worker_id=log.worker_id or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
+                chunk_tokens=ReadyChunks(log),
+                last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
+            )
+            for log in self.allowed()
+        ]
+
+    def due_steps(self) -> Iterator[AdapterLog]:
+        """Yield the adapters with operations for the step phase; each is examined when it is yielded."""
+        for log in list(self.allowed()):
+            log.advance()
+            if next(log.ready_states(), None) is not None:
+                yield log
+
+    def state_candidate(self, log: AdapterLog, costs: StateCosts) -> StateCandidate:
+        """Return an adapter with its saves and loads that may run now. Call `advance` first."""
+        return StateCandidate(
+            adapter_id=log.adapter_id,
+            tenant_id=log.tenant_id,
+            costs=(costs.of(each.kind, log.spec) for each in log.ready_states() if each.kind.moves_state),
+            last_cycle_id=self._last_states.get(log.adapter_id, 0),
+        )
+
+    def residents(self, worker_ids: Iterable[str]) -> dict[str, int]:
+        """Return how many adapters have a copy on each of these workers."""
+        return self._group.residency.counts(worker_ids)
+
+    def ahead(self) -> list[AdapterLog]:
+        """Return the adapters whose copies ran operations that their snapshots do not contain."""
+        for name in [name for name, log in self._ahead.items() if not log.is_ahead]:
+            del self._ahead[name]
+        return list(self._ahead.values())
+
+    def may_run(self, log: AdapterLog) -> bool:
+        """Return whether the quarantine lets this adapter run."""
+        return self._quarantine.may_run(log.adapter_id)
+
+    def waits_for_file(self, log: AdapterLog) -> bool:
+        """Return whether the adapter must wait for the writing of its snapshot or of its published weights.
+
+        A copy is installed from the newest snapshot; a load brings a snapshot of its own and so cuts the log.
+        """
+        is_unsettled = self._snapshots.is_unsettled(log.adapter_id)
+        if not is_unsettled and not self._publishing.is_unwritten(log.adapter_id):
+            return False
+        log.advance()
+        states = list(log.ready_states())
+        is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
+        return is_loading or (is_unsettled and not log.worker_id)
+
+    def _release_survivors(self) -> None:
+        """Release quarantined adapters that ran their quarantined operations, or became idle."""
+        while survivors := [log for name in self._quarantine.group if (log := self._survivor(name)) is not None]:
+            for log in survivors:
+                log.release()
+                self._quarantine.release(log.adapter_id)
+
+    def _survivor(self, name: str) -> AdapterLog | None:
+        log = self._group.logs.get(name)
+        if log is None:
+            return None  # a sample
+        has_run = log.copy.cursor >= log.quarantined[1]
+        return log if has_run or name not in self._group.dirty else None

@@ -1,0 +1,27 @@
+"""Records of probations in memory, with a service time that a test sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator.storage.rows import ProbationRow
+
+
+@dataclass(slots=True)
+class MemoryRecords:
+    """Stands for `coordinator.storage.tenants.Probations`; outlives a `Probation`, as the database does."""
+
+    rows: dict[str, ProbationRow] = field(default_factory=dict)
+    now: float = 1000.0
+
+    def all(self) -> list[ProbationRow]:
+        """Return every record."""
+        return list(self.rows.values())
+
+    def note(self, row: ProbationRow) -> None:
+        """Store a record."""
+        self.rows[row.tenant_id] = row
+
+    def service_time(self) -> float:
+        """Return the time that the test has set."""
+        return self.now
