@@ -40,6 +40,19 @@ class TenantLimits:
     four million in memory."""
     queued_bytes_max: int = 512 << 20
     """Most bytes of unfinished requests: eight of the largest size, which an adapter's pipeline never needs."""
+    streams_max: int = 4096
+    """Most calls at a time that wait for operations or stream: four for each of a thousand sessions. At least 1, or no
+    result could be waited for. Long polls over HTTP beyond as many are answered early, and never refused."""
+    samples_max: int = 32_768
+    """Most continuations that are not finished: those of 32 requests of the largest number, and sixteen times the
+    largest batch of the cookbook. Each one holds its tokens in memory. A larger request is accepted alone."""
+    samplers_max: int = 10_000
+    """Most samplers of live sessions: one for each step of a long run that samples from every one. Each one that was
+    saved without a name keeps its weights on disk until its session ends."""
+    checkpoints_max: int = 10_000
+    """Most checkpoints: a hundred runs that save a hundred times."""
+    stored_bytes_max: int = 1 << 40
+    """Most bytes of checkpoints: a thousand states of rank 32 of a model of 8 billion parameters."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -53,6 +66,11 @@ LABELS: Mapping[str, str] = {
     "adapters_max": "adapters of yours",
     "queued_operations_max": "queued operations of yours",
     "queued_bytes_max": "bytes of your queued requests",
+    "streams_max": "open waits and streams of yours",
+    "samples_max": "unfinished samples of yours",
+    "samplers_max": "samplers of yours",
+    "checkpoints_max": "checkpoints of yours",
+    "stored_bytes_max": "bytes of your checkpoints",
 }
 """What each limit that refuses a call counts, for the message."""
 
@@ -100,5 +118,7 @@ def _check(name: str, value: LimitValue) -> None:
     if name == "weight":
         if not (math.isfinite(value) and WEIGHT_MIN <= value <= WEIGHT_MAX):
             raise ValueError(f"weight must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, not {value:g}")
+    elif name == "streams_max" and value < 1:
+        raise ValueError("streams_max must be at least 1")
     elif not 0 <= value <= NUMBER_MAX:
         raise ValueError(f"{name} must be 0 to {NUMBER_MAX}, not {value}")

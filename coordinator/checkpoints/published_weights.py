@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from coordinator.base.errors import Code, Failure, ServiceError
 from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
+from coordinator.operations.holdings import Holdings
 from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFolders
 from coordinator.storage.rows import CheckpointRow, SamplerRow
@@ -105,7 +106,7 @@ def version_of(checkpoint: CheckpointRow) -> str:
 class Publishing:
     """The versions that have no file yet, and the waits for them."""
 
-    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure) -> None:
+    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure, holdings: Holdings) -> None:
         self.changed = Signal()
         """A version does not need the log any more, was rematerialized, or cannot be rematerialized."""
         self._samplers = folders.samplers
@@ -113,6 +114,7 @@ class Publishing:
         self._store = store
         self._models = fleet.models
         self._failure = failure
+        self._holdings = holdings
         self._versions: dict[str, Version] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._writers = asyncio.Semaphore(WRITERS)
@@ -309,23 +311,26 @@ class Publishing:
         model = self._models[version.base_model]
         saved = await asyncio.to_thread(files.write, version.spec, model, version.state)
         try:
-            num_rows = await self._commit(version, saved)
+            is_stored = await self._commit(version, saved)
         except StoreBrokenError:
             raise  # the row may be durable: the next start finds out whether the folder is an orphan
         except StorageError:
             files.remove(saved.folder)
             raise
-        if not num_rows or version.name not in self._versions:  # its session has ended meanwhile, or it was deleted
+        if not is_stored or version.name not in self._versions:  # its session has ended meanwhile, or it was deleted
             files.remove(saved.folder)
 
-    def _commit(self, version: Version, saved: Saved) -> asyncio.Future[int]:
-        """Give the version's row the folder; the future has the number of rows changed."""
-        if version.is_named:
-            assert version.state is not None
-            return self._store.checkpoints.commit_file(
-                version.label, version.seq, saved.folder, saved.sha256, saved.size_bytes, version.state.fingerprint
-            )
-        return self._store.samplers.commit_file(version.label, saved.folder, saved.sha256)
+    async def _commit(self, version: Version, saved: Saved) -> bool:
+        """Give the version's row the folder; return whether there is such a row."""
+        if not version.is_named:
+            return bool(await self._store.samplers.commit_file(version.label, saved.folder, saved.sha256))
+        assert version.state is not None
+        row = await self._store.checkpoints.commit_file(
+            version.label, version.seq, saved.folder, saved.sha256, saved.size_bytes, version.state.fingerprint
+        )
+        if row is not None:
+            self._holdings.resize(row.tenant_id, saved.size_bytes - row.size_bytes)
+        return row is not None
 
 
 def _not_rematerialized(label: str) -> ServiceError:

@@ -17,7 +17,8 @@ from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import named, unnamed, version_of
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import Kind, Operation, Usage, service_error
+from coordinator.operations.holdings import SaveRequest, save_path
+from coordinator.operations.operation import Operation, Usage, save_request, service_error
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.cycles import StagedStates
 from coordinator.storage.rows import CheckpointRow, SamplerRow
@@ -27,8 +28,6 @@ from tinkerpool.v1 import checkpoints_pb2
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
-
-SaveRequest = checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest
 
 
 class Saver:
@@ -52,7 +51,7 @@ class Saver:
         result: ItemResult,
     ) -> None:
         """Write a user's checkpoint, or publish weights, and decide the operation. Raises ServiceError."""
-        request, state = _save_request(operation), result.state
+        request, state = save_request(operation), result.state
         assert state is not None
         if not request.name:
             assert isinstance(request, checkpoints_pb2.SaveWeightsForSamplerRequest)
@@ -60,7 +59,7 @@ class Saver:
             staged.samplers.append(sampler)
             operation.succeed(cycle_id, usage).save_weights_for_sampler.sampler_id = sampler.sampler_id
             return
-        path = _save_path(operation.target_id, request)
+        path = save_path(operation.target_id, request)
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
             self._check_free(staged, str(path))
         row = self._checkpoint_row(path, log, operation.seq, request, state)
@@ -154,17 +153,21 @@ class Saver:
             if row.adapter_id in lost:
                 self._discard(row)
             else:
+                self._sessions.count_samplers(row.session_id, 1)
                 self.states.publishing.committed(row.version)
         for checkpoint in staged.checkpoints:
             if checkpoint.adapter_id not in lost:
+                self.states.holdings.add(checkpoint)
                 self.states.publishing.committed(version_of(checkpoint))
             elif checkpoint.folder:
                 self.states.folders.checkpoints.remove(checkpoint.folder)
             else:
                 self.states.publishing.drop(version_of(checkpoint))
-        for adapter_id, folder in staged.replaced_checkpoints:
-            if adapter_id not in lost:
-                self.states.folders.checkpoints.remove(folder)
+        for replaced in staged.replaced_checkpoints:
+            if replaced.adapter_id not in lost:
+                if replaced.folder not in staged.gone_folders:
+                    self.states.holdings.remove(replaced)
+                self.states.folders.checkpoints.remove(replaced.folder)
         for adapter_id, folder in staged.replaced_snapshots:
             if adapter_id not in lost:
                 self.states.folders.snapshots.remove(folder)
@@ -183,19 +186,3 @@ class Saver:
                 "CHECKPOINT_EXISTS",
                 f"{path} exists already: choose another name, delete it first, or set overwrite",
             )
-
-
-def _save_request(operation: Operation) -> SaveRequest:
-    """Return the request of a save."""
-    if operation.kind is Kind.SAVE_STATE:
-        return checkpoints_pb2.SaveStateRequest.FromString(operation.payload)
-    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.payload)
-
-
-def _save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:
-    """Return the path of a named save."""
-    if isinstance(request, checkpoints_pb2.SaveStateRequest):
-        kind = names.TRAINING
-    else:
-        kind = names.EXTERNAL if request.for_export else names.SAMPLER
-    return names.CheckpointPath(adapter_id, kind, request.name)

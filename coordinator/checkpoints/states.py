@@ -13,6 +13,7 @@ from coordinator.base.errors import Code, Failure, ServiceError, not_found
 from coordinator.checkpoints.published_weights import Publishing, version_of
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.holdings import Holdings
 from coordinator.operations.windows import Window, window_bytes
 from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFiles, StateFolders
@@ -26,9 +27,10 @@ logger = logging.getLogger(__name__)
 class States:
     """The state folders of a data directory, and the published weights that have none yet."""
 
-    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure) -> None:
+    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure, holdings: Holdings) -> None:
         self.folders = folders
-        self.publishing = Publishing(folders, store, fleet, failure)
+        self.publishing = Publishing(folders, store, fleet, failure, holdings)
+        self.holdings = holdings
         self._store = store
         self._fleet = fleet
 
@@ -106,10 +108,12 @@ class States:
 
         Raises StorageError.
         """
-        folder = await self._store.checkpoints.delete(row.path, row.seq)
+        deleted = await self._store.checkpoints.delete(row.path, row.seq)
         self.publishing.deleted(version_of(row))
-        if folder:
-            await asyncio.to_thread(self.folders.checkpoints.remove, folder)
+        if deleted is not None:
+            self.holdings.remove(deleted)
+            if deleted.folder:
+                await asyncio.to_thread(self.folders.checkpoints.remove, deleted.folder)
 
     async def remove_expired(self) -> None:
         """Delete checkpoints past their time to live, and old orphans. Raises StorageError."""

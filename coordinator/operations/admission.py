@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.ceilings import Ceilings, full
+from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
@@ -29,7 +31,6 @@ from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
-from coordinator.tenants.limits import Quotas
 from tinkerpool.names import operation_name
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
@@ -60,6 +61,8 @@ class Request:
     """Why it has no payload."""
     refusal: ServiceError | None = None
     """Why it cannot be accepted now; does not count for a repeat."""
+    claim: Claim = NO_CLAIM
+    """What the operation may add to what its tenant holds."""
     refused_payload: bytes = b""
     """The payload that records its refusal, if it was made where that takes no time of the event loop."""
 
@@ -88,13 +91,14 @@ class Admission:
     """Accepts operations."""
 
     def __init__(
-        self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits, quotas: Quotas
+        self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits, ceilings: Ceilings
     ) -> None:
         self._store = store
         self._in_flight = in_flight
         self._registry = registry
         self._limits = limits
-        self._quotas = quotas
+        self._ceilings = ceilings
+        self._quotas = ceilings.quotas
         self._numbers = SampleNumbers(store)
         self._appending: dict[str, asyncio.Future[None]] = {}
         """Operation to the future of its append."""
@@ -181,6 +185,7 @@ class Admission:
         if request.refusal is not None:
             raise request.refusal
         self._check_queue(tenant_id, sampler_id, len(request.payload))
+        self._ceilings.check_samples(tenant_id, request.claim)
         seq = known_seq or self._numbers.next(sampler_id)
         operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
         self._numbers.note(sampler_id, seq)
@@ -277,6 +282,8 @@ class Admission:
         for reasons in ((r.malformed for r in requests), (r.refusal for r in requests)):
             if (error := next(filter(None, reasons), None)) is not None:
                 return error
+        if (error := self._ceilings.refusal(log.tenant_id, requests[0].claim)) is not None:
+            return error
         added = sum(len(request.payload) for request in requests if request.kind is Kind.FORWARD_BACKWARD)
         if added and log.window_bytes + added > self._limits.window_bytes_max:
             return ServiceError(
@@ -383,6 +390,7 @@ class Admission:
             num_bytes=len(payload),
             chunks=() if is_refused else request.chunks,
             batch=request.batch,
+            claim=NO_CLAIM if is_refused else request.claim,
             append_id=self._store.operations.new_append_id(),
         )
 
@@ -474,4 +482,4 @@ def _expected(log: AdapterLog) -> dict[str, str]:
 
 
 def _full(quota: Quota) -> ServiceError:
-    return busy("QUEUE_FULL", quota, "wait for some operations to finish", delay_s=RETRY_DELAY_S)
+    return full("QUEUE_FULL", quota, "wait for some operations to finish")

@@ -11,11 +11,14 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.operations.admission import Admission
+from coordinator.operations.ceilings import Ceilings
+from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.store import Store
 from coordinator.tenants.limits import Quotas
+from coordinator.tenants.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,9 @@ class Registers:
     finished_samples: FinishedSamples
     admission: Admission
     quotas: Quotas
+    holdings: Holdings
+    ceilings: Ceilings
+    streams: Streams
 
 
 def open_registers(context: Context, store: Store) -> Registers:
@@ -48,11 +54,16 @@ def open_registers(context: Context, store: Store) -> Registers:
     registry = AdapterRegistry(context.time, store.adapters)
     sessions = SessionTable(store, context.time)
     sessions.load()
+    holdings = Holdings(store)
+    ceilings = Ceilings(quotas, in_flight, sessions, holdings)
     return Registers(
         registry=registry,
         sessions=sessions,
         in_flight=in_flight,
         finished_samples=finished_samples,
-        admission=Admission(store, in_flight, registry, context.config.limits, quotas),
+        admission=Admission(store, in_flight, registry, context.config.limits, ceilings),
         quotas=quotas,
+        holdings=holdings,
+        ceilings=ceilings,
+        streams=Streams(quotas),
     )

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
 from coordinator.payloads.passes import DecodedPass
 from coordinator.storage.store import Store
@@ -164,6 +165,7 @@ class InFlightTable:
         self._bytes_by_tenant: Counter[str] = Counter()
         self._num_by_target: Counter[str] = Counter()
         self._num_by_tenant: Counter[str] = Counter()
+        self._claims: dict[str, Claim] = {}
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
@@ -181,6 +183,7 @@ class InFlightTable:
         self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
         self._num_by_target[operation.target_id] += 1
         self._num_by_tenant[operation.tenant_id] += 1
+        self._claims[operation.tenant_id] = self.claimed(operation.tenant_id).plus(operation.claim)
         if operation.request_id:
             self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
         self.spill(operation)
@@ -221,6 +224,10 @@ class InFlightTable:
         """Return the bytes of a tenant's payloads in flight."""
         return self._bytes_by_tenant[tenant_id]
 
+    def claimed(self, tenant_id: str) -> Claim:
+        """Return the sum of what a tenant's operations in flight may add to what it holds."""
+        return self._claims.get(tenant_id, NO_CLAIM)
+
     def remove(self, operation: Operation) -> None:
         """Remove an operation that finished, or whose append failed."""
         if self._operations.get(operation.name) is not operation:
@@ -229,6 +236,9 @@ class InFlightTable:
         self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
         self._num_by_target[operation.target_id] -= 1
         self._num_by_tenant[operation.tenant_id] -= 1
+        self._claims[operation.tenant_id] = self.claimed(operation.tenant_id).plus(operation.claim, -1)
+        if self._claims[operation.tenant_id] == NO_CLAIM:
+            del self._claims[operation.tenant_id]
         for counter, key in (
             (self._bytes_by_tenant, operation.tenant_id),
             (self._num_by_target, operation.target_id),

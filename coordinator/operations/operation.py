@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.holdings import NO_CLAIM, Claim, SaveRequest
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
+from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import WindowRole
 from workers.contract.messages import UNMARKED, ErrorCode, ItemError, RequestBatch
@@ -136,6 +138,8 @@ class Operation:
     chunks: tuple[Chunk, ...] = ()
     batch: RequestBatch = UNMARKED
     """The batch that a forward_backward is part of."""
+    claim: Claim = NO_CLAIM
+    """What it may add to what its tenant holds; counted while it is in flight."""
     append_id: int = 0
     """Identifies this append in the log: another operation at the same sequence number has another id."""
     decoded: DecodedPass | None = None
@@ -363,3 +367,10 @@ def operation_of_row(row: OperationRow) -> Operation:
         outcome_state=state,
         outcome=ops_pb.Operation.FromString(row.outcome) if row.outcome is not None else None,
     )
+
+
+def save_request(operation: Operation) -> SaveRequest:
+    """Return the request of a save."""
+    if operation.kind is Kind.SAVE_STATE:
+        return checkpoints_pb2.SaveStateRequest.FromString(operation.payload)
+    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.payload)

@@ -30,6 +30,8 @@ class Session:
     """Monotonic service time."""
     next_adapter: int
     next_sampler: int
+    num_samplers: int
+    """Its samplers with a row, and those that are being written."""
     creating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while an adapter or sampler is created in it, so that a concurrent repeat finds the first call's row."""
     taken: dict[int, str] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class SessionTable:
         self._live: dict[str, Session] = {}
         self._num_by_tenant: Counter[str] = Counter()
         """Tenant to its live sessions, and those whose rows are being written."""
+        self._samplers_by_tenant: Counter[str] = Counter()
 
     def load(self) -> None:
         """Load the sessions that were live when the last epoch ended."""
@@ -91,6 +94,16 @@ class SessionTable:
     def num_of(self, tenant_id: str) -> int:
         """Return the number of a tenant's live sessions, those that are being written included."""
         return self._num_by_tenant[tenant_id]
+
+    def num_samplers(self, tenant_id: str) -> int:
+        """Return the number of samplers of a tenant's live sessions."""
+        return self._samplers_by_tenant[tenant_id]
+
+    def count_samplers(self, session_id: str, number: int) -> None:
+        """Count samplers of a session more, or less; none if it has ended, for its samplers ended with it."""
+        if (session := self._live.get(session_id)) is not None:
+            session.num_samplers += number
+            self._samplers_by_tenant[session.tenant_id] += number
 
     def add(self, session_id: str) -> None:
         """Add a session that is in the database, unless it has ended."""
@@ -146,7 +159,9 @@ class SessionTable:
         finally:
             if session is not None:
                 session.num_endings -= 1
-        if (ended := self._live.pop(session_id, None)) is not None:
+        if (ended := self._live.get(session_id)) is not None:
+            self.count_samplers(session_id, -ended.num_samplers)
+            del self._live[session_id]
             self._uncount(ended.tenant_id)
 
     def _has_sampler(self, session_id: str, index: int) -> bool:
@@ -159,12 +174,15 @@ class SessionTable:
 
     def _load(self, row: SessionRow) -> None:
         self._num_by_tenant[row.tenant_id] += 1
+        sampler_ids = self._store.samplers.ids_of_session(row.session_id)
+        self._samplers_by_tenant[row.tenant_id] += len(sampler_ids)
         self._live[row.session_id] = Session(
             row.session_id,
             row.tenant_id,
             self._monotonic(),
             max(row.adapters_gone, _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True))),
-            _next_index(self._store.samplers.ids_of_session(row.session_id)),
+            _next_index(sampler_ids),
+            len(sampler_ids),
         )
 
 

@@ -64,7 +64,7 @@ class Core:
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
         self.accounts = Accounts(self.store, self.time.wall)
         registers = open_registers(context, self.store)
-        self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure)
+        self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         await self.pool.start()
@@ -82,7 +82,7 @@ class Core:
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
         )
         self._publish(registers, self._runners)
-        Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
+        Recovery(self.store, self.registry, self.in_flight, self.states, self.samples, self.fleet).run()
         self._runners.start(self.tasks, self.time)
         self.tasks.spawn(self._data_dir.keep_noting(self.time))
         self.started_at = self.time.monotonic()
@@ -116,6 +116,7 @@ class Core:
         self.registry, self.sessions = registers.registry, registers.sessions
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
         self.admission, self.quotas = registers.admission, registers.quotas
+        self.holdings, self.ceilings, self.streams = registers.holdings, registers.ceilings, registers.streams
         self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 

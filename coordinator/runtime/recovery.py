@@ -13,11 +13,15 @@ from dataclasses import replace
 
 from coordinator.checkpoints.published_weights import named, unnamed
 from coordinator.checkpoints.states import States
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.holdings import Claim, claim_of_pass, claim_of_sample
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation, operation_of_row
+from coordinator.operations.operation import Operation, operation_of_row, save_request
 from coordinator.operations.registry import AdapterRegistry, adapter_of_row
 from coordinator.operations.windows import window_of
 from coordinator.payloads.passes import cut_chunks, decode_pass
+from coordinator.payloads.samples import decode_sample
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.virtual_counters import FairState, Share
 from coordinator.storage.rows import OperationRow
@@ -36,12 +40,14 @@ class Recovery:
         in_flight: InFlightTable,
         states: States,
         samples: SampleScheduler,
+        fleet: Fleet,
     ) -> None:
         self._store = store
         self._registry = registry
         self._in_flight = in_flight
         self._states = states
         self._samples = samples
+        self._models = fleet.models
 
     def run(self) -> None:
         """Recover everything."""
@@ -54,11 +60,12 @@ class Recovery:
         for version in versions:
             self._states.publishing.expect(version, is_in_log=version.name in in_log)
         for row, payload in self._store.operations.unfinished_samples():
-            operation = restored_operation(row, payload)
+            decoded = decode_sample(payload or b"")
+            operation = replace(restored_operation(row, payload), claim=claim_of_sample(decoded))
             self._in_flight.add(operation)
             sampler = self._store.samplers.get(operation.target_id)
             assert sampler is not None
-            self._samples.submit(operation, sampler)
+            self._samples.submit(operation, sampler, decoded)
 
     def _load_adapters(self, unwritten: set[str]) -> set[str]:
         """Load every adapter that is not deleted, with its operations since its snapshot.
@@ -79,10 +86,19 @@ class Recovery:
                     in_log.add(name)
                 log.add(operation)
                 if not operation.is_final:
+                    operation.claim = self._claim(log, operation)
                     self._in_flight.add(operation)
             self._registry.add(log)
             self._registry.group_of(log).submitted(log)
         return in_log
+
+    def _claim(self, log: AdapterLog, operation: Operation) -> Claim:
+        """Return what an unfinished operation may add to what its tenant holds: the same as when it was accepted."""
+        if operation.kind.is_save:
+            request = save_request(operation)
+            model = self._models.get(log.base_model)
+            return self._states.holdings.claim_of_save(log.adapter_id, request, log.spec, model)
+        return claim_of_pass(operation.chunks)
 
 
 def restored_operation(row: OperationRow, payload: bytes | None, *, must_rematerialize: bool = False) -> Operation:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -45,6 +46,25 @@ def uninterrupted(
     async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         core: Core = self._core
         return await core.tasks.uninterrupted(use_case(self, *args, **kwargs))
+
+    return run
+
+
+def streamed(
+    use_case: Callable[[Any, Principal, Any], AsyncGenerator[T, None]],
+) -> Callable[[Any, Principal, Any], AsyncGenerator[T, None]]:
+    """Decorate a use case that streams: it is one of its tenant's open calls until it is closed.
+
+    Raises ServiceError STREAMS_FULL at the first response.
+    """
+
+    @functools.wraps(use_case)
+    async def run(self: Any, principal: Principal, request: Any) -> AsyncGenerator[T, None]:
+        core: Core = self._core
+        with core.streams.open(principal.tenant_id):
+            async with aclosing(use_case(self, principal, request)) as responses:
+                async for response in responses:
+                    yield response
 
     return run
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
-from coordinator.service.access import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
+from coordinator.service.access import UseCases, check_ttl, metadata_of, streamed, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
@@ -96,9 +96,10 @@ class CheckpointUseCases(UseCases):
         await self._core.store.checkpoints.set_public(request.path, is_public=request.is_public)
         return pb.SetCheckpointAccessResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
 
+    @streamed
     async def export_checkpoint(
         self, principal: Principal, request: pb.ExportCheckpointRequest
-    ) -> AsyncIterator[pb.ExportCheckpointResponse]:
+    ) -> AsyncGenerator[pb.ExportCheckpointResponse, None]:
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
         pieces = self._core.states.folders.checkpoints.tar(row.folder, row.sha256)

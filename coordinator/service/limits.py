@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coordinator.base.errors import not_found
-from coordinator.base.tenant_limits import LIMIT_NAMES, as_text
+from coordinator.base.tenant_limits import LIMIT_NAMES, TenantLimits, as_text
 from coordinator.service.access import UseCases, check_admin, uninterrupted
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import TenantRow
@@ -49,6 +49,10 @@ class LimitUseCases(UseCases):
         self._core.weigh(tenant_id)
         return pb.SetTenantLimitsResponse(limits=self._limits(tenant_id))
 
+    def limits_of(self, principal: Principal) -> TenantLimits:
+        """Return the limits of the caller's tenant."""
+        return self._core.quotas.of(principal.tenant_id)
+
     def _tenant(self, name: str) -> TenantRow:
         row = self._core.store.tenants.named(name)
         if row is None:
@@ -75,4 +79,9 @@ class LimitUseCases(UseCases):
             "adapters_max": core.registry.num_of(tenant_id),
             "queued_operations_max": core.in_flight.num_of_tenant(tenant_id),
             "queued_bytes_max": core.in_flight.bytes_of_tenant(tenant_id),
+            "streams_max": core.streams.num_of(tenant_id),
+            "samples_max": core.ceilings.num_samples(tenant_id),
+            "samplers_max": core.ceilings.num_samplers(tenant_id),
+            "checkpoints_max": core.ceilings.num_checkpoints(tenant_id),
+            "stored_bytes_max": core.ceilings.stored_bytes(tenant_id),
         }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
-from coordinator.service.access import UseCases
+from coordinator.service.access import UseCases, streamed
 from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import operations_pb2 as pb
 
@@ -24,10 +24,10 @@ class OperationUseCases(UseCases):
         self._note_fetched(operation)
         return pb.GetOperationResponse(operation=operation)
 
-    async def wait_operations(
+    async def poll_operations(
         self, principal: Principal, request: pb.WaitOperationsRequest
-    ) -> AsyncIterator[pb.WaitOperationsResponse]:
-        """Yield each operation once, when it is finished."""
+    ) -> AsyncGenerator[pb.WaitOperationsResponse, None]:
+        """Yield each operation once, when it is finished. For calls that a door answers early if there are many."""
         limit = self._core.config.limits.wait_names_max
         if not 1 <= len(request.names) <= limit:
             raise invalid(f"{len(request.names)} names to wait for: send 1 to {limit}")
@@ -53,6 +53,9 @@ class OperationUseCases(UseCases):
                 "the pool is shutting down; unfinished operations resume after its restart: wait again",
                 retry_delay_s=1.0,
             )
+
+    wait_operations = streamed(poll_operations)
+    """As `poll_operations`, for a call that lasts until the last operation is finished."""
 
     async def cancel_operation(
         self, principal: Principal, request: pb.CancelOperationRequest

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import UseCases
+from coordinator.service.access import UseCases, streamed
 from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 
@@ -45,9 +45,10 @@ class PoolUseCases(UseCases):
             uptime_seconds=core.time.monotonic() - core.started_at,
         )
 
+    @streamed
     async def watch_cycles(
         self, principal: Principal, request: pb.WatchCyclesRequest
-    ) -> AsyncIterator[pb.WatchCyclesResponse]:
+    ) -> AsyncGenerator[pb.WatchCyclesResponse, None]:
         """Yield every cycle that commits from now on."""
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:

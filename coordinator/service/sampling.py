@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations.admission import Request
+from coordinator.operations.holdings import claim_of_sample
 from coordinator.operations.in_flight import CLIENT_SEQS, Finished
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event
-from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, uninterrupted
+from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, streamed, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
 from coordinator.tenants.keys import Principal
@@ -55,7 +56,8 @@ class SamplingUseCases(UseCases):
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
         try:
-            with session.reserving(index):
+            adding = self._core.ceilings.adding_sampler(principal.tenant_id, session.session_id)
+            with session.reserving(index), adding:
                 row = SamplerRow(
                     sampler_id=sampler_id,
                     tenant_id=principal.tenant_id,
@@ -86,9 +88,10 @@ class SamplingUseCases(UseCases):
         is_running = self._core.samples.is_running(operation.name)
         return pb.SampleResponse(operation=operation.as_message(is_running=is_running))
 
+    @streamed
     async def stream_sample(
         self, principal: Principal, request: pb.StreamSampleRequest
-    ) -> AsyncIterator[pb.StreamSampleResponse]:
+    ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         """Queue a sample; stream its tokens, and at the end the finished operation."""
         operation, events = await self._begin(principal, request.request, is_streamed=True)
         if events is None:
@@ -131,7 +134,11 @@ class SamplingUseCases(UseCases):
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
         payload, decoded = canonical_sample(request, model, self._core.config.limits, _seed(request))
         accepted = Request(
-            kind=Kind.SAMPLE, raw=request, payload=payload, refusal=refusal_of(check_sample_fits, decoded, model)
+            kind=Kind.SAMPLE,
+            raw=request,
+            payload=payload,
+            refusal=refusal_of(check_sample_fits, decoded, model),
+            claim=claim_of_sample(decoded),
         )
         acceptance = self._core.admission.accept_sample(
             principal.tenant_id, request.sampler_id, request.seq, request.request_id, accepted

@@ -17,6 +17,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request, refused_payload
+from coordinator.operations.holdings import SaveRequest, claim_of_pass
 from coordinator.operations.operation import Kind
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
@@ -37,7 +38,6 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
 from workers.contract.messages import UNMARKED, ModelInfo
 
-SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
 _KINDS: Mapping[type[SequencedRequest], tuple[Kind, ...]] = {
     pb.ForwardRequest: (Kind.FORWARD,),
@@ -115,7 +115,7 @@ class TrainingUseCases(UseCases):
     ) -> checkpoints_pb.SaveStateResponse:
         """Queue a checkpoint of weights and moments."""
         log = self._served(principal, request)
-        [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_STATE))
+        [operation] = await self._submit(log, request, self._save(log, request, Kind.SAVE_STATE))
         return checkpoints_pb.SaveStateResponse(operation=operation)
 
     async def save_weights_for_sampler(
@@ -123,7 +123,7 @@ class TrainingUseCases(UseCases):
     ) -> checkpoints_pb.SaveWeightsForSamplerResponse:
         """Queue a checkpoint of weights, or an unnamed sampler."""
         log = self._served(principal, request)
-        [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
+        [operation] = await self._submit(log, request, self._save(log, request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
     async def refuse(self, principal: Principal, request: SequencedRequest, error: ServiceError) -> NoReturn:
@@ -170,14 +170,16 @@ class TrainingUseCases(UseCases):
             return Request(kind=Kind.OPTIM_STEP, raw=request, malformed=error)
         return Request(kind=Kind.OPTIM_STEP, raw=request, payload=payload)
 
-    def _save(self, request: SaveRequest, kind: Kind) -> Request:
+    def _save(self, log: AdapterLog, request: SaveRequest, kind: Kind) -> Request:
         try:
             _check_name(request)
             check_ttl(request.ttl_seconds)
             check_metadata(request.user_metadata, self._core.config.limits)
         except ServiceError as error:
             return Request(kind=kind, raw=request, malformed=error)
-        return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)))
+        model = self._core.fleet.models[log.base_model]
+        claim = self._core.holdings.claim_of_save(log.adapter_id, request, log.spec, model)
+        return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)), claim=claim)
 
 
 def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits) -> Request:
@@ -196,6 +198,7 @@ def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits)
         chunks=chunks,
         chunk_tokens=model.chunk_tokens,
         batch=batch,
+        claim=claim_of_pass(chunks),
         refusal=refusal_of(check_fits, chunks, model),
     )
 

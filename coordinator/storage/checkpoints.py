@@ -67,6 +67,11 @@ class Checkpoints(Table[CheckpointRow]):
         """Return the checkpoints whose time to live has passed, in service time."""
         return self._all("WHERE expires_service_s <= ?", (self._database.service_time(),))
 
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Return the number and the bytes of each tenant's checkpoints."""
+        sql = "SELECT tenant_id, COUNT(*), SUM(size_bytes) FROM checkpoints GROUP BY tenant_id"
+        return {row[0]: (int(row[1]), int(row[2])) for row in self._database.read(sql)}
+
     def unwritten(self) -> list[CheckpointRow]:
         """Return the checkpoints without a folder."""
         return self._all("WHERE folder = ''")
@@ -88,27 +93,30 @@ class Checkpoints(Table[CheckpointRow]):
 
     def commit_file(
         self, path: str, seq: int, folder: str, sha256: str, size_bytes: int, fingerprint: str
-    ) -> asyncio.Future[int]:
+    ) -> asyncio.Future[CheckpointRow | None]:
         """Give the checkpoint of the save `seq` its durable folder, if it has none; another save may have its path.
 
         `fingerprint`: of the numerics that computed these weights, which may have been a replay. The future has the
-        number of changed rows, 0 or 1.
+        row as it was; None if there is none.
         """
-        sql = (
-            "UPDATE checkpoints SET folder = ?, sha256 = ?, size_bytes = ?, fingerprint = ?"
-            " WHERE path = ? AND seq = ? AND folder = ''"
-        )
-        values = (folder, sha256, size_bytes, fingerprint, path, seq)
-        return self._database.write(lambda db: db.execute(sql, values).rowcount, "publish")
+        condition = "WHERE path = ? AND seq = ? AND folder = ''"
+        sql = f"UPDATE checkpoints SET folder = ?, sha256 = ?, size_bytes = ?, fingerprint = ? {condition}"  # noqa: S608
 
-    def delete(self, path: str, seq: int) -> asyncio.Future[str]:
-        """Delete the checkpoint of the save `seq`. The future has its folder; empty if it, or the row, is missing."""
+        def write(db: Connection) -> CheckpointRow | None:
+            row = db.execute(f"SELECT {columns(CheckpointRow)} FROM checkpoints {condition}", (path, seq)).fetchone()  # noqa: S608
+            db.execute(sql, (folder, sha256, size_bytes, fingerprint, path, seq))
+            return typed(CheckpointRow, row) if row is not None else None
 
-        def write(db: Connection) -> str:
-            key = (path, seq)
-            row = db.execute("SELECT folder FROM checkpoints WHERE path = ? AND seq = ?", key).fetchone()
-            db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", key)
-            return str(row["folder"]) if row is not None else ""
+        return self._database.write(write, "publish")
+
+    def delete(self, path: str, seq: int) -> asyncio.Future[CheckpointRow | None]:
+        """Delete the checkpoint of the save `seq`. The future has its row as it was; None if it is missing."""
+        select = f"SELECT {columns(CheckpointRow)} FROM checkpoints WHERE path = ? AND seq = ?"  # noqa: S608 (our names)
+
+        def write(db: Connection) -> CheckpointRow | None:
+            row = db.execute(select, (path, seq)).fetchone()
+            db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", (path, seq))
+            return typed(CheckpointRow, row) if row is not None else None
 
         return self._database.write(write, is_deletion=True)
 

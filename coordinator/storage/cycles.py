@@ -30,8 +30,10 @@ class StagedStates:
     samplers: list[SamplerRow] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
     """Snapshots of loads: a recovery could not run a load again once its checkpoint is deleted."""
-    replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
-    """Adapter and folder of checkpoints that are overwritten: their rows are deleted."""
+    replaced_checkpoints: list[CheckpointRow] = field(default_factory=list)
+    """Checkpoints that are overwritten: their rows are deleted."""
+    gone_folders: set[str] = field(default_factory=set)
+    """Folders of these whose rows the commit did not find: they were deleted meanwhile, or never stored."""
     replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
     """Adapter and folder of snapshots that a load replaces: no row names the folders once this is durable."""
 
@@ -41,7 +43,7 @@ class StagedStates:
         self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
         for each in (*replaced, *([stored] if stored is not None else [])):
             assert each.folder, "only training states are overwritten, and their file is written before their row"
-            self.replaced_checkpoints.append((row.adapter_id, each.folder))
+            self.replaced_checkpoints.append(each)
         self.checkpoints.append(row)
 
     def has_path(self, path: str) -> bool:
@@ -148,9 +150,11 @@ class Cycles:
 
 
 def _store_states(db: Connection, states: StagedStates, lost: frozenset[str]) -> None:
-    for adapter_id, folder in states.replaced_checkpoints:
-        if adapter_id not in lost:
-            db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,))
+    states.gone_folders.clear()  # of an attempt that was rolled back
+    replaced = (each.folder for each in states.replaced_checkpoints if each.adapter_id not in lost)
+    for folder in replaced:
+        if not db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,)).rowcount:
+            states.gone_folders.add(folder)
     for checkpoint in states.checkpoints:
         if checkpoint.adapter_id not in lost:
             insert(db, "checkpoints", checkpoint)

@@ -76,6 +76,7 @@ def toy_model_info(name: str = "toy") -> ModelInfo:
         unembed_modules=("lm_head",),
         tokenizer_files={"tokenizer.json": b"{}"},
         fingerprint=FINGERPRINT,
+        adapter_params={"attn": 3, "mlp": 2, "unembed": 1},
     )
 
 

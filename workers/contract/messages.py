@@ -411,6 +411,9 @@ class ModelInfo:
     """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS
     """Most sequences that the worker decodes at a time."""
+    adapter_params: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of an adapter of rank 1 on the modules `attn`, `mlp` and `unembed`; those of rank r are r times as
+    many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

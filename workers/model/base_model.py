@@ -207,6 +207,7 @@ class BaseModel:
             attn_modules=self._leaf_names("attn"),
             mlp_modules=self._leaf_names("mlp"),
             unembed_modules=self._leaf_names("unembed"),
+            adapter_params={kind: self._adapter_params(kind) for kind in ("attn", "mlp", "unembed")},
             tokenizer_files=tokenizer_files(self.path),
             fingerprint=fingerprint(
                 numerics,
@@ -217,6 +218,11 @@ class BaseModel:
             ),
             is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
         )
+
+    def _adapter_params(self, kind: ModuleKind) -> int:
+        """Return the parameters of A and B at rank 1, of all modules of a kind."""
+        shapes = (shape for shape in self.group_shapes if shape.kind == kind)
+        return sum(len(shape.names) * shape.d_in + sum(shape.d_outs) for shape in shapes)
 
     def _leaf_names(self, kind: ModuleKind) -> tuple[str, ...]:
         names = [name.rpartition(".")[2] for shape in self.group_shapes if shape.kind == kind for name in shape.names]

@@ -105,7 +105,8 @@ class Places:
 class Polls:
     """Long polls: calls that wait for a result. Beyond `num_max`, a poll is answered early, with nothing yet.
 
-    The oldest poll of the tenant with the most polls is answered, at least `POLL_S_MIN` after its start.
+    The oldest poll of the tenant with the most polls is answered, at least `POLL_S_MIN` after its start; of a tenant
+    with more polls than it may have, its own oldest.
     """
 
     def __init__(self, num_max: int) -> None:
@@ -115,20 +116,21 @@ class Polls:
         self._count = 0
 
     @asynccontextmanager
-    async def held(self, tenant_id: str, seconds: float) -> AsyncIterator[None]:
+    async def held(self, tenant_id: str, seconds: float, of_tenant_max: int) -> AsyncIterator[None]:
         """Raise TimeoutError in the block after `seconds`, or earlier to make room for other polls."""
         async with asyncio.timeout(seconds) as deadline:
             self._waiting.setdefault(tenant_id, {})[deadline] = asyncio.get_running_loop().time()
             self._count += 1
             try:
-                if self._count > self._num_max:
-                    self._answer_one()
+                if len(self._waiting[tenant_id]) > of_tenant_max:
+                    self._answer_one(tenant_id)
+                elif self._count > self._num_max:
+                    self._answer_one(max(self._waiting, key=lambda each: len(self._waiting[each])))
                 yield
             finally:
                 self._forget(tenant_id, deadline)
 
-    def _answer_one(self) -> None:
-        tenant_id = max(self._waiting, key=lambda each: len(self._waiting[each]))
+    def _answer_one(self, tenant_id: str) -> None:
         deadline, began = next(iter(self._waiting[tenant_id].items()))
         self._forget(tenant_id, deadline)
         deadline.reschedule(max(began + POLL_S_MIN, asyncio.get_running_loop().time()))

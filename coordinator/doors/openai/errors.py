@@ -18,6 +18,8 @@ _CODES = {
     "API_KEY_MISSING": "invalid_api_key",
     "API_KEY_INVALID": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
+    "SAMPLES_FULL": "rate_limit_exceeded",
+    "STREAMS_FULL": "rate_limit_exceeded",
 }
 """Reasons that OpenAI's API has a different name for."""
 _TYPES: dict[int, str] = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}

@@ -76,7 +76,7 @@ async def events(call: Call, sampler: Sampler, requests: Sequence[pb.SampleReque
     async def follow(index: int, request: pb.SampleRequest) -> None:
         try:
             stream = call.service.stream_sample(call.principal, pb.StreamSampleRequest(request=request))
-            async with aclosing(stream) as responses:  # type: ignore[type-var]
+            async with aclosing(stream) as responses:
                 async for response in responses:
                     queue.put_nowait((index, response))
         except Exception as error:  # noqa: BLE001  # raised again by the reader of the queue
@@ -124,7 +124,7 @@ async def _submit(call: Call, requests: Sequence[pb.SampleRequest], *, is_kept: 
 async def _finished(call: Call, names: Sequence[str]) -> list[ops_pb.Operation]:
     found: dict[str, ops_pb.Operation] = {}
     waiting = call.service.wait_operations(call.principal, ops_pb.WaitOperationsRequest(names=names))
-    async with aclosing(waiting) as responses:  # type: ignore[type-var]
+    async with aclosing(waiting) as responses:
         async for response in responses:
             found[response.operation.name] = response.operation
     return [found[name] for name in names]

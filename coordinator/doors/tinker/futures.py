@@ -8,7 +8,7 @@ of the coordinator.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from http import HTTPStatus
 from typing import Any
 
@@ -82,7 +82,7 @@ async def retrieve_futures(call: Call) -> Response:
     timeout_s = call.door.config.poll_s if asked.timeout is None else min(asked.timeout, call.door.config.poll_s)
     target = asked.target
     try:
-        async with call.door.polls.held(call.principal.tenant_id, 2 * call.door.config.poll_s):
+        async with _held(call, 2 * call.door.config.poll_s):
             samples, cursor = await call.service.finished_samples(
                 call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
             )
@@ -116,9 +116,9 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
     """Return the operation once it is finished, or None after `timeout_s` seconds. Raises ServiceError."""
     found = None
     try:
-        async with call.door.polls.held(call.principal.tenant_id, timeout_s):
-            waiting = call.service.wait_operations(call.principal, ops_pb.WaitOperationsRequest(names=[name]))
-            async with aclosing(waiting) as responses:  # type: ignore[type-var]
+        async with _held(call, timeout_s):
+            waiting = call.service.poll_operations(call.principal, ops_pb.WaitOperationsRequest(names=[name]))
+            async with aclosing(waiting) as responses:
                 async for response in responses:
                     found = response.operation
     except TimeoutError:
@@ -133,6 +133,12 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
             "dropped",
         ) from None
     return found
+
+
+def _held(call: Call, seconds: float) -> AbstractAsyncContextManager[None]:
+    """Return a block that raises TimeoutError after `seconds`, or earlier to make room for other polls."""
+    num_max = call.service.limits_of(call.principal).streams_max
+    return call.door.polls.held(call.principal.tenant_id, seconds, num_max)
 
 
 def _try_again(call: Call, request_id: str) -> Response:

@@ -1,15 +1,20 @@
 """Limits of tenants through the use cases of a running pool: they hold at once, and say what frees or raises them."""
 
+import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.tenants.keys import Principal
 from tests.support.toy_pool import ToyPool, running_pool
-from tinkerpool.v1 import limits_pb2
+from tinkerpool.v1 import limits_pb2, operations_pb2, pool_pb2, sampling_pb2
+
+RESERVED = 4 * 3 * 8 * 6
+"""Bytes that a save of the toy's rank 8 reserves: weights and two moments."""
+PATHS = ("weights/a", "sampler_weights/b", "weights/c")
 
 
 async def refusal(call: Awaitable[Any]) -> ServiceError:
@@ -77,6 +82,11 @@ async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(tmp_pat
             "adapters_max": 2,
             "queued_operations_max": 0,
             "queued_bytes_max": 0,
+            "streams_max": 0,
+            "samples_max": 0,
+            "samplers_max": 0,
+            "checkpoints_max": 0,
+            "stored_bytes_max": 0,
         }
         bob, others = await pool.principal("bob"), limits_pb2.GetTenantLimitsRequest(tenant="alice")
         unknown = limits_pb2.GetTenantLimitsRequest(tenant="nobody")
@@ -85,3 +95,172 @@ async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(tmp_pat
         assert (await pool.service.get_tenant_limits(await admin(pool), others)).tenant == "alice"
         change = limits_pb2.SetTenantLimitsRequest(tenant="bob", limits={"adapters_max": "9"})
         assert (await refusal(pool.service.set_tenant_limits(bob, change))).reason == "ADMIN_ONLY"
+
+
+async def refused_outcome(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:
+    """Check that a call is refused for good, and that the refusal is the outcome at its sequence number."""
+    error = await refusal(call)
+    assert (error.code, error.reason, error.retry_delay_s) == (Code.FAILED_PRECONDITION, reason, None)
+    assert "tinkerpool tenant limit alice" in error.message
+    [outcome] = await pool.wait(error.operation)
+    assert (outcome.error.reason, outcome.error.code) == (reason, Code.FAILED_PRECONDITION)
+
+
+async def test_saves_that_are_queued_together_never_exceed_the_ceiling_of_checkpoints(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await set_limits(pool, "alice", checkpoints_max=2)
+        adapter = await pool.adapter()
+        pool.hold()
+        names = [await pool.submit_save(adapter, 1, "a"), await pool.submit_publish(adapter, 2, "b")]
+        await refused_outcome_at(pool, pool.submit_save(adapter, 3, "c"), "CHECKPOINT_QUOTA")
+        await pool.release()
+        first, second = await pool.wait(*names)
+        await pool.written()
+        await refused_outcome(pool, pool.submit_save(adapter, 4, "d"), "CHECKPOINT_QUOTA")
+        await pool.wait(await pool.submit_save(adapter, 5, "a", overwrite=True))
+        assert (await used(pool))["checkpoints_max"] == 2, "what is overwritten does not count twice"
+        await pool.delete_checkpoint(second.save_weights_for_sampler.path)
+        [again] = await pool.wait(await pool.submit_save(adapter, 6, "d"))
+        assert again.save_state.path
+        await set_limits(pool, "alice", checkpoints_max=0)
+        await pool.delete_checkpoint(first.save_state.path)
+        assert (await used(pool))["checkpoints_max"] == 1
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert (await used(pool))["checkpoints_max"] == 1
+        await pool.delete_checkpoint(again.save_state.path)
+        assert (await used(pool))["checkpoints_max"] == 0
+
+
+async def refused_outcome_at(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:
+    """Check that a call is refused for good while the pool is held; its outcome waits for those before it."""
+    error = await refusal(call)
+    assert (error.code, error.reason, bool(error.operation)) == (Code.FAILED_PRECONDITION, reason, True)
+
+
+async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_will_add(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        pool.hold()
+        name = await pool.submit_save(adapter, 1, "a")
+        assert (await used(pool))["stored_bytes_max"] == RESERVED
+        await set_limits(pool, "alice", stored_bytes_max=2 * RESERVED - 1)
+        await refused_outcome_at(pool, pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
+        await pool.release()
+        await pool.wait(name)
+        await set_limits(pool, "alice", stored_bytes_max="")
+        await pool.wait(await pool.submit_publish(adapter, 3, "b"), await pool.submit_save(adapter, 4, "c"))
+        await pool.wait(await pool.submit_save(adapter, 5, "c", overwrite=True))
+        await pool.written()
+        rows = [pool.store.checkpoints.by_path(f"tinker://{adapter}/{each}") for each in PATHS]
+        sizes = [row.size_bytes for row in rows if row is not None]
+        assert len(sizes) == len(PATHS)
+        assert (await used(pool))["stored_bytes_max"] == sum(sizes)
+        for path in PATHS:
+            await pool.delete_checkpoint(f"tinker://{adapter}/{path}")
+        assert (await used(pool))["stored_bytes_max"] == 0
+
+
+async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await set_limits(pool, "alice", samplers_max=3)
+        adapter = await pool.adapter()
+        await pool.sampler(adapter.partition(":")[0])
+        other = await pool.session()
+        pool.hold()
+        name = await pool.submit_publish(adapter, 1)
+        await pool.sampler(other)
+        error = await refusal(pool.sampler(other))
+        assert (error.reason, error.retry_delay_s) == ("SAMPLER_QUOTA", None)
+        await refused_outcome_at(pool, pool.submit_publish(adapter, 2), "SAMPLER_QUOTA")
+        await pool.release()
+        await pool.wait(name)
+        await pool.written()
+        assert (await used(pool))["samplers_max"] == 3
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert (await used(pool))["samplers_max"] == 3
+        await pool.finish_session(other)
+        await pool.sampler(await pool.session())
+        await pool.finish_session(adapter)
+        assert (await used(pool))["samplers_max"] == 1
+
+
+async def test_samplers_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await set_limits(pool, "alice", samplers_max=3)
+        sessions = [await pool.session() for _ in range(6)]
+        made = await asyncio.gather(*(pool.sampler(session) for session in sessions), return_exceptions=True)
+        refused = [each for each in made if isinstance(each, ServiceError)]
+        assert (len(refused), {each.reason for each in refused}) == (3, {"SAMPLER_QUOTA"})
+        again = sampling_pb2.CreateSamplerRequest(session_id=sessions[0], base_model="toy", index=5)
+        assert (await refusal(pool.service.create_sampler(await pool.principal(), again))).reason == "SAMPLER_QUOTA"
+
+
+async def test_samples_above_those_in_flight_are_refused_with_a_delay(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await set_limits(pool, "alice", samples_max=4)
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        names = [await pool.sample(sampler, 1, num_samples=3)]
+        error = await refusal(pool.sample(sampler, 2, num_samples=2))
+        assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "SAMPLES_FULL", 1.0)
+        assert error.quota == Quota("unfinished samples of yours", 3, 4)
+        names.append(await pool.sample(sampler, 2, num_samples=1))
+        bobs = await pool.sampler(await pool.session("bob"), tenant="bob")
+        await pool.sample(bobs, 1, tenant="bob", num_samples=5)
+        await pool.release()
+        await pool.wait(*names)
+        assert (await used(pool))["samples_max"] == 0
+        [large] = await pool.wait(await pool.sample(sampler, 3, num_samples=5))
+        assert len(large.sample.sequences) == 5, "a larger request than the ceiling is accepted alone"
+
+
+async def test_streams_above_the_ceiling_are_refused_with_a_delay_and_a_closed_one_makes_room(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await set_limits(pool, "alice", streams_max=2)
+        alice, bob = await pool.principal(), await pool.principal("bob")
+        adapter = await pool.adapter()
+        pool.hold()
+        name = await pool.submit(adapter, 1)
+        request = operations_pb2.WaitOperationsRequest(names=[name])
+        watch = pool.service.watch_cycles(alice, pool_pb2.WatchCyclesRequest())
+        waiting = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
+        watching = asyncio.create_task(anext(watch))
+        await asyncio.sleep(0)
+        assert (await used(pool))["streams_max"] == 2
+        error = await refusal(anext(pool.service.wait_operations(alice, request)))
+        assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "STREAMS_FULL", 1.0)
+        others = asyncio.create_task(anext(pool.service.watch_cycles(bob, pool_pb2.WatchCyclesRequest())))
+        poll = asyncio.create_task(anext(pool.service.poll_operations(alice, request)))
+        await asyncio.sleep(0)
+        assert not poll.done()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await watch.aclose()
+        again = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
+        await pool.release()
+        for task in (waiting, again, poll, others):
+            await task
+        assert (await used(pool))["streams_max"] <= 2
+
+
+async def test_claims_of_unfinished_saves_are_counted_again_after_a_crash(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        pool.hold()
+        names = [await pool.submit_save(adapter, 1, "a"), await pool.submit_publish(adapter, 2)]
+        assert (await used(pool))["stored_bytes_max"] == RESERVED
+        before = await used(pool)
+    async with running_pool(tmp_path) as pool:
+        assert pool.core.ceilings.num_checkpoints(only_tenant(pool)) == before["checkpoints_max"] == 1
+        assert pool.core.ceilings.num_samplers(only_tenant(pool)) == before["samplers_max"] == 1
+        await pool.take_over()
+        await pool.wait(*names)
+        after = await used(pool)
+        assert (after["checkpoints_max"], after["samplers_max"]) == (1, 1)
+
+
+def only_tenant(pool: ToyPool) -> str:
+    [row] = pool.store.tenants.all()
+    return row.tenant_id

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
+from coordinator.storage.access.audit import Act
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.faults import held
@@ -359,9 +360,10 @@ async def test_a_batch_carries_the_share_of_time_for_sampling_by_the_weights_of_
     async with running_pool(tmp_path) as pool:
         for tenant in tenants:
             await pool.principal(tenant)
-        database = pool.store.database  # nothing in the service sets weights
-        await database.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
-        await database.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
+        for tenant, weight in (("bob", "3"), ("carol", "40")):
+            tenant_id = (await pool.principal(tenant)).tenant_id
+            act = Act(at=0.0, act="tenant.limit", subject=tenant)
+            await pool.core.quotas.change(tenant_id, {"weight": weight}, act)
     async with running_pool(tmp_path) as pool:
         await pool.take_over(*tenants)
         adapter, engine = await pool.adapter(), pool.engines["w0"][-1]

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.base.tenant_limits import TenantLimits
 from coordinator.tenants.keys import Principal
 
 KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
@@ -36,10 +37,14 @@ class FakeService:
         self.responses = responses
         self.calls: list[tuple[str, Principal, Message]] = []
 
+    def limits_of(self, principal: Principal) -> TenantLimits:
+        """Return the defaults."""
+        return TenantLimits()
+
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
+        streaming = name in ("wait_operations", "poll_operations", "stream_sample", "export_checkpoint", "watch_cycles")
 
         async def respond_once(principal: Principal, request: Message, *_: Any) -> Message | str:
             self.calls.append((name, principal, request))

@@ -184,7 +184,7 @@ async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room
 
     async def poll(name: str, tenant: str) -> None:
         try:
-            async with polls.held(tenant, 60):
+            async with polls.held(tenant, 60, 10):
                 await asyncio.Event().wait()
         except TimeoutError:
             answered.append(name)
@@ -201,12 +201,33 @@ async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_a_poll_above_those_of_its_tenant_has_the_oldest_of_them_answered_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "POLL_S_MIN", 0.0)
+    polls, answered = Polls(100), list[str]()
+
+    async def poll(name: str, tenant: str) -> None:
+        try:
+            async with polls.held(tenant, 60, 2):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            answered.append(name)
+
+    tasks = [asyncio.create_task(poll(name, name[0])) for name in ("b1", "a1", "a2", "b2", "a3")]
+    await until(lambda: bool(answered))
+    assert answered == ["a1"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:
     async def never(*_: Any) -> AsyncIterator[ops_pb.WaitOperationsResponse]:
         await asyncio.Event().wait()
         yield ops_pb.WaitOperationsResponse()
 
-    service = FakeService(wait_operations=never, get_capabilities=CAPABILITIES)
+    service = FakeService(poll_operations=never, get_capabilities=CAPABILITIES)
     door = await opened(service, poll_s=60)
     async with client_of(door, limits=httpx.Limits(max_connections=None)) as client:
         path = f"{PREFIX}/retrieve_future"

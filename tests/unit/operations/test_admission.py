@@ -12,9 +12,12 @@ from coordinator.base.tenant_limits import TenantLimits
 from coordinator.operations import admission
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
+from coordinator.operations.ceilings import Ceilings
+from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
+from coordinator.operations.sessions import SessionTable
 from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.store import Store
 from coordinator.tenants.limits import Quotas
@@ -39,7 +42,11 @@ class Bench:
         registry = AdapterRegistry(FakeTime(), self.store.adapters)
         registry.add(self.adapter)
         self.group: AdapterGroup = registry.group_of(self.adapter)
-        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, Quotas(self.store, TENANT_LIMITS))
+        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, self.ceilings())
+
+    def ceilings(self) -> Ceilings:
+        sessions, quotas = SessionTable(self.store, FakeTime()), Quotas(self.store, TENANT_LIMITS)
+        return Ceilings(quotas, self.in_flight, sessions, Holdings(self.store))
 
     async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
         acceptance = self.admission.accept(self.adapter, seq, request_id, requests)

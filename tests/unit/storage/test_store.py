@@ -221,18 +221,22 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
     for seq in (5, 9, 100):
         with pytest.raises(ConflictError, match="no file"):
             await store.snapshots.commit(snapshot(seq))
-    assert await store.checkpoints.commit_file("p", 4, "others", "z", 1, "toy") == 0, "the path belongs to another save"
-    assert await store.checkpoints.commit_file("p", 5, "weights", "y", 77, "another") == 1
+    assert await store.checkpoints.commit_file("p", 4, "others", "z", 1, "toy") is None, (
+        "the path belongs to another save"
+    )
+    before = store.checkpoints.by_path("p")
+    assert await store.checkpoints.commit_file("p", 5, "weights", "y", 77, "another") == before
     assert await store.snapshots.commit(snapshot(8)) == "f4"
-    assert await store.checkpoints.delete("q", 8) == "", "that save is not stored any more"
+    assert await store.checkpoints.delete("q", 8) is None, "that save is not stored any more"
     with pytest.raises(ConflictError, match="no file"):
         await store.snapshots.commit(snapshot(9))
-    assert await store.checkpoints.delete("q", 9) == ""
+    assert await store.checkpoints.delete("q", 9) == checkpoint_row("q", 9)
     assert await store.snapshots.commit(snapshot(9)) == "f8"
     row = store.checkpoints.by_path("p")
     assert row is not None
     assert (row.folder, row.sha256, row.size_bytes, row.fingerprint) == ("weights", "y", 77, "another")
-    assert await store.checkpoints.delete("p", 5) == "weights"
+    assert await store.checkpoints.delete("p", 5) == row
+    assert store.checkpoints.totals() == {}
 
 
 async def test_an_adapter_and_its_first_snapshot_are_created_together(store: Store) -> None:

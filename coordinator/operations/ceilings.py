@@ -1,0 +1,93 @@
+"""The ceilings of a tenant on what it stores and samples: checked when an operation is accepted, or a sampler made.
+
+A check counts what is held and what unfinished operations have claimed, without an await between the check and the
+claim. Operations that were accepted are not checked again: not when they run, and not by recovery.
+
+Depends on the counts of the other registers; not on the order of operations. Main invariant: as long as its limits
+stay, a tenant never holds and claims more than they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coordinator.base.errors import Quota, ServiceError, busy, over_ceiling
+from coordinator.operations.holdings import Claim, Holdings
+from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.sessions import SessionTable
+from coordinator.tenants.limits import Quotas
+
+
+class Ceilings:
+    """The checks of ceilings that operations claim a part of."""
+
+    def __init__(self, quotas: Quotas, in_flight: InFlightTable, sessions: SessionTable, holdings: Holdings) -> None:
+        self.quotas = quotas
+        self._in_flight = in_flight
+        self._sessions = sessions
+        self._holdings = holdings
+
+    def num_checkpoints(self, tenant_id: str) -> int:
+        """Return the checkpoints that a tenant has or is saving."""
+        return self._holdings.num_checkpoints(tenant_id) + self._in_flight.claimed(tenant_id).num_checkpoints
+
+    def stored_bytes(self, tenant_id: str) -> int:
+        """Return the bytes of the checkpoints that a tenant has or is saving."""
+        return self._holdings.num_bytes(tenant_id) + self._in_flight.claimed(tenant_id).num_bytes
+
+    def num_samplers(self, tenant_id: str) -> int:
+        """Return the samplers of live sessions that a tenant has or is saving weights for."""
+        return self._sessions.num_samplers(tenant_id) + self._in_flight.claimed(tenant_id).num_samplers
+
+    def num_samples(self, tenant_id: str) -> int:
+        """Return the continuations of a tenant that are not finished."""
+        return self._in_flight.claimed(tenant_id).num_samples
+
+    def refusal(self, tenant_id: str, claim: Claim) -> ServiceError | None:
+        """Return why an operation with this claim is refused for good; None: it has room."""
+        limits, quota = self.quotas.of(tenant_id), self.quotas.quota
+        num_checkpoints, num_bytes = self.num_checkpoints(tenant_id), self.stored_bytes(tenant_id)
+        if claim.num_checkpoints and num_checkpoints + claim.num_checkpoints > limits.checkpoints_max:
+            used = quota(tenant_id, "checkpoints_max", num_checkpoints)
+            return over_ceiling("CHECKPOINT_QUOTA", used, "delete some, or save with a time to live")
+        if claim.num_bytes and num_bytes + claim.num_bytes > limits.stored_bytes_max:
+            used = quota(tenant_id, "stored_bytes_max", num_bytes)
+            return over_ceiling("STORAGE_QUOTA", used, f"this save adds {claim.num_bytes}: delete some checkpoints")
+        return self._sampler_refusal(tenant_id) if claim.num_samplers else None
+
+    def check_samples(self, tenant_id: str, claim: Claim) -> None:
+        """Raise ServiceError if a sample has to wait until others of its tenant are finished.
+
+        One that is larger than the whole ceiling is accepted alone.
+        """
+        num_samples, maximum = self.num_samples(tenant_id), self.quotas.of(tenant_id).samples_max
+        if num_samples + claim.num_samples > maximum and (num_samples or not maximum):
+            quota = self.quotas.quota(tenant_id, "samples_max", num_samples)
+            raise full("SAMPLES_FULL", quota, "wait for some samples to finish")
+
+    @contextmanager
+    def adding_sampler(self, tenant_id: str, session_id: str) -> Iterator[None]:
+        """Count a sampler of a live session; if the block, which writes its row, raises, count it no longer.
+
+        Raises ServiceError SAMPLER_QUOTA if the tenant has as many as it may have.
+        """
+        if (refusal := self._sampler_refusal(tenant_id)) is not None:
+            raise refusal
+        self._sessions.count_samplers(session_id, 1)
+        try:
+            yield
+        except BaseException:
+            self._sessions.count_samplers(session_id, -1)
+            raise
+
+    def _sampler_refusal(self, tenant_id: str) -> ServiceError | None:
+        if (num_samplers := self.num_samplers(tenant_id)) < self.quotas.of(tenant_id).samplers_max:
+            return None
+        quota = self.quotas.quota(tenant_id, "samplers_max", num_samplers)
+        return over_ceiling("SAMPLER_QUOTA", quota, "finish sessions that have some")
+
+
+def full(reason: str, quota: Quota, mend: str) -> ServiceError:
+    """Return the refusal of what waiting makes room for; for good if the limit is 0."""
+    return busy(reason, quota, mend) if quota.maximum else over_ceiling(reason, quota, mend)
