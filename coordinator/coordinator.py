@@ -8,6 +8,7 @@ from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.tenants.keys import Authenticator
+from coordinator.tenants.principals import Role
 from workers.contract.protocols import Pool
 
 DEFAULT_TENANT = "default"
@@ -33,6 +34,7 @@ class Coordinator:
             raise
         self.authenticator = Authenticator(self.core.store, self.core.time.wall)
         self.service = Service(self.core, self.authenticator)
+        self.core.tasks.spawn(self.authenticator.keep(self.core.time))
 
     async def stop(self) -> None:
         """Finish the running cycles, snapshot, end the pool."""
@@ -47,8 +49,11 @@ class Coordinator:
         return self.core.is_healthy()
 
     async def first_admin_key(self) -> str | None:
-        """Create an administrator's key in a new data directory and return it; None if there are keys already."""
+        """Create an administrator's key for this machine in a new data directory and return it.
+
+        Return None if there are keys already.
+        """
         if self.authenticator.list_keys():
             return None
-        key, _ = await self.authenticator.create_key(DEFAULT_TENANT, is_admin=True)
+        key, _ = await self.authenticator.create_key(DEFAULT_TENANT, role=Role.ADMIN, is_local=True)
         return key

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -26,12 +27,15 @@ from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
 from coordinator.serving import READY_FILE, Serving
 from coordinator.storage.database import StorageError
+from coordinator.tenants.principals import Role
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
 DOOR_GRACE_S = 5.0
 """How long running calls may take to end after the coordinator has ended their waits."""
+LOCAL_KEY_NOTE = "an administrator's key for programs on the pool's machine; for others it is a member's"
+"""What the operator's key may do: for the credentials file, and for people who read it there."""
 TOKENIZERS_DIR = "tokenizers"
 """In the data directory: tokenizers of the base models, for clients on this machine."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -130,12 +134,13 @@ class Server:
         authenticator = self._coordinator.authenticator
         key = await self._coordinator.first_admin_key()
         if key is None and self._config.is_new_key_wanted:
-            key, _ = await authenticator.create_key(DEFAULT_TENANT, is_admin=True)
+            key, _ = await authenticator.create_key(DEFAULT_TENANT, role=Role.ADMIN, is_local=True)
         if key is not None:
             self._key = key
-            path = write_credentials(Credentials(url=self.url, api_key=key))
+            path = write_credentials(Credentials(url=self.url, api_key=key, note=LOCAL_KEY_NOTE))
             return [
-                f"A new administrator's key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
+                f"A new key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
+                f"It is {LOCAL_KEY_NOTE}.",
                 "Programs on this machine find it there: tinkerpool.ServiceClient().",
                 "Other programs send it with every call, in the metadata 'authorization: Bearer <key>'.",
                 "More keys: tinkerpool key create TENANT",
@@ -143,7 +148,7 @@ class Server:
         for found in kept_credentials():
             if self._is_ours(found.api_key):
                 self._key = found.api_key
-                path = write_credentials(Credentials(url=self.url, api_key=found.api_key))
+                path = write_credentials(dataclasses.replace(found, url=self.url))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [
             f"{credentials_file()} has no key of this pool. Use an existing one, with --api-key or "

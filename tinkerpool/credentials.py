@@ -31,6 +31,8 @@ class Credentials:
     """`http://<host>:<port>`, or `https://` for TLS."""
     api_key: str
     """An API key of that pool."""
+    note: str = ""
+    """What the key may do, for people who read the file."""
 
 
 def home() -> Path:
@@ -59,7 +61,7 @@ def kept_credentials() -> Iterator[Credentials]:
 def _read(path: Path) -> Credentials | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]))
+        return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]), note=str(fields.get("note", "")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -68,13 +70,16 @@ def _read(path: Path) -> Credentials | None:
         ) from error
 
 
-def write_credentials(credentials: Credentials) -> Path:
-    """Write the credentials, readable by this user only; return the file. A different key in it is kept next to it."""
+def write_credentials(credentials: Credentials, *, replaced: str = "") -> Path:
+    """Write the credentials, readable by this user only; return the file.
+
+    A different key in it is kept next to it, unless it is `replaced`: the key that this one replaces.
+    """
     path = credentials_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(ValueError):
         previous = read_credentials()
-        if previous is not None and previous.api_key != credentials.api_key:
+        if previous is not None and previous.api_key not in (credentials.api_key, replaced):
             path.rename(_free_name(path))
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".credentials-")  # mode 0600
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -25,7 +25,7 @@ class Time(Protocol):
         """Return seconds of service time; steps of the wall clock do not affect it."""
 
     def wall(self) -> float:
-        """Return seconds since 1970, for people to read; no decision may depend on it."""
+        """Return seconds since 1970, for people to read. No decision depends on it but the expiry of API keys."""
 
     async def sleep(self, seconds: float) -> None:
         """Wait for `seconds`."""

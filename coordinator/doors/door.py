@@ -12,17 +12,17 @@ from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service import Service
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Caller, Principal, Role
 
 
 class Keys(Protocol):
     """The API keys of a pool."""
 
-    def authenticate(self, key: str) -> Principal:
-        """Return the principal of a key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
+    def admit(self, key: str, caller: Caller, least: Role) -> Principal:
+        """Return the principal of a call that needs at least a role; the key may be empty. Raises ServiceError."""
 
     def while_valid(self, principal: Principal) -> AbstractContextManager[None]:
-        """Return a block that raises ServiceError UNAUTHENTICATED when the caller's key is revoked meanwhile."""
+        """Return a block that raises ServiceError UNAUTHENTICATED when the caller's key ends meanwhile."""
 
 
 class Backend(Protocol):

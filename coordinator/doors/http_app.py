@@ -14,13 +14,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.calls import Call, DoorContext, api_key
+from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
 from coordinator.doors.http.connections import WITH_KEY
 from coordinator.doors.http.responses import num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
+from coordinator.tenants.principals import Role
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
@@ -32,57 +33,61 @@ _CHECKPOINTS = "/training_runs/{run}/checkpoints"
 _CHECKPOINT = f"{_CHECKPOINTS}/{{kind}}/{{name}}"
 """A checkpoint's id has two parts, so that a checkpoint named `publish` is not taken for the endpoint."""
 
-HANDLERS: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/client/config", sessions.client_config),
-    ("POST", "/client/dynamic_config", sessions.dynamic_config),
-    ("POST", "/telemetry", sessions.telemetry),
-    ("GET", "/get_server_capabilities", sessions.server_capabilities),
-    ("POST", "/create_session", sessions.create_session),
-    ("POST", "/session_heartbeat", sessions.heartbeat),
-    ("POST", "/sessions/{session}/finish", sessions.finish_session),
-    ("POST", "/create_model", models.create_model),
-    ("POST", "/get_info", models.get_info),
-    ("POST", "/unload_model", models.unload_model),
-    ("POST", "/load_weights", models.load_weights),
-    ("POST", "/forward_backward", training.forward_backward),
-    ("POST", "/forward", training.forward_backward),
-    ("POST", "/optim_step", training.optim_step),
-    ("POST", "/save_weights", training.save_weights),
-    ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
-    ("POST", "/save_weights_external", training.save_weights_external),
-    ("POST", "/create_sampling_session", sampling.create_sampling_session),
-    ("GET", "/samplers/{sampler}", sampling.get_sampler),
-    ("POST", "/asample", sampling.asample),
-    ("POST", "/join_sampling_session", sampling.join_sampling_session),
-    ("POST", "/retrieve_future", futures.retrieve_future),
-    ("POST", "/retrieve_futures", futures.retrieve_futures),
-    ("POST", "/cancel_future", futures.cancel_future),
-    ("GET", "/sessions", sessions.list_sessions),
-    ("GET", "/sessions/{session}", sessions.get_session),
-    ("GET", "/training_runs", runs.list_runs),
-    ("GET", "/training_runs/{run}", runs.get_run),
-    ("GET", _CHECKPOINTS, runs.list_of_run),
-    ("GET", "/checkpoints", runs.list_all),
-    ("POST", "/copy_weights", runs.copy_weights),
-    ("POST", "/weights_info", runs.weights_info),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls", runs.download_urls),
-    ("GET", f"{_CHECKPOINT}/archive", runs.download_archive),
-    ("POST", f"{_CHECKPOINT}/publish", runs.publish),
-    ("DELETE", f"{_CHECKPOINT}/publish", runs.unpublish),
-    ("PUT", f"{_CHECKPOINT}/ttl", runs.set_ttl),
+HANDLERS: tuple[tuple[str, str, Handler, Role], ...] = (
+    ("POST", "/client/config", sessions.client_config, Role.READ_ONLY),
+    ("POST", "/client/dynamic_config", sessions.dynamic_config, Role.READ_ONLY),
+    ("POST", "/telemetry", sessions.telemetry, Role.READ_ONLY),
+    ("GET", "/get_server_capabilities", sessions.server_capabilities, Role.READ_ONLY),
+    ("POST", "/create_session", sessions.create_session, Role.MEMBER),
+    ("POST", "/session_heartbeat", sessions.heartbeat, Role.MEMBER),
+    ("POST", "/sessions/{session}/finish", sessions.finish_session, Role.MEMBER),
+    ("POST", "/create_model", models.create_model, Role.MEMBER),
+    ("POST", "/get_info", models.get_info, Role.READ_ONLY),
+    ("POST", "/unload_model", models.unload_model, Role.MEMBER),
+    ("POST", "/load_weights", models.load_weights, Role.MEMBER),
+    ("POST", "/forward_backward", training.forward_backward, Role.MEMBER),
+    ("POST", "/forward", training.forward_backward, Role.MEMBER),
+    ("POST", "/optim_step", training.optim_step, Role.MEMBER),
+    ("POST", "/save_weights", training.save_weights, Role.MEMBER),
+    ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler, Role.MEMBER),
+    ("POST", "/save_weights_external", training.save_weights_external, Role.MEMBER),
+    ("POST", "/create_sampling_session", sampling.create_sampling_session, Role.MEMBER),
+    ("GET", "/samplers/{sampler}", sampling.get_sampler, Role.READ_ONLY),
+    ("POST", "/asample", sampling.asample, Role.MEMBER),
+    ("POST", "/join_sampling_session", sampling.join_sampling_session, Role.MEMBER),
+    ("POST", "/retrieve_future", futures.retrieve_future, Role.READ_ONLY),
+    ("POST", "/retrieve_futures", futures.retrieve_futures, Role.READ_ONLY),
+    ("POST", "/cancel_future", futures.cancel_future, Role.MEMBER),
+    ("GET", "/sessions", sessions.list_sessions, Role.READ_ONLY),
+    ("GET", "/sessions/{session}", sessions.get_session, Role.READ_ONLY),
+    ("GET", "/training_runs", runs.list_runs, Role.READ_ONLY),
+    ("GET", "/training_runs/{run}", runs.get_run, Role.READ_ONLY),
+    ("GET", _CHECKPOINTS, runs.list_of_run, Role.READ_ONLY),
+    ("GET", "/checkpoints", runs.list_all, Role.READ_ONLY),
+    ("POST", "/copy_weights", runs.copy_weights, Role.MEMBER),
+    ("POST", "/weights_info", runs.weights_info, Role.READ_ONLY),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", runs.download_urls, Role.READ_ONLY),
+    ("GET", f"{_CHECKPOINT}/archive", runs.download_archive, Role.READ_ONLY),
+    ("POST", f"{_CHECKPOINT}/publish", runs.publish, Role.MEMBER),
+    ("DELETE", f"{_CHECKPOINT}/publish", runs.unpublish, Role.MEMBER),
+    ("PUT", f"{_CHECKPOINT}/ttl", runs.set_ttl, Role.MEMBER),
     (
         "DELETE",
         f"{_CHECKPOINTS}/{{checkpoint:path}}",
         runs.delete,
+        Role.MEMBER,
     ),  # also for a path that is not a checkpoint's id
 )
+"""Method, path and handler of each endpoint, and the least role of its callers."""
 
 
 def make_app(door: DoorContext) -> Starlette:
     """Make the ASGI application."""
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
-    routes += [Route(path, _guarded(handler, door), methods=[method]) for method, path, handler in HANDLERS]
-    routes.append(Route("/{path:path}", _guarded(_unknown, door), methods=METHODS))
+    routes += [
+        Route(path, _guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
+    ]
+    routes.append(Route("/{path:path}", _guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
     return Starlette(
@@ -93,23 +98,23 @@ def make_app(door: DoorContext) -> Starlette:
 
 def _openai_routes(door: DoorContext) -> list[BaseRoute]:
     own = openai.OpenAi()
-    handlers: tuple[tuple[list[str], str, Handler], ...] = (
-        (["POST"], "/completions", own.completions),
-        (["POST"], "/chat/completions", own.chat),
-        (["GET"], "/models", own.list_models),
-        (["GET"], "/models/{model:path}", own.get_model),
-        (METHODS, "/{path:path}", openai.unknown),
+    handlers: tuple[tuple[list[str], str, Handler, Role], ...] = (
+        (["POST"], "/completions", own.completions, Role.MEMBER),
+        (["POST"], "/chat/completions", own.chat, Role.MEMBER),
+        (["GET"], "/models", own.list_models, Role.READ_ONLY),
+        (["GET"], "/models/{model:path}", own.get_model, Role.READ_ONLY),
+        (METHODS, "/{path:path}", openai.unknown, Role.READ_ONLY),
     )
     return [
-        Route(path, _guarded(handler, door, openai_error_response), methods=methods)
-        for methods, path, handler in handlers
+        Route(path, _guarded(handler, door, least, openai_error_response), methods=methods)
+        for methods, path, handler, least in handlers
     ]
 
 
 def _guarded(
-    handler: Handler, door: DoorContext, to_response: ErrorResponse = error_response
+    handler: Handler, door: DoorContext, least: Role, to_response: ErrorResponse = error_response
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Authenticate a call, then run its handler; turn exceptions into responses."""
+    """Admit a call whose key has at least a role, then run its handler; turn exceptions into responses."""
 
     async def respond(request: Request) -> Response:
         try:
@@ -122,7 +127,7 @@ def _guarded(
                     "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
                     "or as a bearer token",
                 )
-            principal = door.backend.authenticator.authenticate(key)
+            principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), least)
             request.scope[WITH_KEY] = True
             with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as held:
                 return await handler(Call(request, principal, door, held))

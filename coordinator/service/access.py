@@ -20,7 +20,8 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
 from coordinator.storage.rows import AdapterRow, CheckpointRow, Page, SessionRow
-from coordinator.tenants.keys import Authenticator, Principal
+from coordinator.tenants.keys import Authenticator
+from coordinator.tenants.principals import Principal
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
@@ -163,16 +164,6 @@ def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> S
     except ServiceError as error:
         return error
     return None
-
-
-def check_admin(principal: Principal) -> None:
-    """Refuse another key than an administrator's."""
-    if not principal.is_admin:
-        raise ServiceError(
-            Code.PERMISSION_DENIED,
-            "ADMIN_ONLY",
-            "this call needs an administrator's key: ask the administrator of the pool",
-        )
 
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:

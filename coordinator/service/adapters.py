@@ -20,7 +20,8 @@ from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError, StorageError
 from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
-from coordinator.tenants.keys import Authenticator, Principal
+from coordinator.tenants.keys import Authenticator
+from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

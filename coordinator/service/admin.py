@@ -1,14 +1,28 @@
-"""Administration: the tenants and their API keys. Only administrators may call it.
+"""Administration: the tenants, their API keys, and the audit log.
 
 Every change is durable and in effect when its call returns, and is recorded in the audit log with its own transaction.
+The doors admit administrators only (`service.roles`); members may replace their own key.
 """
 
 from __future__ import annotations
 
-from coordinator.service.access import UseCases, check_admin, timestamp, uninterrupted
-from coordinator.storage.rows import ApiKeyRow, TenantRow
-from coordinator.tenants.keys import Principal
+import json
+
+from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.service.access import PAGE_TOKEN_LENGTH_MAX, UseCases, check_ttl, timestamp, uninterrupted
+from coordinator.storage.rows import ApiKeyRow, AuditRow, TenantRow
+from coordinator.tenants.keys import GRACE_S_DEFAULT
+from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import admin_pb2 as pb
+
+AUDIT_PAGE_SIZE, AUDIT_PAGE_SIZE_MAX = 100, 1000
+ROLES = {
+    pb.ROLE_UNSPECIFIED: Role.MEMBER,
+    pb.ROLE_READ_ONLY: Role.READ_ONLY,
+    pb.ROLE_MEMBER: Role.MEMBER,
+    pb.ROLE_ADMIN: Role.ADMIN,
+}
+_NUMBERS = {role: number for number, role in ROLES.items()}
 
 
 class AdminUseCases(UseCases):
@@ -17,48 +31,106 @@ class AdminUseCases(UseCases):
     @uninterrupted
     async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
         """Create a key. Only the response has its secret."""
-        check_admin(principal)
-        key, row = await self._authenticator.create_key(request.tenant, is_admin=request.is_admin)
-        return pb.CreateApiKeyResponse(key=key, api_key=_key(row))
+        check_ttl(request.ttl_seconds)
+        if (role := ROLES.get(request.role)) is None:
+            raise invalid(f"role must be read-only (1), member (2) or admin (3), not {request.role}")
+        key, row = await self._authenticator.create_key(
+            request.tenant,
+            role=role,
+            ttl_s=request.ttl_seconds,
+            certificate_sha256=request.certificate_sha256,
+            by=principal,
+        )
+        return pb.CreateApiKeyResponse(key=key, api_key=self._key(row))
 
     async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
         """List all keys, without secrets."""
-        check_admin(principal)
-        return pb.ListApiKeysResponse(api_keys=[_key(row) for row in self._authenticator.list_keys()])
+        return pb.ListApiKeysResponse(api_keys=[self._key(row) for row in self._authenticator.list_keys()])
+
+    @uninterrupted
+    async def rotate_api_key(self, principal: Principal, request: pb.RotateApiKeyRequest) -> pb.RotateApiKeyResponse:
+        """Replace a key: the caller's own, or by an administrator any."""
+        key_id = request.key_id or principal.key_id
+        if key_id != principal.key_id and not principal.is_admin:
+            raise ServiceError(
+                Code.PERMISSION_DENIED,
+                "ADMIN_ONLY",
+                "a key may replace itself; to replace another one, ask the administrator of the pool",
+            )
+        grace_s = request.grace_seconds if request.HasField("grace_seconds") else GRACE_S_DEFAULT
+        key, row, replaced = await self._authenticator.rotate_key(key_id, grace_s=grace_s, by=principal)
+        return pb.RotateApiKeyResponse(key=key, api_key=self._key(row), replaced=self._key(replaced))
 
     @uninterrupted
     async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
         """Revoke a key."""
-        check_admin(principal)
-        await self._authenticator.revoke_key(request.key_id)
+        await self._authenticator.revoke_key(request.key_id, by=principal)
         return pb.RevokeApiKeyResponse()
 
     @uninterrupted
     async def create_tenant(self, principal: Principal, request: pb.CreateTenantRequest) -> pb.CreateTenantResponse:
         """Create a tenant without a key."""
-        check_admin(principal)
-        row = await self._core.accounts.create(request.tenant, key_id=principal.key_id, by_tenant=principal.tenant_name)
+        row = await self._core.accounts.create(request.tenant, by=principal)
         return pb.CreateTenantResponse(tenant=_tenant(row))
 
     async def list_tenants(self, principal: Principal, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
         """List all tenants, by name."""
-        check_admin(principal)
         return pb.ListTenantsResponse(tenants=[_tenant(row) for row in self._core.accounts.all()])
 
+    async def list_audit_entries(
+        self, principal: Principal, request: pb.ListAuditEntriesRequest
+    ) -> pb.ListAuditEntriesResponse:
+        """List what administrators did, the newest first. A page's token is its oldest entry."""
+        token, size = request.page_token, request.page_size
+        if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
+            raise invalid(f"page_token {token[:40]!r} is not a token of this service")
+        if size < 0:
+            raise invalid(f"page_size must be 0 or more, not {size}")
+        limit = min(size or AUDIT_PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
+        rows = self._core.store.audit.newest(
+            limit + 1,
+            before=int(token or 0),
+            act=request.act,
+            subject=request.subject,
+            key_id=request.key_id,
+            start=request.start_time.seconds + request.start_time.nanos / 1e9,
+        )
+        shown = rows[:limit]
+        more = str(shown[-1].audit_id) if len(rows) > limit else ""
+        return pb.ListAuditEntriesResponse(entries=[_entry(row) for row in shown], next_page_token=more)
+
     async def holder_of_key(self, key_id: str) -> Principal:
-        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is revoked."""
+        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is not valid."""
         return self._authenticator.holder(key_id)
 
-
-def _key(row: ApiKeyRow) -> pb.ApiKey:
-    return pb.ApiKey(
-        key_id=row.key_id,
-        tenant=row.tenant_name,
-        is_admin=row.is_admin,
-        create_time=timestamp(row.created_at),
-        is_revoked=row.revoked_at is not None,
-    )
+    def _key(self, row: ApiKeyRow) -> pb.ApiKey:
+        used = self._authenticator.last_use(row)
+        return pb.ApiKey(
+            key_id=row.key_id,
+            tenant=row.tenant_name,
+            role=_NUMBERS[Role(row.role)],
+            create_time=timestamp(row.created_at),
+            is_revoked=row.revoked_at is not None,
+            expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
+            is_expired=row.expires_at is not None and row.expires_at <= self._core.time.wall(),
+            last_use_time=timestamp(used) if used is not None else None,
+            is_local=row.is_local,
+            certificate_sha256=row.certificate_sha256,
+            successor=row.successor,
+        )
 
 
 def _tenant(row: TenantRow) -> pb.Tenant:
     return pb.Tenant(name=row.name, create_time=timestamp(row.created_at))
+
+
+def _entry(row: AuditRow) -> pb.AuditEntry:
+    return pb.AuditEntry(
+        entry_id=row.audit_id,
+        time=timestamp(row.at),
+        key_id=row.key_id,
+        tenant=row.tenant,
+        act=row.act,
+        subject=row.subject,
+        details=json.loads(row.details),
+    )

@@ -19,7 +19,7 @@ from coordinator.service.training import TrainingUseCases
 from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb

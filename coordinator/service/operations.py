@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, streamed
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import operations_pb2 as pb
 
 NAMES_AT_ONCE = 100
@@ -21,7 +21,7 @@ class OperationUseCases(UseCases):
     async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
         """Return an operation as it is now."""
         operation = self._shown_operation(self._operation(principal, request.name))
-        self._note_fetched(operation)
+        self._note_fetched(principal, operation)
         return pb.GetOperationResponse(operation=operation)
 
     async def poll_operations(
@@ -44,7 +44,7 @@ class OperationUseCases(UseCases):
 
         async for operation in self._core.in_flight.wait(names, read_finished):
             yield pb.WaitOperationsResponse(operation=operation)
-            self._note_fetched(operation)
+            self._note_fetched(principal, operation)
             num_missing -= 1
         if num_missing:
             raise ServiceError(
@@ -68,8 +68,10 @@ class OperationUseCases(UseCases):
             self._cancel_queued(operation)
         return pb.CancelOperationResponse(operation=self._shown_operation(self._operation(principal, request.name)))
 
-    def _note_fetched(self, operation: pb.Operation) -> None:
-        if operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED):
+    def _note_fetched(self, principal: Principal, operation: pb.Operation) -> None:
+        """Let a finished operation's result be dropped soon, unless the caller's key may only read."""
+        is_final = operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED)
+        if is_final and principal.role is not Role.READ_ONLY:
             self._core.store.operations.note_fetched(operation.target_id, operation.seq)
 
     def _cancel_queued(self, operation: Operation) -> None:

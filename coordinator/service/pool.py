@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service.access import UseCases, streamed
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 
 

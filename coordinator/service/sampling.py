@@ -22,7 +22,7 @@ from coordinator.sampling.sample import Event
 from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, streamed, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2 as pb

@@ -13,7 +13,7 @@ from coordinator.payloads.passes import check_metadata
 from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
 

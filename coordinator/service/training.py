@@ -31,7 +31,7 @@ from coordinator.payloads.passes import (
     is_large,
 )
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -1,11 +1,23 @@
 """The changes from each older format of the database that this version still reads to the next one.
 
 Text only: `database` runs it, in one transaction with the new version's number. Main invariant: a migrated database has
-the same tables, indexes and triggers as a new one.
+the same columns, indexes and triggers as a new one.
 """
 
-from coordinator.storage.schema import AUDIT, PROBATIONS, TENANT_LIMITS
+from coordinator.storage.schema import API_KEYS, AUDIT, PROBATIONS, TENANT_LIMITS
 
+_ACCOUNTS = f"""
+ALTER TABLE tenants ADD COLUMN suspended_at REAL;
+ALTER TABLE tenants ADD COLUMN suspension_reason TEXT NOT NULL DEFAULT '';
+ALTER TABLE tenants ADD COLUMN deletion_at REAL;
+ALTER TABLE api_keys RENAME TO api_keys_5;
+{API_KEYS}
+INSERT INTO api_keys (key_id, tenant_id, secret_sha256, role, created_at, revoked_at)
+    SELECT key_id, tenant_id, secret_sha256, CASE WHEN is_admin THEN 'admin' ELSE 'member' END, created_at, revoked_at
+    FROM api_keys_5;
+DROP TABLE api_keys_5;
+"""  # noqa: S608 (our text)
+"""Roles and expiries of keys; suspension and deletion of tenants."""
 _WEIGHTS = """
 INSERT INTO tenant_limits SELECT tenant_id, 'weight', CAST(weight AS TEXT) FROM tenants WHERE weight != 1.0;
 ALTER TABLE tenants DROP COLUMN weight;
@@ -13,6 +25,6 @@ ALTER TABLE tenants DROP COLUMN weight;
 """A weight is one of a tenant's limits."""
 
 MIGRATIONS = {
-    5: AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS,
+    5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS,
 }
 """Schema version to the statements that make the next version of it."""

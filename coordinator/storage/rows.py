@@ -39,6 +39,10 @@ class TenantRow:
     name: str
     virtual_tokens: float
     created_at: float
+    suspended_at: float | None = None
+    suspension_reason: str = ""
+    deletion_at: float | None = None
+    """When it was marked for deletion, which continues until its row is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +66,19 @@ class ApiKeyRow:
     key_id: str
     tenant_id: str
     secret_sha256: bytes
-    is_admin: bool
+    role: str
     created_at: float
+    expires_at: float | None
+    """The time of day; None: never."""
     revoked_at: float | None
+    last_used_at: float | None
+    """Up to an hour late; None: never."""
+    is_local: bool
+    """Whether it is an administrator's for callers on the pool's machine only, and a member's for others."""
+    certificate_sha256: str
+    """Fingerprint of the client's certificate that it needs; empty: none."""
+    successor: str
+    """The key that replaced it; empty: none."""
     tenant_name: str
 
 

@@ -7,9 +7,9 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | table | one row for | written when |
 |---|---|---|
 | meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
-| tenants | a tenant with its fair-share counter | a key is created for it; a cycle of it commits |
+| tenants | a tenant with its fair-share counter | it is created, suspended or deleted; a cycle of it commits |
 | tenant_limits | a limit of a tenant that is not the pool's default | an administrator sets it |
-| api_keys | an API key, as the hash of its secret | it is created or revoked |
+| api_keys | an API key, as the hash of its secret | it is created, rotated or revoked; when it was used, once an hour |
 | audit | an act of an administrator | in the transaction of the act; never changed or deleted |
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
 | adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
@@ -31,6 +31,22 @@ SCHEMA_VERSION = 6
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
+
+API_KEYS = """CREATE TABLE api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    secret_sha256 BLOB NOT NULL,          -- the secret itself is never stored
+    role TEXT NOT NULL CHECK (role IN ('read-only', 'member', 'admin')),
+    created_at REAL NOT NULL,
+    expires_at REAL,                      -- a time of day, downtime counts; NULL: never
+    revoked_at REAL,
+    last_used_at REAL,                    -- up to an hour late; NULL: never
+    is_local INTEGER NOT NULL DEFAULT 0,  -- an administrator's for callers on the pool's machine only
+    certificate_sha256 TEXT NOT NULL DEFAULT '', -- of the client's certificate that it needs; empty: none
+    successor TEXT NOT NULL DEFAULT ''    -- the key that replaced it; empty: none
+);
+"""
+"""The API keys, also for databases whose older table a migration replaces."""
 
 AUDIT = """
 CREATE TABLE audit (
@@ -80,17 +96,12 @@ CREATE TABLE tenants (
     tenant_id TEXT PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
     virtual_tokens REAL NOT NULL DEFAULT 0,
-    created_at REAL NOT NULL
-);
-CREATE TABLE api_keys (
-    key_id TEXT PRIMARY KEY,
-    tenant_id TEXT NOT NULL REFERENCES tenants,
-    secret_sha256 BLOB NOT NULL,          -- the secret itself is never stored
-    is_admin INTEGER NOT NULL,
     created_at REAL NOT NULL,
-    revoked_at REAL
+    suspended_at REAL,                    -- its calls are refused; NULL: it is not suspended
+    suspension_reason TEXT NOT NULL DEFAULT '', -- as told to its users
+    deletion_at REAL                      -- everything of it is being deleted, at last this row; NULL: it stays
 );
-CREATE TABLE sessions (
+{API_KEYS}CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
     tenant_id TEXT NOT NULL REFERENCES tenants,
     request_id TEXT,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
+from coordinator.storage.access.api_keys import ApiKeys
 from coordinator.storage.access.audit import Audit
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
@@ -15,7 +16,7 @@ from coordinator.storage.database import Connection, Database, read_meta
 from coordinator.storage.disk import Reserve
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
-from coordinator.storage.tenants import ApiKeys, Probations, Sessions, Tenants, Usage
+from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
 
 
 class Store:

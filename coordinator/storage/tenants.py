@@ -1,6 +1,6 @@
-"""The tenants: fair-share counters, limits, metered usage, API keys and sessions.
+"""The tenants: fair-share counters, limits, metered usage and sessions.
 
-Main invariants: an administrator's key remains; a session that has ended never becomes live again.
+Main invariant: a session that has ended never becomes live again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import (
-    ApiKeyRow,
     FileUse,
     Leftovers,
     Page,
@@ -148,44 +147,6 @@ def add_file_use(db: Connection, use: FileUse) -> None:
         " file_bytes = file_bytes + excluded.file_bytes, file_s = file_s + excluded.file_s",
         (use.tenant_id, use.kind, 0 if use.is_operation else 1, use.num_bytes, use.seconds),
     )
-
-
-class ApiKeys(Table[ApiKeyRow]):
-    """All API keys, also revoked ones."""
-
-    def __init__(self, database: Database) -> None:
-        keys = "(SELECT api_keys.*, name AS tenant_name FROM api_keys JOIN tenants USING (tenant_id))"
-        super().__init__(database, ApiKeyRow, keys)
-
-    def create(
-        self, key_id: str, tenant_name: str, secret_sha256: bytes, *, is_admin: bool, wall: float
-    ) -> asyncio.Future[int]:
-        """Insert a key of a tenant that exists. `wall`: the time of day."""
-        return self._database.execute(
-            "INSERT INTO api_keys SELECT ?, tenant_id, ?, ?, ?, NULL FROM tenants WHERE name = ?",
-            (key_id, secret_sha256, is_admin, wall, tenant_name),
-        )
-
-    def all(self) -> list[ApiKeyRow]:
-        """Return every key, oldest first."""
-        return self._all("ORDER BY created_at, key_id")
-
-    def get(self, key_id: str) -> ApiKeyRow | None:
-        """Return a key, also a revoked one."""
-        return self._one("WHERE key_id = ?", (key_id,))
-
-    def revoke(self, key_id: str, wall: float) -> asyncio.Future[int]:
-        """Revoke a key, unless it is the last administrator's. The future has the number of revoked keys, 0 or 1.
-
-        `wall`: the time of day. A key that was revoked before counts as revoked.
-        """
-        return self._database.execute(
-            "UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE key_id = ? AND (NOT is_admin OR"
-            " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
-            " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
-            (wall, key_id),
-            is_deletion=True,
-        )
 
 
 class Sessions(Table[SessionRow]):

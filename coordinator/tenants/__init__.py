@@ -2,8 +2,9 @@
 
 Public interface:
 
-- `keys`: `Authenticator` (checks, creates and revokes keys; ends the calls of a revoked one), `Principal` (the caller);
-- `limits`: `Quotas`, the limits of every tenant.
+- `keys.Authenticator`: admits calls; creates, rotates and revokes keys; ends the calls of a key that ends;
+- `principals`: `Role`, `Caller`, `Principal`; `accounts.Accounts`: the tenants;
+- `limits.Quotas`: the limits of every tenant.
 
 Must not depend on operations, use cases or transports.
 """

@@ -9,6 +9,7 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import TenantRow
 from coordinator.storage.store import Store
+from coordinator.tenants.principals import Principal
 from tinkerpool.names import is_tenant_name
 
 
@@ -19,10 +20,10 @@ class Accounts:
         self._store = store
         self._wall = wall
 
-    async def create(self, name: str, *, key_id: str, by_tenant: str) -> TenantRow:
-        """Create a tenant, by an administrator's key. Raises ServiceError for a name that is wrong or in use."""
+    async def create(self, name: str, *, by: Principal) -> TenantRow:
+        """Create a tenant, as an administrator. Raises ServiceError for a name that is wrong or in use."""
         check_tenant_name(name)
-        act = Act(at=self._wall(), key_id=key_id, tenant=by_tenant, act="tenant.create", subject=name)
+        act = Act(at=self._wall(), key_id=by.key_id, tenant=by.tenant_name, act="tenant.create", subject=name)
         if not await self._store.tenants.create(new_tenant_id(), act):
             raise ServiceError(Code.ALREADY_EXISTS, "TENANT_EXISTS", f"there is a tenant {name!r}: choose another name")
         row = self._store.tenants.named(name)

@@ -42,7 +42,7 @@ def test_no_generated_message_gets_an_internal_error_a_path_or_a_neighbours_bit(
 
 
 def test_every_route_has_a_shape() -> None:
-    assert set(SHAPES) == {path for _, path, _ in HANDLERS}
+    assert set(SHAPES) == {path for _, path, *_ in HANDLERS}
 
 
 def test_a_message_can_be_made_again_from_its_seed() -> None:

@@ -19,7 +19,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
 from coordinator.operations.admission import storage_error
 from coordinator.storage.database import StorageError
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tests.simulation.script import Step, request_of, sample_request_of
 from tests.simulation.world import World
 from tinkerpool.v1 import adapters_pb2, sampling_pb2, sessions_pb2

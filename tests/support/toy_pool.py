@@ -28,7 +28,7 @@ from coordinator.runtime.data_dir import Seams
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal, Role
 from tests.support.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import (
@@ -159,7 +159,7 @@ class ToyPool:
         """Act as tenants that an earlier epoch created."""
         for tenant in tenants or ("alice",):
             [row] = [row for row in self.core.store.tenants.all() if row.name == tenant]
-            self.principals[tenant] = Principal(row.tenant_id, tenant, "key", is_admin=False)
+            self.principals[tenant] = Principal(row.tenant_id, tenant, "key", Role.MEMBER)
 
     async def session(self, tenant: str = "alice") -> str:
         """Create a session; return its id."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, checkpoints, keys, pool, tenants
+from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, tenants
 
 COMMAND_GROUP = "tinkerpool.commands"
 """Each entry point is a function that adds commands to the application."""
@@ -73,8 +73,9 @@ def build() -> typer.Typer:
         help="Your checkpoints: list, save, export for PEFT, delete.",
         rich_help_panel=THINGS_PANEL,
     )
-    app.add_typer(keys.app, name="key", help="API keys: create, list, revoke.", rich_help_panel=ADMIN_PANEL)
+    app.add_typer(keys.app, name="key", help="API keys: create, list, rotate, revoke.", rich_help_panel=ADMIN_PANEL)
     app.add_typer(tenants.app, name="tenant", help="Tenants: create, list, limit.", rich_help_panel=ADMIN_PANEL)
+    app.command(rich_help_panel=ADMIN_PANEL)(audit.audit)
     app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)
     return app
 

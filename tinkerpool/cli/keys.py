@@ -1,7 +1,10 @@
-"""`tinkerpool key`: API keys and their tenants. Needs an administrator's key."""
+"""`tinkerpool key`: API keys and their tenants. Needs an administrator's key, except to rotate one's own."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -9,10 +12,38 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
-from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY
+from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
+from tinkerpool.credentials import credentials_file, read_credentials, write_credentials
 from tinkerpool.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True)
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"(\d{1,10})([smhd]?)")
+
+
+class Role(StrEnum):
+    """What a key may do."""
+
+    READ_ONLY = "read-only"
+    MEMBER = "member"
+    ADMIN = "admin"
+
+
+NUMBERS = {
+    Role.READ_ONLY: admin_pb2.ROLE_READ_ONLY,
+    Role.MEMBER: admin_pb2.ROLE_MEMBER,
+    Role.ADMIN: admin_pb2.ROLE_ADMIN,
+}
+_NAMES = {number: role.value for role, number in NUMBERS.items()}
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds of a duration such as `90d`, `12h`, `30m` or `45s`. Raises typer.BadParameter."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"expected a duration such as 90d, 12h, 30m or 45s, not {text!r}")
+    return int(match[1]) * _UNITS[match[2] or "s"]
 
 
 @app.command()
@@ -20,12 +51,25 @@ def create(
     tenant: Annotated[
         str, typer.Argument(help="The key's tenant, new or existing: 1 to 64 letters, digits, '-', '_'.")
     ],
-    is_admin: Annotated[bool, typer.Option("--admin", help="The key may also create and revoke keys.")] = False,
+    role: Annotated[Role, typer.Option(help="What the key may do; admin: also manage tenants and keys.")] = Role.MEMBER,
+    expires: Annotated[
+        str, typer.Option(metavar="DURATION", help="When it expires: 90d, 12h. Default: never.", show_default=False)
+    ] = "0",
+    certificate: Annotated[
+        str,
+        typer.Option(
+            metavar="SHA256",
+            help="Fingerprint of the only client certificate that it works with: openssl x509 -fingerprint -sha256.",
+            show_default=False,
+        ),
+    ] = "",
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:
     """Create a key, and its tenant if it is new. The key is printed once."""
-    request = admin_pb2.CreateApiKeyRequest(tenant=tenant, is_admin=is_admin)
+    request = admin_pb2.CreateApiKeyRequest(
+        tenant=tenant, role=NUMBERS[role], ttl_seconds=seconds_of(expires), certificate_sha256=certificate
+    )
     response = call(find_target(url, api_key), CREATE_API_KEY, request)
     print(response.key)
     show.note(
@@ -42,18 +86,55 @@ def list_keys(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = F
         return
     show.table(
         "API keys",
-        ("key id", "tenant", "admin", "created", "state"),
+        ("key id", "tenant", "role", "created", "last used", "state"),
         (
             (
                 key.key_id,
                 key.tenant,
-                "yes" if key.is_admin else "",
+                _NAMES.get(key.role, "") + (" (on its machine)" if key.is_local else ""),
                 show.age(key.create_time),
-                Text("revoked", "red") if key.is_revoked else Text("good", "green"),
+                show.age(key.last_use_time) if key.HasField("last_use_time") else "never",
+                _state(key),
             )
             for key in response.api_keys
         ),
     )
+
+
+@app.command()
+def rotate(
+    key_id: Annotated[
+        str, typer.Argument(help="The id of another key, for administrators. Default: the key of this command.")
+    ] = "",
+    grace: Annotated[
+        str, typer.Option(metavar="DURATION", help="How long the old key stays valid; 0: it ends at once.")
+    ] = "24h",
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+) -> None:
+    """Replace a key by a new one with the same rights and expiry.
+
+    A key from this machine's credentials file is replaced there; otherwise the new key is printed once.
+    """
+    target = find_target(url, api_key)
+    request = admin_pb2.RotateApiKeyRequest(key_id=_id_of(key_id), grace_seconds=seconds_of(grace))
+    response = call(target, ROTATE_API_KEY, request)
+    replaced, is_own = response.replaced, response.replaced.key_id == _id_of(target.api_key)
+    stored = read_credentials() if is_own and target.key_source == str(credentials_file()) else None
+    if stored is not None:
+        try:
+            path = write_credentials(dataclasses.replace(stored, api_key=response.key), replaced=target.api_key)
+            show.note(f"The new key {response.api_key.key_id} is in {path}.")
+        except OSError as error:
+            print(response.key)
+            show.note(f"Keep the new key: it cannot be written to {credentials_file()} ({error}).")
+    else:
+        print(response.key)
+        show.note("Keep it: only its hash is stored.")
+    if replaced.is_revoked:
+        show.note(f"The old key {replaced.key_id} is revoked.")
+    else:
+        show.note(f"The old key {replaced.key_id} expires {show.moment(replaced.expire_time)}.")
 
 
 @app.command()
@@ -63,7 +144,22 @@ def revoke(
     api_key: KeyOption = "",
 ) -> None:
     """Revoke a key for good."""
-    parts = key_id.removeprefix("tml-").split("_")
-    key_id = parts[1] if parts[0] == "tp" and len(parts) > 2 else key_id
+    key_id = _id_of(key_id)
     call(find_target(url, api_key), REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
     show.note(f"{key_id} is revoked.")
+
+
+def _id_of(key: str) -> str:
+    """Return the id of a key, which may be given whole."""
+    parts = key.removeprefix("tml-").split("_")
+    return parts[1] if parts[0] == "tp" and len(parts) > 2 else key
+
+
+def _state(key: admin_pb2.ApiKey) -> Text:
+    if key.is_revoked:
+        return Text("revoked", "red")
+    if key.is_expired:
+        return Text("expired", "red")
+    if key.HasField("expire_time"):
+        return Text(f"good until {show.moment(key.expire_time)}", "green")
+    return Text("good", "green")

@@ -79,6 +79,11 @@ def age(timestamp: Timestamp) -> str:
     return f"{duration(max(0.0, time.time() - timestamp.ToNanoseconds() / 1e9))} ago"
 
 
+def moment(timestamp: Timestamp) -> str:
+    """Return a moment as local date and time of day, in seconds."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp.seconds))
+
+
 def clock_time(timestamp: Timestamp) -> str:
     """Return a moment as local time of day, with milliseconds."""
     seconds = timestamp.ToNanoseconds() / 1e9

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Role:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """A member, where a role is given."""
+    ROLE_READ_ONLY: _Role.ValueType  # 1
+    """Read, list, download and wait for results: nothing that changes state or costs engine time."""
+    ROLE_MEMBER: _Role.ValueType  # 2
+    """Everything with what the tenant owns."""
+    ROLE_ADMIN: _Role.ValueType  # 3
+    """Also administer tenants and keys, and see all tenants."""
+
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """What a key may do. Each role may do everything that those with lower numbers may."""
+
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""A member, where a role is given."""
+ROLE_READ_ONLY: Role.ValueType  # 1
+"""Read, list, download and wait for results: nothing that changes state or costs engine time."""
+ROLE_MEMBER: Role.ValueType  # 2
+"""Everything with what the tenant owns."""
+ROLE_ADMIN: Role.ValueType  # 3
+"""Also administer tenants and keys, and see all tenants."""
+Global___Role: _TypeAlias = Role  # noqa: Y015
+
 @_typing.final
 class ApiKey(_message.Message):
     """A key without its secret."""
@@ -27,33 +56,61 @@ class ApiKey(_message.Message):
 
     KEY_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
-    IS_ADMIN_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     IS_REVOKED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    LAST_USE_TIME_FIELD_NUMBER: _builtins.int
+    IS_LOCAL_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_SHA256_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    IS_EXPIRED_FIELD_NUMBER: _builtins.int
     key_id: _builtins.str
     """Public part of the key."""
     tenant: _builtins.str
     """The tenant's name."""
-    is_admin: _builtins.bool
-    """Whether it may use AdminService."""
     is_revoked: _builtins.bool
-    """Whether it is refused."""
+    """Whether it was revoked."""
+    role: Global___Role.ValueType
+    """What it may do."""
+    is_local: _builtins.bool
+    """Whether it is an administrator's for callers on the pool's machine only. Others have a member's role with it."""
+    certificate_sha256: _builtins.str
+    """SHA-256 of the client certificate (DER) that it works with, in hexadecimal; empty: it needs none."""
+    successor: _builtins.str
+    """The key that replaced it; empty: none."""
+    is_expired: _builtins.bool
+    """Whether it has expired."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it expires, or has expired; unset: never."""
+
+    @_builtins.property
+    def last_use_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was last used; unset: never. A crash may lose the uses of the last hour."""
 
     def __init__(
         self,
         *,
         key_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
-        is_admin: _builtins.bool = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         is_revoked: _builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        last_use_time: _timestamp_pb2.Timestamp | None = ...,
+        is_local: _builtins.bool = ...,
+        certificate_sha256: _builtins.str = ...,
+        successor: _builtins.str = ...,
+        is_expired: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "is_admin", b"is_admin", "is_revoked", b"is_revoked", "key_id", b"key_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_sha256", b"certificate_sha256", "create_time", b"create_time", "expire_time", b"expire_time", "is_expired", b"is_expired", "is_local", b"is_local", "is_revoked", b"is_revoked", "key_id", b"key_id", "last_use_time", b"last_use_time", "role", b"role", "successor", b"successor", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -66,20 +123,30 @@ class CreateApiKeyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: _builtins.int
-    IS_ADMIN_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_SHA256_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """The tenant's name, 1 to 64 of letters, digits, `-`, `_`."""
-    is_admin: _builtins.bool
-    """Whether the key may use AdminService."""
+    role: Global___Role.ValueType
+    """What the key may do."""
+    ttl_seconds: _builtins.int
+    """Seconds until it expires, at most 100 years; 0: it never does. Downtime counts."""
+    certificate_sha256: _builtins.str
+    """SHA-256 of the only client certificate (DER) that the key works with, in hexadecimal, with or without colons; empty:
+    any, or none.
+    """
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
-        is_admin: _builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
+        ttl_seconds: _builtins.int = ...,
+        certificate_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_admin", b"is_admin", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_sha256", b"certificate_sha256", "role", b"role", "tenant", b"tenant", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,6 +220,68 @@ class ListApiKeysResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListApiKeysResponse: _TypeAlias = ListApiKeysResponse  # noqa: Y015
+
+@_typing.final
+class RotateApiKeyRequest(_message.Message):
+    """Request of RotateApiKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    """`ApiKey.key_id`; empty: the calling key."""
+    grace_seconds: _builtins.int
+    """Seconds for which the old key stays valid, at most 30 days; 0: none. Unset: 86,400, a day."""
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+        grace_seconds: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds", "key_id", b"key_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_seconds: _TypeAlias = _typing.Literal["grace_seconds"]  # noqa: Y015
+    _WhichOneofArgType__grace_seconds: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_seconds) -> _WhichOneofReturnType__grace_seconds | None: ...
+
+Global___RotateApiKeyRequest: _TypeAlias = RotateApiKeyRequest  # noqa: Y015
+
+@_typing.final
+class RotateApiKeyResponse(_message.Message):
+    """Response of RotateApiKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    REPLACED_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The new secret key, shown this once."""
+    @_builtins.property
+    def api_key(self) -> Global___ApiKey:
+        """The rest of it."""
+
+    @_builtins.property
+    def replaced(self) -> Global___ApiKey:
+        """The replaced key."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        api_key: Global___ApiKey | None = ...,
+        replaced: Global___ApiKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "replaced", b"replaced"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "key", b"key", "replaced", b"replaced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateApiKeyResponse: _TypeAlias = RotateApiKeyResponse  # noqa: Y015
 
 @_typing.final
 class RevokeApiKeyRequest(_message.Message):
@@ -307,3 +436,145 @@ class ListTenantsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
+
+@_typing.final
+class AuditEntry(_message.Message):
+    """An act of an administrator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DetailsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ACT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    entry_id: _builtins.int
+    """Entries are numbered in the order of the acts."""
+    key_id: _builtins.str
+    """The acting key; empty: the pool itself, by a command of its operator."""
+    tenant: _builtins.str
+    """The name of the acting key's tenant at that time; empty likewise."""
+    act: _builtins.str
+    """What was done: `key.create`, `key.rotate`, `key.revoke`, `tenant.create`, ..."""
+    subject: _builtins.str
+    """To what: the id of a key, or the name of a tenant."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    @_builtins.property
+    def details(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """More by name, without secrets."""
+
+    def __init__(
+        self,
+        *,
+        entry_id: _builtins.int = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        key_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        act: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        details: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "details", b"details", "entry_id", b"entry_id", "key_id", b"key_id", "subject", b"subject", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
+
+@_typing.final
+class ListAuditEntriesRequest(_message.Message):
+    """Request of ListAuditEntries. An empty filter takes every entry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ACT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Entries of a page; 0: 100; at most 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty: the first page."""
+    act: _builtins.str
+    """Only these acts: `key.revoke`; or all acts on a kind of subject: `key`."""
+    subject: _builtins.str
+    """Only acts on this subject."""
+    key_id: _builtins.str
+    """Only acts of this key."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Only acts from this time on."""
+
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        act: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "key_id", b"key_id", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditEntriesRequest: _TypeAlias = ListAuditEntriesRequest  # noqa: Y015
+
+@_typing.final
+class ListAuditEntriesResponse(_message.Message):
+    """Response of ListAuditEntries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Set if there are more."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEntry]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___AuditEntry] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditEntriesResponse: _TypeAlias = ListAuditEntriesResponse  # noqa: Y015

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED.
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
     """
 
     def __init__(self, channel):
@@ -45,6 +46,11 @@ class AdminServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysResponse.FromString,
                 _registered_method=True)
+        self.RotateApiKey = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/RotateApiKey',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyResponse.FromString,
+                _registered_method=True)
         self.RevokeApiKey = channel.unary_unary(
                 '/tinkerpool.v1.AdminService/RevokeApiKey',
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.RevokeApiKeyRequest.SerializeToString,
@@ -60,17 +66,24 @@ class AdminServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.ListAuditEntries = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/ListAuditEntries',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED.
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
     """
 
     def CreateApiKey(self, request, context):
         """Creates an API key, and its tenant if there is none of that name. The key is in this response and nowhere else: only
         its hash is stored. Durable when it returns. Not idempotent: each call makes a new key.
 
-        INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`.
+        INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`, or a fingerprint that is not one.
+        FAILED_PRECONDITION: the tenant is being deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,10 +96,22 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RotateApiKey(self, request, context):
+        """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
+        member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
+        Durable when it returns. Not idempotent: a key is replaced once.
+
+        NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
+        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RevokeApiKey(self, request, context):
         """Revokes a key within a second. Durable when it returns. Idempotent.
 
-        NOT_FOUND: no such key. FAILED_PRECONDITION: it is the last administrator's key.
+        NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +133,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAuditEntries(self, request, context):
+        """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +152,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListApiKeys,
                     request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysResponse.SerializeToString,
+            ),
+            'RotateApiKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateApiKey,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyResponse.SerializeToString,
             ),
             'RevokeApiKey': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeApiKey,
@@ -136,6 +173,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
+            'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAuditEntries,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tinkerpool.v1.AdminService', rpc_method_handlers)
@@ -145,7 +187,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED.
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
     """
 
     @staticmethod
@@ -192,6 +235,33 @@ class AdminService(object):
             '/tinkerpool.v1.AdminService/ListApiKeys',
             tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysRequest.SerializeToString,
             tinkerpool_dot_v1_dot_admin__pb2.ListApiKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateApiKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/RotateApiKey',
+            tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.RotateApiKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -273,6 +343,33 @@ class AdminService(object):
             '/tinkerpool.v1.AdminService/ListTenants',
             tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAuditEntries(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/ListAuditEntries',
+            tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED."""
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,14 +39,23 @@ class AdminServiceStub:
     """Creates an API key, and its tenant if there is none of that name. The key is in this response and nowhere else: only
     its hash is stored. Durable when it returns. Not idempotent: each call makes a new key.
 
-    INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`.
+    INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`, or a fingerprint that is not one.
+    FAILED_PRECONDITION: the tenant is being deleted.
     """
     ListApiKeys: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListApiKeysRequest, _admin_pb2.ListApiKeysResponse]
     """Lists keys without their secrets. Reads only."""
+    RotateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RotateApiKeyRequest, _admin_pb2.RotateApiKeyResponse]
+    """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
+    member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
+    Durable when it returns. Not idempotent: a key is replaced once.
+
+    NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
+    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+    """
     RevokeApiKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]
     """Revokes a key within a second. Durable when it returns. Idempotent.
 
-    NOT_FOUND: no such key. FAILED_PRECONDITION: it is the last administrator's key.
+    NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
     CreateTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.CreateTenantResponse]
     """Creates a tenant, without a key. Durable when it returns.
@@ -53,24 +64,37 @@ class AdminServiceStub:
     """
     ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
     """Lists all tenants. Reads only."""
+    ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]
+    """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED."""
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateApiKeyRequest, _admin_pb2.CreateApiKeyResponse]  # type: ignore[assignment]
     """Creates an API key, and its tenant if there is none of that name. The key is in this response and nowhere else: only
     its hash is stored. Durable when it returns. Not idempotent: each call makes a new key.
 
-    INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`.
+    INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`, or a fingerprint that is not one.
+    FAILED_PRECONDITION: the tenant is being deleted.
     """
     ListApiKeys: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListApiKeysRequest, _admin_pb2.ListApiKeysResponse]  # type: ignore[assignment]
     """Lists keys without their secrets. Reads only."""
+    RotateApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RotateApiKeyRequest, _admin_pb2.RotateApiKeyResponse]  # type: ignore[assignment]
+    """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
+    member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
+    Durable when it returns. Not idempotent: a key is replaced once.
+
+    NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
+    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+    """
     RevokeApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]  # type: ignore[assignment]
     """Revokes a key within a second. Durable when it returns. Idempotent.
 
-    NOT_FOUND: no such key. FAILED_PRECONDITION: it is the last administrator's key.
+    NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
     CreateTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.CreateTenantResponse]  # type: ignore[assignment]
     """Creates a tenant, without a key. Durable when it returns.
@@ -79,9 +103,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Lists all tenants. Reads only."""
+    ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
+    """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Administer tenants and keys. Every method needs an administrator's key, else PERMISSION_DENIED."""
+    """Administer tenants and keys. Every method but RotateApiKey needs an administrator's key, else PERMISSION_DENIED. Every
+    change is in the audit log, in the same transaction.
+    """
 
     @_abc_1.abstractmethod
     def CreateApiKey(
@@ -92,7 +120,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates an API key, and its tenant if there is none of that name. The key is in this response and nowhere else: only
         its hash is stored. Durable when it returns. Not idempotent: each call makes a new key.
 
-        INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`.
+        INVALID_ARGUMENT: a tenant name that is not 1 to 64 of letters, digits, `-`, `_`, or a fingerprint that is not one.
+        FAILED_PRECONDITION: the tenant is being deleted.
         """
 
     @_abc_1.abstractmethod
@@ -104,6 +133,20 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists keys without their secrets. Reads only."""
 
     @_abc_1.abstractmethod
+    def RotateApiKey(
+        self,
+        request: _admin_pb2.RotateApiKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RotateApiKeyResponse, _abc.Awaitable[_admin_pb2.RotateApiKeyResponse]]:
+        """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
+        member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
+        Durable when it returns. Not idempotent: a key is replaced once.
+
+        NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
+        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+        """
+
+    @_abc_1.abstractmethod
     def RevokeApiKey(
         self,
         request: _admin_pb2.RevokeApiKeyRequest,
@@ -111,7 +154,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.RevokeApiKeyResponse, _abc.Awaitable[_admin_pb2.RevokeApiKeyResponse]]:
         """Revokes a key within a second. Durable when it returns. Idempotent.
 
-        NOT_FOUND: no such key. FAILED_PRECONDITION: it is the last administrator's key.
+        NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
         """
 
     @_abc_1.abstractmethod
@@ -132,5 +175,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
         """Lists all tenants. Reads only."""
+
+    @_abc_1.abstractmethod
+    def ListAuditEntries(
+        self,
+        request: _admin_pb2.ListAuditEntriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAuditEntriesResponse, _abc.Awaitable[_admin_pb2.ListAuditEntriesResponse]]:
+        """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -22,12 +22,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
+from coordinator.doors.grpc.callers import caller_of
 from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.payloads.passes import INLINE_BYTES_MAX
+from coordinator.service.roles import LEAST_ROLES
 from coordinator.service.training import SEQUENCED_REQUESTS
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
@@ -74,6 +76,8 @@ class _Rpc:
     is_streaming: bool
     is_large: bool
     """Whether the request may have data for training or sampling."""
+    least: Role
+    """The least role of its callers."""
 
     def parse(self, body: bytes) -> Message:
         """Return the request message. Raises ServiceError INVALID_ARGUMENT."""
@@ -100,31 +104,44 @@ class _Rpc:
             return refusal if refusal.retry_delay_s is not None else error
 
 
-class Calls(grpc.GenericRpcHandler):
-    """Authenticates each call and runs its use case."""
+class _Entrance:
+    """What a call passes before its use case: the check of its key, then the reading of its request."""
 
-    def __init__(self, service: Any, keys: Keys, intake: Intake) -> None:
-        """Look up the use cases. Raises AttributeError if `service` lacks a method for an RPC of the contract."""
-        self._keys = keys
+    def __init__(self, keys: Keys, intake: Intake, host: str) -> None:
+        self.keys = keys
         self._intake = intake
-        self._rpcs: Mapping[str, _Rpc] = {
-            f"/{method.containing_service.full_name}/{method.name}": _rpc(method, service)
+        self._host = host
+
+    async def admitted(self, rpc: _Rpc, context: Context) -> Principal:
+        """Return the caller of an RPC; or end the call with a refusal, unread."""
+        try:
+            return self.keys.admit(_api_key(context), caller_of(context, self._host), rpc.least)
+        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
+            await abort(context, to_refusal(error, rpc.name))
+
+    def received(self, rpc: _Rpc, principal: Principal, context: Context) -> AbstractAsyncContextManager[Received]:
+        """Return a block that has the call's request, and holds its bytes."""
+        return self._intake.received(principal.tenant_id, functools.partial(_read, context), is_large=rpc.is_large)
+
+
+class Calls(grpc.GenericRpcHandler):
+    """Admits each call and runs its use case."""
+
+    def __init__(self, service: Any, keys: Keys, intake: Intake, host: str) -> None:
+        """Look up the use cases. `host`: where the door listens.
+
+        Raises AttributeError if `service` lacks a method for an RPC of the contract, KeyError if the RPC has no role.
+        """
+        entrance = _Entrance(keys, intake, host)
+        self._handlers: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            f"/{method.containing_service.full_name}/{method.name}": _handler(_rpc(method, service), entrance)
             for descriptor in SERVICES
             for method in descriptor.methods
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """Return the handler of a call. grpc calls this with the call's metadata, before its body is read."""
-        rpc = self._rpcs.get(handler_call_details.method)
-        if rpc is None:
-            return None
-        try:
-            principal = self._keys.authenticate(_api_key(handler_call_details))
-        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return _refusing(to_refusal(error, rpc.name))
-        if rpc.is_streaming:
-            return _streaming(rpc, principal, self._keys, self._intake)
-        return _unary(rpc, principal, self._intake)
+        """Return the handler of a call, which admits it before it reads the call's request."""
+        return self._handlers.get(handler_call_details.method)
 
 
 def use_case_name(method: MethodDescriptor) -> str:
@@ -140,7 +157,12 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
         refuse=service.refuse,
         is_streaming=method.server_streaming,
         is_large=_has_tensors(method.input_type),
+        least=LEAST_ROLES[use_case_name(method)],
     )
+
+
+def _handler(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
+    return _streaming(rpc, entrance) if rpc.is_streaming else _unary(rpc, entrance)
 
 
 def _has_tensors(message: Descriptor) -> bool:
@@ -155,8 +177,8 @@ async def _read(context: Context) -> bytes:
     return bytes(body)
 
 
-def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def run(received: Received) -> bytes:
+def _unary(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def run(principal: Principal, received: Received) -> bytes:
         body = received.take()
         try:
             request = await rpc.read(body)
@@ -165,48 +187,40 @@ def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHan
         del body
         return _serialize(await rpc.use_case(principal, request))
 
-    async def receive_and_run(context: Context) -> bytes:
-        read = functools.partial(_read, context)
-        async with intake.received(principal.tenant_id, read, is_large=rpc.is_large) as received:
-            return await run(received)
+    async def receive_and_run(principal: Principal, context: Context) -> bytes:
+        async with entrance.received(rpc, principal, context) as received:
+            return await run(principal, received)
 
     async def handle(_bodies: object, context: Context) -> bytes:
-        return await _respond(rpc, context, receive_and_run(context))
+        principal = await entrance.admitted(rpc, context)
+        return await _respond(rpc, context, receive_and_run(principal, context))
 
     return grpc.stream_unary_rpc_method_handler(handle)  # a stream of one request, which is read once there is room
 
 
-def _streaming(rpc: _Rpc, principal: Principal, keys: Keys, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def run(received: Received) -> AsyncIterator[bytes]:
+def _streaming(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def run(principal: Principal, received: Received) -> AsyncIterator[bytes]:
         responses: AsyncIterator[Message] = rpc.use_case(principal, await rpc.read(received.take()))
         async for response in responses:
             yield _serialize(response)
 
     async def handle(_bodies: object, context: Context) -> None:
         is_writing = False
-        receiving = intake.received(principal.tenant_id, functools.partial(_read, context), is_large=rpc.is_large)
+        principal = await entrance.admitted(rpc, context)
+        receiving = entrance.received(rpc, principal, context)
         try:
-            with keys.while_valid(principal):
+            with entrance.keys.while_valid(principal):
                 async with AsyncExitStack() as held:
                     received = await _respond(rpc, context, held.enter_async_context(receiving))
-                    responses = await held.enter_async_context(aclosing(run(received)))  # type: ignore[type-var]
+                    responses = await held.enter_async_context(aclosing(run(principal, received)))  # type: ignore[type-var]
                     while (response := await _respond(rpc, context, anext(responses, None))) is not None:
                         is_writing = True
                         await context.write(response)
                         is_writing = False
-        except ServiceError as error:  # the key was revoked meanwhile
+        except ServiceError as error:  # the key has ended meanwhile
             if is_writing:  # the client does not read, and no status can overtake the response: end without one
                 raise asyncio.CancelledError from None
             await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(handle)
-
-
-def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Return a handler that refuses without reading the request: it is declared as a stream and never read."""
-
-    async def handle(_bodies: AsyncIterator[bytes], context: Context) -> None:
-        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -224,9 +238,9 @@ async def _respond(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
         await abort(context, to_refusal(error, rpc.name))
 
 
-def _api_key(details: grpc.HandlerCallDetails) -> str:
+def _api_key(context: Context) -> str:
     """Return the key of `authorization: Bearer <key>`; empty if the call has none."""
-    for name, value in details.invocation_metadata:
+    for name, value in context.invocation_metadata() or ():
         if name == "authorization":
             scheme, _, key = (value if isinstance(value, str) else value.decode("latin-1")).partition(" ")
             return key.strip() if scheme.lower() == "bearer" else ""

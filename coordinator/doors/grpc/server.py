@@ -60,7 +60,10 @@ class GrpcDoor:
     async def start(self, backend: Backend) -> None:
         """Serve the RPCs and, updated every second, the health of the backend."""
         self._server.add_generic_rpc_handlers(
-            (Calls(backend.service, backend.authenticator, Intake(self._config)), self._public)  # asked in this order
+            (
+                Calls(backend.service, backend.authenticator, Intake(self._config), self._config.host),
+                self._public,
+            )  # asked in this order
         )
         self._public.set_health(is_serving=backend.health())
         await self._server.start()

@@ -16,10 +16,12 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
 from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
+from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Polls
+from coordinator.doors.peers import is_this_machine
 from coordinator.service import Service
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Caller, Principal
 
 SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call without data for training or sampling."""
@@ -159,6 +161,14 @@ def read_json(model: type[Body], body: bytes) -> Body:
             for fault in errors[:_FAULTS_SHOWN]
         ]
         raise unreadable(f"the request's body is wrong: {'; '.join(faults)}", body) from None
+
+
+def caller_of(request: Request, door_host: str) -> Caller:
+    """Return where a request comes from. `door_host`: where the door listens."""
+    return Caller(
+        is_local=request.client is not None and is_this_machine(request.client.host, door_host),
+        certificate_sha256=request.scope.get("state", {}).get(CERTIFICATE, ""),
+    )
 
 
 def api_key(request: Request) -> str:

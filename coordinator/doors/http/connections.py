@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import socket
 import ssl
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from coordinator.doors.http.places import Places
 
 WITH_KEY = "tinkerpool.has_valid_key"
 """Entry of a call's ASGI scope: its API key was valid."""
+CERTIFICATE = "tinkerpool.certificate_sha256"
+"""Entry of the state of a call's ASGI scope: the fingerprint of the client's certificate."""
 ACCEPTS_MAX = 16
 """Most connections that are accepted in one callback: each takes up to 1.5 ms of processor time, and one is closed to
 make room for it."""
@@ -61,6 +64,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set the deadline of the first request."""
         super().connection_made(transport)
+        if (tls := transport.get_extra_info("ssl_object")) is not None and (der := tls.getpeercert(binary_form=True)):
+            self.app_state[CERTIFICATE] = hashlib.sha256(der).hexdigest()
         self._deadline = self.loop.call_later(self._head_s, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from coordinator.service import Service
 from coordinator.storage.disk import Disk, RealDisk
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import sessions_pb2 as pb
 
-_NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", is_admin=False)
+_NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", role=Role.READ_ONLY)
 """Capabilities and tokenizers do not depend on the tenant."""
 
 

@@ -22,7 +22,7 @@ from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.training import no_access_tokens
 from coordinator.storage.folders import CONFIG, WEIGHTS
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb

@@ -46,14 +46,21 @@ class Audit(Table[AuditRow]):
         super().__init__(database, AuditRow, "audit")
 
     def newest(
-        self, limit: int, *, before: int = 0, act: str = "", subject: str = "", key_id: str = ""
+        self,
+        limit: int,
+        *,
+        before: int = 0,
+        act: str = "",
+        subject: str = "",
+        key_id: str = "",
+        start: float = 0.0,
     ) -> list[AuditRow]:
         """Return up to `limit` entries, the newest first, of those before entry `before` (0: of all).
 
-        `act` is a whole act, or its part before the dot; an empty filter takes every entry.
+        `act` is a whole act, or its part before the dot; `start` is a time of day. An empty filter takes every entry.
         """
         return self._all(
             "WHERE (? = 0 OR audit_id < ?) AND (? = '' OR act = ? OR act LIKE ? || '.%') AND (? = '' OR subject = ?)"
-            " AND (? = '' OR key_id = ?) ORDER BY audit_id DESC LIMIT ?",
-            (before, before, act, act, act, subject, subject, key_id, key_id, limit),
+            " AND (? = '' OR key_id = ?) AND at >= ? ORDER BY audit_id DESC LIMIT ?",
+            (before, before, act, act, act, subject, subject, key_id, key_id, start, limit),
         )

@@ -25,7 +25,7 @@ from coordinator.doors.grpc.calls import SERVICES, use_case_name
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from scripts.bench.models import Model
 from tinkerpool import ServiceClient, TrainingClient, types
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary

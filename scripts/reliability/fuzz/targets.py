@@ -215,7 +215,7 @@ class HttpRoute:
 def make_targets(channel: grpc.aio.Channel, client: httpx.AsyncClient) -> list[Target]:
     """Return all RPCs and routes."""
     rpcs: list[Target] = [Rpc(method, channel) for service in SERVICES for method in service.methods]
-    routes = [(method, f"{PREFIX}{path}", SHAPES[path]) for method, path, _ in HANDLERS]
+    routes = [(method, f"{PREFIX}{path}", SHAPES[path]) for method, path, *_ in HANDLERS]
     return rpcs + [HttpRoute(*route, client) for route in (*routes, *OTHERS)]
 
 

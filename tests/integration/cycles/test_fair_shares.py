@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.config import CoordinatorConfig
+from coordinator.tenants.principals import Role
 from tests.support.timed_pool import TimedPool, in_virtual_time, paired_step
 from tests.support.toy_pool import ToyPool
 from tinkerpool.v1 import limits_pb2
@@ -75,7 +76,7 @@ def shares(
 
     async def give_weight(toys: ToyPool) -> None:
         await toys.principal(HEAVY)
-        key, _ = await toys.coordinator.authenticator.create_key("root", is_admin=True)
+        key, _ = await toys.coordinator.authenticator.create_key("root", role=Role.ADMIN)
         request = limits_pb2.SetTenantLimitsRequest(tenant=HEAVY, limits={"weight": str(WEIGHT)})
         await toys.service.set_tenant_limits(toys.coordinator.authenticator.authenticate(key), request)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, Quota, ServiceError
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal, Role
 from tests.support.toy_pool import ToyPool, running_pool
 from tinkerpool.v1 import limits_pb2, operations_pb2, pool_pb2, sampling_pb2
 
@@ -24,7 +24,7 @@ async def refusal(call: Awaitable[Any]) -> ServiceError:
 
 
 async def admin(pool: ToyPool) -> Principal:
-    key, _ = await pool.coordinator.authenticator.create_key("root", is_admin=True)
+    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
     return pool.coordinator.authenticator.authenticate(key)
 
 

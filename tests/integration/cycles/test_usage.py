@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.tenants.principals import Role
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import ToyPool, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -127,7 +128,7 @@ async def test_an_administrator_sees_every_tenant(tmp_path: Path) -> None:
         adapters = {tenant: await pool.adapter(tenant) for tenant in ("alice", "bob")}
         for tenant, adapter in adapters.items():
             await pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
-        key, _ = await pool.coordinator.authenticator.create_key("boss", is_admin=True)
+        key, _ = await pool.coordinator.authenticator.create_key("boss", role=Role.ADMIN)
         boss = pool.coordinator.authenticator.authenticate(key)
         rows = (await pool.service.get_usage(boss, pool_pb2.GetUsageRequest())).rows
     assert [(row.tenant, row.kind, row.num_tokens) for row in rows] == [

@@ -401,7 +401,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-POSTS = sorted(path for method, path, _ in HANDLERS if method == "POST" and "{" not in path)
+POSTS = sorted(path for method, path, *_ in HANDLERS if method == "POST" and "{" not in path)
 
 
 def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:

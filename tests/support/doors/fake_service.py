@@ -10,16 +10,16 @@ from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Caller, Principal, Role
 
 KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
-PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", is_admin=True)
+PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", role=Role.ADMIN)
 
 
 class FakeKeys:
     """One valid key."""
 
-    def authenticate(self, key: str) -> Principal:
+    def admit(self, key: str, caller: Caller, least: Role) -> Principal:
         """Return the principal of the valid key."""
         if key != KEY:
             raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_INVALID" if key else "API_KEY_MISSING", "no such key")

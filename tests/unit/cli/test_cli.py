@@ -6,17 +6,25 @@ import io
 import json
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.base.errors import Code, ServiceError, not_found
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool.cli.main import main
-from tinkerpool.credentials import Credentials, credentials_file, write_credentials
+from tinkerpool.credentials import (
+    Credentials,
+    credentials_file,
+    kept_credentials,
+    read_credentials,
+    write_credentials,
+)
 from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, limits_pb2, operations_pb2, pool_pb2
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
@@ -181,10 +189,12 @@ def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeSe
 
 def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
     service.responses["create_api_key"] = admin_pb2.CreateApiKeyResponse(key="tp_new")
-    done = run("key", "create", "bob", "--admin")
+    done = run("key", "create", "bob", "--role", "admin", "--expires", "90d", "--certificate", "ab:cd")
     assert (done.code, done.out) == (0, "tp_new\n")
     [(_, _, request)] = service.calls
-    assert request == admin_pb2.CreateApiKeyRequest(tenant="bob", is_admin=True)
+    assert request == admin_pb2.CreateApiKeyRequest(
+        tenant="bob", role=admin_pb2.ROLE_ADMIN, ttl_seconds=90 * 86_400, certificate_sha256="ab:cd"
+    )
 
 
 @pytest.mark.parametrize("given", ["0123456789ab", "tp_0123456789ab_secret_with_underscore", "tml-tp_0123456789ab_s"])
@@ -197,11 +207,95 @@ def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
 
 
 def test_key_list_shows_which_keys_are_revoked(run: Run, service: FakeService) -> None:
-    keys = [admin_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), admin_pb2.ApiKey(key_id="k2", is_revoked=True)]
+    keys = [
+        admin_pb2.ApiKey(key_id="k1", tenant="a", role=admin_pb2.ROLE_ADMIN),
+        admin_pb2.ApiKey(key_id="k2", is_revoked=True),
+    ]
     service.responses["list_api_keys"] = admin_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
     assert "good" in lines[2]
     assert "revoked" in lines[3]
+
+
+def test_key_list_shows_roles_last_uses_and_expiries(run: Run, service: FakeService) -> None:
+    keys = [
+        admin_pb2.ApiKey(key_id="k1", role=admin_pb2.ROLE_ADMIN, is_local=True),
+        admin_pb2.ApiKey(key_id="k2", role=admin_pb2.ROLE_READ_ONLY, is_expired=True, expire_time=Timestamp(seconds=1)),
+        admin_pb2.ApiKey(key_id="k3", role=admin_pb2.ROLE_MEMBER, expire_time=Timestamp(seconds=4_000_000_000)),
+    ]
+    keys[0].last_use_time.GetCurrentTime()
+    service.responses["list_api_keys"] = admin_pb2.ListApiKeysResponse(api_keys=keys)
+    local, expired, good = run("key", "list").out.splitlines()[2:]
+    assert "admin (on its machine)" in local
+    assert local.count("ago") == 2
+    assert "read-only" in expired
+    assert "expired" in expired
+    assert "never" in expired
+    assert "good until 2096" in good
+
+
+def rotated(key_id: str = "000000000000", *, is_revoked: bool = False) -> admin_pb2.RotateApiKeyResponse:
+    return admin_pb2.RotateApiKeyResponse(
+        key="tp_111111111111_new",
+        api_key=admin_pb2.ApiKey(key_id="111111111111"),
+        replaced=admin_pb2.ApiKey(key_id=key_id, is_revoked=is_revoked, expire_time=Timestamp(seconds=4_000_000_000)),
+    )
+
+
+def test_key_rotate_replaces_the_key_in_the_credentials_file(run: Run, service: FakeService) -> None:
+    service.responses["rotate_api_key"] = rotated()
+    before = read_credentials()
+    done = run("key", "rotate", "--grace", "12h")
+    assert (done.code, done.out) == (0, ""), done.err
+    assert "expires 2096" in done.err
+    after = read_credentials()
+    assert before is not None
+    assert after is not None
+    assert (after.url, after.api_key) == (before.url, "tp_111111111111_new")
+    assert list(kept_credentials()) == [after], "the replaced key is not kept"
+    assert service.calls[0][2] == admin_pb2.RotateApiKeyRequest(grace_seconds=12 * 3600)
+
+
+def test_key_rotate_prints_a_key_that_is_not_from_the_credentials_file(run: Run, service: FakeService) -> None:
+    before = read_credentials()
+    for arguments, key_id in ((("--api-key", KEY), "0" * 12), (("2" * 12,), "2" * 12)):
+        service.responses["rotate_api_key"] = rotated(key_id, is_revoked=True)
+        done = run("key", "rotate", "--grace", "0", *arguments)
+        assert (done.code, done.out) == (0, "tp_111111111111_new\n"), done.err
+        assert "is revoked" in done.err
+        assert read_credentials() == before
+    assert service.calls[1][2] == admin_pb2.RotateApiKeyRequest(key_id="2" * 12, grace_seconds=0)
+
+
+def test_a_duration_of_another_form_is_refused_with_examples(run: Run, service: FakeService) -> None:
+    done = run("key", "create", "bob", "--expires", "soon")
+    assert done.code != 0
+    assert "90d, 12h" in done.err
+    assert service.calls == []
+
+
+def test_audit_lists_acts_with_filters_and_pages(run: Run, service: FakeService) -> None:
+    async def page(_: object, request: admin_pb2.ListAuditEntriesRequest) -> admin_pb2.ListAuditEntriesResponse:
+        start = int(request.page_token or 90)
+        entries = [
+            admin_pb2.AuditEntry(
+                entry_id=n, act="key.create", subject="k", key_id="b", tenant="root", details={"x": "y"}
+            )
+            for n in (start, start - 1)
+        ]
+        return admin_pb2.ListAuditEntriesResponse(entries=entries, next_page_token=str(start - 2))
+
+    service.responses["list_audit_entries"] = page
+    done = run("audit", "--act", "key", "--subject", "k", "--key", "b", "--since", "1d", "-n", "4")
+    assert [line.split()[0] for line in done.out.splitlines()[2:]] == ["90", "89", "88", "87"]
+    assert "b (root)" in done.out
+    assert "x y" in done.out
+    assert "There are more" in done.err
+    request = service.calls[0][2]
+    assert isinstance(request, admin_pb2.ListAuditEntriesRequest)
+    assert (request.act, request.subject, request.key_id) == ("key", "k", "b")
+    assert abs(request.start_time.seconds - (time.time() - 86_400)) < 600
+    assert len(json.loads(run("audit", "-n", "2", "--json").out)["entries"]) == 2
 
 
 def test_tenant_create_says_how_to_make_its_first_key(run: Run, service: FakeService) -> None:

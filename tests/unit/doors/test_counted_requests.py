@@ -23,7 +23,7 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai import schemas as openai_schemas
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.doors.loop_time import loop_time
 from tinkerpool.compat import tinker_pb2 as wire

@@ -16,7 +16,7 @@ from coordinator.doors.budget import Budget
 from coordinator.doors.grpc import intake
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
-from coordinator.tenants.keys import Principal
+from coordinator.tenants.principals import Caller, Principal, Role
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeKeys, FakeService
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc
@@ -29,9 +29,9 @@ GET_OPERATION = "/tinkerpool.v1.OperationService/GetOperation"
 class KeysByName(FakeKeys):
     """Every key is the name of its tenant."""
 
-    def authenticate(self, key: str) -> Principal:
+    def admit(self, key: str, caller: Caller, least: Role) -> Principal:
         """Return the principal."""
-        return Principal(tenant_id=key, tenant_name=key, key_id=key, is_admin=False)
+        return Principal(tenant_id=key, tenant_name=key, key_id=key, role=Role.MEMBER)
 
 
 class Door:

@@ -24,7 +24,8 @@ from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
 from coordinator.storage.store import Store
-from coordinator.tenants.keys import Authenticator, Principal
+from coordinator.tenants.keys import Authenticator
+from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
 from tests.support.served_pool import SHIPPED_MODEL
 from tests.support.toy_pool import FakeTime

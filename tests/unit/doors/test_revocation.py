@@ -17,7 +17,8 @@ from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.storage.store import Store
-from coordinator.tenants.keys import Authenticator, Principal
+from coordinator.tenants.keys import Authenticator
+from coordinator.tenants.principals import Principal
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService
 from tinkerpool.v1 import operations_pb2 as ops_pb

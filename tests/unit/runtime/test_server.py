@@ -18,7 +18,7 @@ import pytest
 
 from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig, ServerConfig
 from coordinator.cli.process import running_pid
-from coordinator.server import Server, StartError
+from coordinator.server import LOCAL_KEY_NOTE, Server, StartError
 from coordinator.serving import READY_FILE, Serving
 from tests.support.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
@@ -138,10 +138,11 @@ async def test_the_settings_of_the_tinker_sdk_are_printed_and_the_key_only_on_a_
 async def test_a_later_start_keeps_the_key_and_updates_the_address(start: Start) -> None:
     first = await start()
     key = stored().api_key
+    assert any(LOCAL_KEY_NOTE in line for line in first.lines)
     await end(first.task)
     second = await start()
     assert second.url != first.url
-    assert stored() == Credentials(url=second.url, api_key=key)
+    assert stored() == Credentials(url=second.url, api_key=key, note=LOCAL_KEY_NOTE)
     assert any(str(credentials_file()) in line and "key create" in line for line in second.lines)
     assert (await status(second.url, key)).epoch == 2
 

@@ -62,8 +62,8 @@ async def test_a_migration_keeps_the_rows(old: Path) -> None:
     keys = {row.key_id: row for row in store.api_keys.all()}
     await store.close()
     assert (tenant.name, limits[tenant.tenant_id], tenant.virtual_tokens) == ("alice", {"weight": "2.0"}, 30)
-    assert (keys["k1"].is_admin, keys["k1"].secret_sha256, keys["k1"].revoked_at) == (True, b"\x01", None)
-    assert (keys["k2"].is_admin, keys["k2"].revoked_at, keys["k2"].tenant_name) == (False, 7.0, "alice")
+    assert (keys["k1"].role, keys["k1"].secret_sha256, keys["k1"].revoked_at) == ("admin", b"\x01", None)
+    assert (keys["k2"].role, keys["k2"].revoked_at, keys["k2"].tenant_name) == ("member", 7.0, "alice")
 
 
 def test_an_older_database_is_read_without_migrating_it(old: Path) -> None:

@@ -135,3 +135,7 @@ GET_TENANT_LIMITS = Unary(
 SET_TENANT_LIMITS = Unary(
     "LimitService", "SetTenantLimits", limits.SetTenantLimitsRequest, limits.SetTenantLimitsResponse
 )
+ROTATE_API_KEY = Unary("AdminService", "RotateApiKey", admin.RotateApiKeyRequest, admin.RotateApiKeyResponse)
+LIST_AUDIT_ENTRIES = Unary(
+    "AdminService", "ListAuditEntries", admin.ListAuditEntriesRequest, admin.ListAuditEntriesResponse
+)

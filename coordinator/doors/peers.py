@@ -1,0 +1,27 @@
+"""Whether the peer of a connection is this machine. Does not depend on a protocol.
+
+A peer is this machine if its address is a loopback, or the address that the door itself listens on: no other machine
+can complete a connection from either. A relay on this machine makes all its clients local.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+
+
+@functools.lru_cache(maxsize=4096)
+def is_this_machine(peer: str, door_host: str) -> bool:
+    """Return whether an address without a port is this machine's. `door_host`: where the door listens."""
+    address = _address(peer)
+    return address is not None and (address.is_loopback or address == _address(door_host))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address

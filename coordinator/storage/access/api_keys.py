@@ -1,0 +1,141 @@
+"""The API keys: creation, rotation, revocation, and when each was last used.
+
+Main invariant: an administrator's key remains that has no expiry and whose tenant is active, so the pool cannot be
+locked. Each change is recorded in the audit log in its own transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.storage.access.audit import Act, record
+from coordinator.storage.database import Connection, Database
+from coordinator.storage.rows import ApiKeyRow, Table
+from coordinator.storage.tenants import add_tenant
+
+HAS_ADMIN = """SELECT 1 FROM api_keys JOIN tenants USING (tenant_id)
+    WHERE role = 'admin' AND revoked_at IS NULL AND expires_at IS NULL AND suspended_at IS NULL AND deletion_at IS NULL
+    LIMIT 1"""
+"""Returns a row if a key can always administer the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewKey:
+    """A key to insert."""
+
+    key_id: str
+    secret_sha256: bytes
+    role: str
+    expires_at: float | None
+    """The time of day; None: never."""
+    is_local: bool
+    certificate_sha256: str
+
+
+class NoAdminError(Exception):
+    """The change would leave no administrator's key without an expiry."""
+
+
+class ApiKeys(Table[ApiKeyRow]):
+    """All API keys, also revoked ones."""
+
+    def __init__(self, database: Database) -> None:
+        keys = "(SELECT api_keys.*, name AS tenant_name FROM api_keys JOIN tenants USING (tenant_id))"
+        super().__init__(database, ApiKeyRow, keys)
+
+    def all(self) -> list[ApiKeyRow]:
+        """Return every key, oldest first."""
+        return self._all("ORDER BY created_at, key_id")
+
+    def get(self, key_id: str) -> ApiKeyRow | None:
+        """Return a key, also a revoked one."""
+        return self._one("WHERE key_id = ?", (key_id,))
+
+    def create(self, key: NewKey, tenant: str, new_tenant_id: str, act: Act) -> asyncio.Future[bool]:
+        """Insert a key and, if it is new, its tenant. The future: False if that tenant is being deleted."""
+
+        def write(db: Connection) -> bool:
+            creation = Act(at=act.at, key_id=act.key_id, tenant=act.tenant, act="tenant.create", subject=tenant)
+            add_tenant(db, new_tenant_id, creation)
+            inserted = db.execute(
+                "INSERT INTO api_keys (key_id, tenant_id, secret_sha256, role, created_at, expires_at, is_local,"
+                " certificate_sha256) SELECT ?, tenant_id, ?, ?, ?, ?, ?, ? FROM tenants"
+                " WHERE name = ? AND deletion_at IS NULL",
+                (
+                    key.key_id,
+                    key.secret_sha256,
+                    key.role,
+                    act.at,
+                    key.expires_at,
+                    key.is_local,
+                    key.certificate_sha256,
+                    tenant,
+                ),
+            ).rowcount
+            if inserted:
+                record(db, act)
+            return bool(inserted)
+
+        return self._database.write(write)
+
+    def rotate(
+        self, key_id: str, successor: str, secret_sha256: bytes, grace_s: float, act: Act
+    ) -> asyncio.Future[bool]:
+        """Give a valid key a successor, and end the key itself `grace_s` seconds later; 0: at once.
+
+        The successor has the same tenant, role, expiry and bindings. The future: False if the key is revoked or
+        expired, or has a successor.
+        """
+
+        def write(db: Connection) -> bool:
+            inserted = db.execute(
+                "INSERT INTO api_keys (key_id, tenant_id, secret_sha256, role, created_at, expires_at, is_local,"
+                " certificate_sha256) SELECT ?, tenant_id, ?, role, ?, expires_at, is_local, certificate_sha256"
+                " FROM api_keys WHERE key_id = ? AND revoked_at IS NULL AND successor = ''"
+                " AND (expires_at IS NULL OR expires_at > ?)",
+                (successor, secret_sha256, act.at, key_id, act.at),
+            ).rowcount
+            if not inserted:
+                return False
+            ends, column = (act.at + grace_s, "expires_at") if grace_s else (act.at, "revoked_at")
+            db.execute(
+                f"UPDATE api_keys SET successor = ?, {column} = MIN(COALESCE({column}, ?), ?) WHERE key_id = ?",  # noqa: S608
+                (successor, ends, ends, key_id),
+            )
+            record(db, act)
+            return True
+
+        return self._database.write(write)
+
+    def revoke(self, key_id: str, act: Act) -> asyncio.Future[bool]:
+        """Revoke a key. The future: False if it was revoked before. Raises NoAdminError through the future."""
+
+        def write(db: Connection) -> bool:
+            had_admin = has_admin(db)
+            revoked = db.execute(
+                "UPDATE api_keys SET revoked_at = ? WHERE key_id = ? AND revoked_at IS NULL", (act.at, key_id)
+            ).rowcount
+            if not revoked:
+                return False
+            if had_admin and not has_admin(db):
+                raise NoAdminError
+            record(db, act)
+            return True
+
+        return self._database.write(write, is_deletion=True)
+
+    def note_uses(self, uses: Mapping[str, float]) -> asyncio.Future[None]:
+        """Store when keys were last used: key id to the time of day."""
+
+        def write(db: Connection) -> None:
+            for key_id, wall in uses.items():
+                db.execute("UPDATE api_keys SET last_used_at = ? WHERE key_id = ?", (wall, key_id))
+
+        return self._database.write(write)
+
+
+def has_admin(db: Connection) -> bool:
+    """Return whether there is an administrator's key without an expiry, of an active tenant."""
+    return db.execute(HAS_ADMIN).fetchone() is not None

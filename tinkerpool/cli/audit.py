@@ -1,0 +1,61 @@
+"""`tinkerpool audit`: what administrators did. Needs an administrator's key."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tinkerpool.cli import show
+from tinkerpool.cli.connection import JsonOption, KeyOption, LimitOption, UrlOption, fetch_list, find_target
+from tinkerpool.cli.keys import seconds_of
+from tinkerpool.client.calls.methods import LIST_AUDIT_ENTRIES
+from tinkerpool.v1 import admin_pb2
+
+
+def audit(
+    act: Annotated[
+        str, typer.Option(help="Only these acts: key.revoke; or all on a kind of subject: key, tenant.")
+    ] = "",
+    subject: Annotated[
+        str, typer.Option(help="Only acts on this subject: the id of a key, the name of a tenant.")
+    ] = "",
+    key: Annotated[str, typer.Option(help="Only acts of this key, by its id.")] = "",
+    since: Annotated[str, typer.Option(metavar="DURATION", help="Only acts of the last 7d, 12h, 30m.")] = "",
+    limit: LimitOption = 100,
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+    json: JsonOption = False,
+) -> None:
+    """List what administrators did, the newest first."""
+    start = Timestamp(seconds=int(time.time()) - seconds_of(since)) if since else None
+
+    def make_request(page_size: int, page_token: str) -> admin_pb2.ListAuditEntriesRequest:
+        return admin_pb2.ListAuditEntriesRequest(
+            page_size=page_size, page_token=page_token, act=act, subject=subject, key_id=key, start_time=start
+        )
+
+    response = fetch_list(find_target(url, api_key), LIST_AUDIT_ENTRIES, make_request, "entries", limit)
+    if json:
+        show.json_message(response)
+        return
+    show.table(
+        "Audit log",
+        ("entry", "time", "by", "act", "subject", "details"),
+        (
+            (
+                str(entry.entry_id),
+                show.moment(entry.time),
+                f"{entry.key_id} ({entry.tenant})" if entry.key_id else "operator",
+                entry.act,
+                entry.subject,
+                ", ".join(f"{name} {value}" for name, value in sorted(entry.details.items())),
+            )
+            for entry in response.entries
+        ),
+        right="entry",
+    )
+    if response.next_page_token:
+        show.note(f"There are more; --limit {limit * 4} shows them.")
