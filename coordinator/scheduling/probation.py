@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.base.time import Signal, Time
+from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class Records(Protocol):
 
     def note(self, row: ProbationRow) -> None:
         """Store a record with the next write."""
+
+    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """Delete a tenant's record, and record the act."""
 
     def service_time(self) -> float:
         """Return the seconds that the service has run in all its incarnations."""
@@ -146,6 +150,12 @@ class Probation:
                     operation=old.operation,
                 )
             )
+
+    async def release(self, tenant_id: str, act: Act) -> None:
+        """End the tenant's probation, durable when it returns; `act` is recorded with it. Raises StorageError."""
+        await self._records.release(tenant_id, act)
+        self._rows.pop(tenant_id, None)
+        self.changed.notify()
 
     def wake_at(self, service_s: float) -> None:
         """Notify `changed` at this service time."""

@@ -13,6 +13,7 @@ from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
 from coordinator.service.limits import LimitUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
+from coordinator.service.probation import ProbationUseCases
 from coordinator.service.sampling import SamplingUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
@@ -31,5 +32,6 @@ class Service(
     PoolUseCases,
     AdminUseCases,
     LimitUseCases,
+    ProbationUseCases,
 ):
     """All use cases. A method's name is the RPC's in snake case."""

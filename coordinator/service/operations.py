@@ -57,6 +57,10 @@ class OperationUseCases(UseCases):
     wait_operations = streamed(poll_operations)
     """As `poll_operations`, for a call that lasts until the last operation is finished."""
 
+    async def queue_reason(self, principal: Principal, name: str) -> str:
+        """Return why an operation waits longer than others, for its owner; empty: it does not."""
+        return self._shown_operation(self._operation(principal, name)).queue_reason
+
     async def cancel_operation(
         self, principal: Principal, request: pb.CancelOperationRequest
     ) -> pb.CancelOperationResponse:
@@ -85,7 +89,11 @@ class OperationUseCases(UseCases):
         group.changed.notify()
 
     def _shown_operation(self, operation: Operation) -> pb.Operation:
-        return operation.as_message(is_running=self._is_running(operation))
+        message = operation.as_message(is_running=self._is_running(operation))
+        standing = self._core.probation.standing(operation.tenant_id)
+        if standing is not None and message.state == pb.OPERATION_STATE_QUEUED:
+            message.queue_reason = str(standing)
+        return message
 
     def _operation(self, principal: Principal, name: str) -> Operation:
         operation = self._core.admission.find(*_parse(name))

@@ -9,6 +9,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.service.access import UseCases, streamed
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
+from tinkerpool.v1.probation_pb2 import Probation
 
 
 class PoolUseCases(UseCases):
@@ -43,6 +44,7 @@ class PoolUseCases(UseCases):
             version=VERSION,
             epoch=core.epoch,
             uptime_seconds=core.time.monotonic() - core.started_at,
+            probations=self._probations(principal),
         )
 
     @streamed
@@ -95,6 +97,22 @@ class PoolUseCases(UseCases):
             shown.entries.append(others)
             shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
         return shown
+
+    def _probations(self, principal: Principal) -> list[Probation]:
+        """Return the probations that the caller may see, by the tenants' names."""
+        found = {tenant_id: self._core.probation.standing(tenant_id) for tenant_id in self._core.probation.tenants()}
+        shown = [
+            Probation(
+                tenant=self._tenant_name(tenant_id),
+                num_kills=standing.num_kills,
+                operation=standing.operation,
+                remaining_seconds=standing.remaining_s,
+                backoff_seconds=standing.backoff_s,
+            )
+            for tenant_id, standing in found.items()
+            if standing is not None and (principal.is_admin or tenant_id == principal.tenant_id)
+        ]
+        return sorted(shown, key=lambda each: each.tenant)
 
     def _tenant_name(self, tenant_id: str) -> str:
         row = self._core.store.tenants.get(tenant_id)

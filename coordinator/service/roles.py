@@ -68,6 +68,7 @@ LEAST_ROLES: Mapping[str, Role] = {
             "list_tenants",
             "set_tenant_limits",
             "list_audit_entries",
+            "release_tenant",
         ),
         Role.ADMIN,
     ),

@@ -102,6 +102,15 @@ class Probations(Table[ProbationRow]):
 
         self._database.ride(f"probation {row.tenant_id}", write)
 
+    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """Delete a tenant's record, if it has one, and record the act."""
+
+        def write(db: Connection) -> None:
+            db.execute("DELETE FROM probations WHERE tenant_id = ?", (tenant_id,))
+            record(db, act)
+
+        return self._database.write(write)
+
     def service_time(self) -> float:
         """Return the service time, which the records are in."""
         return self._database.service_time()

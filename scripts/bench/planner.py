@@ -13,6 +13,7 @@ quartiles in brackets.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -31,6 +32,7 @@ from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import Quarantine
+from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 from scripts.bench.common import (
     Column,
@@ -75,6 +77,10 @@ class NoRecords:
 
     def note(self, row: ProbationRow) -> None:
         """Store nothing."""
+
+    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """Raise an error: there is no record."""
+        raise NotImplementedError
 
     def service_time(self) -> float:
         """Return zero."""

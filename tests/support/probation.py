@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
+from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 
 
@@ -21,6 +23,13 @@ class MemoryRecords:
     def note(self, row: ProbationRow) -> None:
         """Store a record."""
         self.rows[row.tenant_id] = row
+
+    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """Delete a record at once."""
+        self.rows.pop(tenant_id, None)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def service_time(self) -> float:
         """Return the time that the test has set."""

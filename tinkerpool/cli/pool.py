@@ -17,7 +17,7 @@ from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOptio
 from tinkerpool.cli.limits import show_limits
 from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
-from tinkerpool.v1 import limits_pb2, pool_pb2
+from tinkerpool.v1 import limits_pb2, pool_pb2, probation_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this API key may not see."""
@@ -53,11 +53,32 @@ def status(
     )
     show.console.print()
     _show_workers(response.workers)
+    if response.probations:
+        show.console.print()
+        _show_probations(response.probations)
     if response.cycles:
         show.console.print()
         _show_cycles(response.cycles)
     elif num_cycles:
         show.say("No cycle has run yet.")
+
+
+def _show_probations(probations: Iterable[probation_pb2.Probation]) -> None:
+    show.table(
+        "On probation: run alone, because their operations ended workers",
+        ("tenant", "kills", "last one by", "still for", "next operation"),
+        (
+            (
+                each.tenant,
+                str(each.num_kills),
+                each.operation,
+                show.duration(each.remaining_seconds),
+                f"in {show.duration(each.backoff_seconds)}" if each.backoff_seconds else "in its turn",
+            )
+            for each in probations
+        ),
+        right="kills",
+    )
 
 
 def _show_workers(workers: Iterable[pool_pb2.Worker]) -> None:

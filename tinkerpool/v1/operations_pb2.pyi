@@ -483,6 +483,7 @@ class Operation(_message.Message):
     SAVE_WEIGHTS_FOR_SAMPLER_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     DISCARD_GRADIENT_FIELD_NUMBER: _builtins.int
+    QUEUE_REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`<adapter or sampler id>:<seq>`; what WaitOperations and its siblings take."""
     kind: Global___OperationKind.ValueType
@@ -499,6 +500,8 @@ class Operation(_message.Message):
     """Tokens put through the base model for it."""
     engine_seconds: _builtins.float
     """Seconds of engine time charged to it."""
+    queue_reason: _builtins.str
+    """For people: why it waits longer than others. Set while it is QUEUED and its tenant is on probation."""
     @_builtins.property
     def error(self) -> Global___OperationError:
         """Set when FAILED."""
@@ -550,10 +553,11 @@ class Operation(_message.Message):
         save_weights_for_sampler: Global___SaveWeightsForSamplerResult | None = ...,
         sample: Global___SampleResult | None = ...,
         discard_gradient: Global___DiscardGradientResult | None = ...,
+        queue_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["discard_gradient", b"discard_gradient", "error", b"error", "forward_backward", b"forward_backward", "load_state", b"load_state", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycle_id", b"cycle_id", "discard_gradient", b"discard_gradient", "engine_seconds", b"engine_seconds", "error", b"error", "forward_backward", b"forward_backward", "kind", b"kind", "load_state", b"load_state", "name", b"name", "num_tokens", b"num_tokens", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler", "seq", b"seq", "state", b"state", "target_id", b"target_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycle_id", b"cycle_id", "discard_gradient", b"discard_gradient", "engine_seconds", b"engine_seconds", "error", b"error", "forward_backward", b"forward_backward", "kind", b"kind", "load_state", b"load_state", "name", b"name", "num_tokens", b"num_tokens", "optim_step", b"optim_step", "queue_reason", b"queue_reason", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler", "seq", b"seq", "state", b"state", "target_id", b"target_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "load_state", "save_state", "save_weights_for_sampler", "sample", "discard_gradient"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from tinkerpool.v1 import probation_pb2 as _probation_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -203,6 +204,7 @@ class GetPoolStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    PROBATIONS_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Operations that wait."""
     num_running: _builtins.int
@@ -223,6 +225,10 @@ class GetPoolStatusResponse(_message.Message):
     def cycles(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cycle]:
         """The last cycles, oldest first."""
 
+    @_builtins.property
+    def probations(self) -> _containers.RepeatedCompositeFieldContainer[_probation_pb2.Probation]:
+        """The tenants on probation, by name; with another key than an administrator's only its own tenant."""
+
     def __init__(
         self,
         *,
@@ -234,10 +240,11 @@ class GetPoolStatusResponse(_message.Message):
         version: _builtins.str = ...,
         epoch: _builtins.int = ...,
         uptime_seconds: _builtins.float = ...,
+        probations: _abc.Iterable[_probation_pb2.Probation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "probations", b"probations", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ from tinkerpool.v1 import (
     limits_pb2,
     operations_pb2,
     pool_pb2,
+    probation_pb2,
     sampling_pb2,
     sessions_pb2,
     training_pb2,
@@ -57,6 +58,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         pool_pb2,
         admin_pb2,
         limits_pb2,
+        probation_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 )

@@ -64,7 +64,7 @@ async def retrieve_future(call: Call) -> Response:
         return JSONResponse({"type": kind, "model_id": adapter_id})
     operation = await finished(call, request_id, call.door.config.poll_s)
     if operation is None:
-        return _try_again(call, request_id)
+        return await _try_again(call, request_id)
     is_binary = PROTOBUF in call.request.headers.get("accept", "")
     size = operation.ByteSize()
     if is_binary and asked.allow_metadata_only and size > METADATA_BYTES_MIN:
@@ -141,8 +141,10 @@ def _held(call: Call, seconds: float) -> AbstractAsyncContextManager[None]:
     return call.door.polls.held(call.principal.tenant_id, seconds, num_max)
 
 
-def _try_again(call: Call, request_id: str) -> Response:
+async def _try_again(call: Call, request_id: str) -> Response:
     body = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-    if not call.door.backend.health():
+    if reason := await call.service.queue_reason(call.principal, request_id):
+        body |= {"queue_state": "paused_rate_limit", "queue_state_reason": reason}
+    elif not call.door.backend.health():
         body |= {"queue_state": "paused_capacity", "queue_state_reason": NO_WORKER}
     return JSONResponse(body, status_code=HTTPStatus.REQUEST_TIMEOUT)

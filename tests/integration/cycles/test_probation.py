@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordinator.base.errors import Code
 from coordinator.scheduling import probation
+from coordinator.tenants.principals import Role
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
-from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, running_pool
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2, probation_pb2
 from workers.contract.messages import Batch, BatchResult, PassItem, SampleEvent
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
@@ -151,3 +155,43 @@ async def test_a_tenant_on_probation_is_not_stopped(tmp_path: Path, passes: list
     assert [each.state for each in done] == [SUCCEEDED] * 3
     assert spec_chain[0] == spec_chain[1]
     assert all(len({item.op_id for item in batch.items}) <= 1 for batch in batches)
+
+
+async def test_a_tenant_is_told_why_its_operations_wait_until_an_administrator_releases_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probation, "BACKOFF_S", 3600.0)
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter("mallory"), await pool.principal("mallory")
+        await kill(pool, adapter, 1)
+        name = await pool.forward_backward(adapter, 3, 4, tenant="mallory")
+        asked = ops_pb.GetOperationRequest(name=name)
+        queued = (await pool.service.get_operation(principal, asked)).operation
+        assert queued.state == ops_pb.OPERATION_STATE_QUEUED
+        assert queued.queue_reason.startswith(
+            f"{adapter}:1 ended its worker, so all operations of this tenant run solo"
+        )
+        of_neighbour = await pool.forward_backward(await pool.adapter("bob"), 1, 4, tenant="bob")
+        [done] = await asyncio.wait_for(pool.wait(of_neighbour, tenant="bob"), 60)
+        assert (done.state, done.queue_reason) == (SUCCEEDED, "")
+        assert (await refusal(pool.service.queue_reason(await pool.principal("bob"), name))).code is Code.NOT_FOUND
+
+        status, admin = pool_pb2.GetPoolStatusRequest(), replace(await pool.principal("root"), role=Role.ADMIN)
+        shown = {
+            who.tenant_name: list((await pool.service.get_pool_status(who, status)).probations)
+            for who in (principal, await pool.principal("bob"), admin)
+        }
+        assert shown["bob"] == []
+        for [each] in (shown["mallory"], shown["root"]):
+            assert (each.tenant, each.num_kills, each.operation) == ("mallory", 1, f"{adapter}:1")
+            assert 1700 < each.backoff_seconds <= 1800
+
+        await pool.service.release_tenant(admin, probation_pb2.ReleaseTenantRequest(tenant="mallory"))
+        [done] = await asyncio.wait_for(pool.wait(name, tenant="mallory"), 60)
+        assert done.state == SUCCEEDED
+        [entry] = pool.store.audit.newest(1, act="tenant.release")
+        assert (entry.tenant, entry.subject) == ("root", "mallory")
+        missing = probation_pb2.ReleaseTenantRequest(tenant="nobody")
+        assert (await refusal(pool.service.release_tenant(admin, missing))).reason == "NOT_FOUND"
+    async with running_pool(tmp_path) as pool:
+        assert pool.core.probation.tenants() == []

@@ -21,6 +21,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import MESSAGE_LENGTH_MAX
 from coordinator.doors.http.calls import SMALL_BYTES_MAX
 from coordinator.doors.http_app import HANDLERS
+from coordinator.storage.access.audit import Act
 from tests.support.doors.sdk import API, Wire, pass_of
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tinkerpool.compat import tinker_pb2 as wire
@@ -208,6 +209,23 @@ def test_a_poll_is_held_open_and_then_returns_try_again(wired: Wire, model: str)
     assert time.monotonic() - begin >= POLL_S * 0.9
     assert response.status_code == 408
     assert response.json() == {"type": "try_again", "request_id": promise, "queue_state": "active"}
+
+
+def test_a_poll_of_a_tenant_on_probation_says_why_it_waits(pool: RestartablePool, wired: Wire, model: str) -> None:
+    promise = wired.ok("/optim_step", step(model, 2))["request_id"]
+    probation, tenant_id = pool.pool.core.probation, pool.pool.log_of(model).tenant_id
+
+    async def convict() -> None:
+        probation.record_kill(tenant_id, f"{model}:1")
+
+    async def release() -> None:
+        await probation.release(tenant_id, Act(at=0.0, act="tenant.release", subject="test"))
+
+    pool.run(convict())
+    waiting = wired.post("/retrieve_future", {"request_id": promise}).json()
+    pool.run(release())
+    assert (waiting["type"], waiting["queue_state"]) == ("try_again", "paused_rate_limit")
+    assert waiting["queue_state_reason"].startswith(f"{model}:1 ended its worker, so all operations of this tenant run")
 
 
 def test_a_queued_operation_is_cancelled_and_an_unknown_one_ignored(wired: Wire, model: str) -> None:

@@ -25,7 +25,7 @@ from tinkerpool.credentials import (
     read_credentials,
     write_credentials,
 )
-from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, limits_pb2, operations_pb2, pool_pb2
+from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, limits_pb2, operations_pb2, pool_pb2, probation_pb2
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
 
@@ -109,6 +109,17 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
     [(_, _, request)] = service.calls
     assert isinstance(request, pool_pb2.GetPoolStatusRequest)
     assert request.num_cycles == 5
+
+
+def test_status_shows_who_is_on_probation_and_tenant_release_ends_it(run: Run, service: FakeService) -> None:
+    status = pool_status()
+    status.probations.add(tenant="mallory", num_kills=3, operation="a:7", remaining_seconds=7200, backoff_seconds=40)
+    service.responses["get_pool_status"] = status
+    done = run("status")
+    assert ["mallory", "3", "a:7", "2.0", "h", "in", "40", "s"] in [line.split() for line in done.out.splitlines()]
+    service.responses["release_tenant"] = probation_pb2.ReleaseTenantResponse()
+    assert run("tenant", "release", "mallory").code == 0
+    assert service.calls[-1][2] == probation_pb2.ReleaseTenantRequest(tenant="mallory")
 
 
 def test_status_and_usage_print_json_for_scripts(run: Run, service: FakeService) -> None:

@@ -13,6 +13,7 @@ from tinkerpool.v1 import checkpoints_pb2 as checkpoints
 from tinkerpool.v1 import limits_pb2 as limits
 from tinkerpool.v1 import operations_pb2 as operations
 from tinkerpool.v1 import pool_pb2 as pool
+from tinkerpool.v1 import probation_pb2 as probation
 from tinkerpool.v1 import sampling_pb2 as sampling
 from tinkerpool.v1 import sessions_pb2 as sessions
 from tinkerpool.v1 import training_pb2 as training
@@ -138,4 +139,7 @@ SET_TENANT_LIMITS = Unary(
 ROTATE_API_KEY = Unary("AdminService", "RotateApiKey", admin.RotateApiKeyRequest, admin.RotateApiKeyResponse)
 LIST_AUDIT_ENTRIES = Unary(
     "AdminService", "ListAuditEntries", admin.ListAuditEntriesRequest, admin.ListAuditEntriesResponse
+)
+RELEASE_TENANT = Unary(
+    "ProbationService", "ReleaseTenant", probation.ReleaseTenantRequest, probation.ReleaseTenantResponse
 )
