@@ -15,10 +15,18 @@ from typing import Any
 
 from coordinator.base.errors import invalid
 
-LimitValue = int | float
+LimitValue = int | float | tuple[str, ...] | tuple[int, ...] | None
+UNLIMITED = "unlimited"
+"""The text of None."""
+BURST_S = 10.0
+"""Seconds of a rate that a tenant may use at once."""
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 NUMBER_MAX = 1 << 62
 """Most that a limit can be: it fits into a signed integer of 64 bits."""
+RATE_MIN = 0.001
+"""The lowest rate: one operation in 17 minutes. A rate of nothing would refuse with a delay that never ends."""
+_FLOATS = ("weight", "operations_per_s", "tokens_per_s")
+_UNLIMITABLE = ("operations_per_s", "tokens_per_s", "tokens_per_month", "base_models", "ranks")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -53,6 +61,19 @@ class TenantLimits:
     """Most checkpoints: a hundred runs that save a hundred times."""
     stored_bytes_max: int = 1 << 40
     """Most bytes of checkpoints: a thousand states of rank 32 of a model of 8 billion parameters."""
+    operations_per_s: float | None = 1000.0
+    """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
+    acknowledges. The operation that others wait for is always accepted, and counted."""
+    tokens_per_s: float | None = None
+    """Tokens of operations that are accepted a second on average, and ten times as many at once; a sample counts with
+    the most that it may compute. Unlimited: the scheduler divides the pool by weight, and a queue has its ceilings."""
+    tokens_per_month: int | None = None
+    """Tokens in a calendar month, UTC. An operation that could take more fails at once. Unlimited: a pool sells
+    nothing."""
+    base_models: tuple[str, ...] | None = None
+    """Base models on which adapters and samplers may be created, separated by commas. Unlimited: those of the pool."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that new adapters may have, separated by commas. Unlimited: those that the base model takes."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -71,28 +92,38 @@ LABELS: Mapping[str, str] = {
     "samplers_max": "samplers of yours",
     "checkpoints_max": "checkpoints of yours",
     "stored_bytes_max": "bytes of your checkpoints",
+    "operations_per_s": f"operations of yours within {BURST_S:g} s",
+    "tokens_per_s": f"tokens of yours within {BURST_S:g} s",
+    "tokens_per_month": "tokens of yours in this month (UTC), with the most that unfinished operations may take",
 }
 """What each limit that refuses a call counts, for the message."""
 
 
 def parse_limit(name: str, text: str) -> LimitValue:
-    """Return the value of a limit from its text: `100`, `0.5`, `10GiB`. Raises ServiceError INVALID_ARGUMENT."""
+    """Return the value of a limit from its text: `100`, `0.5`, `10GiB`, `8,16`, `unlimited`.
+
+    Raises ServiceError INVALID_ARGUMENT.
+    """
     if name not in LIMIT_NAMES:
         raise invalid(f"there is no limit {name[:80]!r}: the limits are {', '.join(LIMIT_NAMES)}", "UNKNOWN_LIMIT")
     try:
-        value = float(text) if name == "weight" else _whole(text)
+        value = _parsed(name, text)
         _check(name, value)
     except ValueError as error:
         raise invalid(f"{name}={text[:80]} is not allowed: {error}", "LIMIT_NOT_ALLOWED") from None
     return value
 
 
-def as_text(value: LimitValue) -> str:
-    """Return a value as text; a size in the largest unit that divides it."""
+def as_text(name: str, value: LimitValue) -> str:
+    """Return the value of a limit as text; a size in the largest unit that divides it."""
+    if value is None:
+        return UNLIMITED
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     for unit, size in reversed(_UNITS.items()):
-        if value and value % size == 0:
+        if "bytes" in name and value and value % size == 0:
             return f"{value // size}{unit}"
     return str(value)
 
@@ -113,11 +144,32 @@ def _whole(text: str) -> int:
     return int(number) * factor
 
 
-def _check(name: str, value: LimitValue) -> None:
+def _parsed(name: str, text: str) -> LimitValue:
+    if text == UNLIMITED and name in _UNLIMITABLE:
+        return None
+    if name == "base_models":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name == "ranks":
+        return tuple(_whole(part.strip()) for part in text.split(",") if part.strip())
+    return float(text) if name in _FLOATS else _whole(text)
+
+
+def _check(name: str, value: Any) -> None:
     """Raise ValueError if a limit cannot have this value."""
-    if name == "weight":
+    if value is None and name in _UNLIMITABLE:
+        return
+    if name == "base_models":
+        if not value:
+            raise ValueError(f"it takes names of base models, separated by commas, or {UNLIMITED}")
+    elif name == "ranks":
+        if not value or min(value) < 1:
+            raise ValueError(f"it takes ranks from 1 up, separated by commas, or {UNLIMITED}")
+    elif name == "weight":
         if not (math.isfinite(value) and WEIGHT_MIN <= value <= WEIGHT_MAX):
             raise ValueError(f"weight must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, not {value:g}")
+    elif name in _FLOATS:
+        if not (math.isfinite(value) and RATE_MIN <= value <= NUMBER_MAX):
+            raise ValueError(f"a rate must be {RATE_MIN:g} or more, or {UNLIMITED}")
     elif name == "streams_max" and value < 1:
         raise ValueError("streams_max must be at least 1")
     elif not 0 <= value <= NUMBER_MAX:

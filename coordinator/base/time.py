@@ -31,6 +31,12 @@ class Time(Protocol):
         """Wait for `seconds`."""
 
 
+def month_of(wall: float) -> int:
+    """Return the calendar month of a moment of the wall clock, in UTC, as a number that grows: 202611."""
+    moment = time.gmtime(wall)
+    return moment.tm_year * 100 + moment.tm_mon
+
+
 async def within(seconds: float, work: Awaitable[T]) -> T:
     """Return the result of the work if it ends in time. Raises TimeoutError.
 

@@ -31,6 +31,7 @@ from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
+from coordinator.tenants.rates import Rates
 from tinkerpool.names import operation_name
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
@@ -91,7 +92,13 @@ class Admission:
     """Accepts operations."""
 
     def __init__(
-        self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits, ceilings: Ceilings
+        self,
+        store: Store,
+        in_flight: InFlightTable,
+        registry: AdapterRegistry,
+        limits: Limits,
+        ceilings: Ceilings,
+        rates: Rates,
     ) -> None:
         self._store = store
         self._in_flight = in_flight
@@ -99,6 +106,7 @@ class Admission:
         self._limits = limits
         self._ceilings = ceilings
         self._quotas = ceilings.quotas
+        self._rates = rates
         self._numbers = SampleNumbers(store)
         self._appending: dict[str, asyncio.Future[None]] = {}
         """Operation to the future of its append."""
@@ -125,7 +133,7 @@ class Admission:
         except ServiceError:
             return  # `accept` raises it
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
-            self._check_room(log, seq, 1)
+            self._check_room(log, seq, 1, (1, 1))
 
     def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
         """Accept consecutive operations of an adapter, all or none.
@@ -141,7 +149,8 @@ class Admission:
             raise _restored(log.adapter_id)
         if seq <= log.snapshot_seq:
             raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
-        self._check_room(log, seq, sum(len(request.payload) for request in requests))
+        amounts = len(requests), sum(request.claim.num_tokens for request in requests)
+        self._check_room(log, seq, sum(len(request.payload) for request in requests), amounts)
         if seq - log.next_seq >= self._limits.pending_operations_max:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -157,12 +166,14 @@ class Admission:
         if refusal is not None and (not is_explicit or refusal.code is Code.ALREADY_EXISTS):
             raise refusal
         if refusal is not None:
+            self._rates.draw(log.tenant_id, len(requests), 0)
             return self._record(log, seq, requests, refusal)
         operations = [
             self._operation(log.tenant_id, log.adapter_id, seq + i, request_id if i == 0 else "", request)
             for i, request in enumerate(requests)
         ]
         appended = self._enter(log, operations)
+        self._rates.draw(log.tenant_id, *amounts)
         for operation, request in zip(operations, requests, strict=True):
             if request.decoded is not None:
                 self._in_flight.keep_decoded(operation, request.decoded)
@@ -185,11 +196,13 @@ class Admission:
         if request.refusal is not None:
             raise request.refusal
         self._check_queue(tenant_id, sampler_id, len(request.payload))
+        self._rates.check(tenant_id, 1, request.claim.num_tokens)
         self._ceilings.check_samples(tenant_id, request.claim)
         seq = known_seq or self._numbers.next(sampler_id)
         operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
         self._numbers.note(sampler_id, seq)
         self._in_flight.add(operation)
+        self._rates.draw(tenant_id, 1, request.claim.num_tokens)
         return Acceptance((operation,), (self._append(None, [operation]),))
 
     def find(self, target_id: str, seq: int) -> Operation | None:
@@ -255,14 +268,18 @@ class Admission:
         """Return the unfinished appends of these operations, which may have entered by several calls."""
         return tuple(self._appending[each.name] for each in operations if each.name in self._appending)
 
-    def _check_room(self, log: AdapterLog, seq: int, num_bytes: int) -> None:
-        """Raise ServiceError if there is no room; the operation that the adapter waits for has room of its own."""
+    def _check_room(self, log: AdapterLog, seq: int, num_bytes: int, amounts: tuple[int, int]) -> None:
+        """Raise ServiceError if there is no room, or the rates of the tenant lack these operations and tokens.
+
+        The operation that the adapter waits for has room of its own, and no rate refuses it.
+        """
         try:
             self._check_queue(log.tenant_id, log.adapter_id, num_bytes)
+            self._rates.check(log.tenant_id, *amounts)
         except ServiceError as refusal:
             pending = self._in_flight.bytes_of_tenant(log.tenant_id)
             has_room = pending + num_bytes <= self._quotas.of(log.tenant_id).queued_bytes_max + AWAITED_BYTES_MAX
-            if refusal.reason != "QUEUE_FULL" or not has_room or not log.waits_for(seq):
+            if refusal.reason not in ("QUEUE_FULL", "RATE_LIMITED") or not has_room or not log.waits_for(seq):
                 raise
 
     def _check_queue(self, tenant_id: str, target_id: str, num_bytes: int) -> None:

@@ -16,17 +16,26 @@ from coordinator.base.errors import Quota, ServiceError, busy, over_ceiling
 from coordinator.operations.holdings import Claim, Holdings
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.sessions import SessionTable
+from coordinator.operations.spending import Spending
 from coordinator.tenants.limits import Quotas
 
 
 class Ceilings:
     """The checks of ceilings that operations claim a part of."""
 
-    def __init__(self, quotas: Quotas, in_flight: InFlightTable, sessions: SessionTable, holdings: Holdings) -> None:
+    def __init__(
+        self,
+        quotas: Quotas,
+        in_flight: InFlightTable,
+        sessions: SessionTable,
+        holdings: Holdings,
+        spending: Spending,
+    ) -> None:
         self.quotas = quotas
         self._in_flight = in_flight
         self._sessions = sessions
         self._holdings = holdings
+        self._spending = spending
 
     def num_checkpoints(self, tenant_id: str) -> int:
         """Return the checkpoints that a tenant has or is saving."""
@@ -44,6 +53,10 @@ class Ceilings:
         """Return the continuations of a tenant that are not finished."""
         return self._in_flight.claimed(tenant_id).num_samples
 
+    def num_tokens(self, tenant_id: str) -> int:
+        """Return the tokens of a tenant in this month, with the most that its unfinished operations may take."""
+        return self._spending.tokens(tenant_id) + self._in_flight.claimed(tenant_id).num_tokens
+
     def refusal(self, tenant_id: str, claim: Claim) -> ServiceError | None:
         """Return why an operation with this claim is refused for good; None: it has room."""
         limits, quota = self.quotas.of(tenant_id), self.quotas.quota
@@ -54,13 +67,20 @@ class Ceilings:
         if claim.num_bytes and num_bytes + claim.num_bytes > limits.stored_bytes_max:
             used = quota(tenant_id, "stored_bytes_max", num_bytes)
             return over_ceiling("STORAGE_QUOTA", used, f"this save adds {claim.num_bytes}: delete some checkpoints")
+        if claim.num_tokens and limits.tokens_per_month is not None:
+            num_tokens = self.num_tokens(tenant_id)
+            if num_tokens + claim.num_tokens > limits.tokens_per_month:
+                used = quota(tenant_id, "tokens_per_month", num_tokens)
+                return over_ceiling("TOKEN_BUDGET", used, f"this may take {claim.num_tokens}: wait for the next month")
         return self._sampler_refusal(tenant_id) if claim.num_samplers else None
 
     def check_samples(self, tenant_id: str, claim: Claim) -> None:
-        """Raise ServiceError if a sample has to wait until others of its tenant are finished.
+        """Raise ServiceError if a sample is above the budget, or has to wait until others of its tenant are finished.
 
         One that is larger than the whole ceiling is accepted alone.
         """
+        if (refusal := self.refusal(tenant_id, claim)) is not None:
+            raise refusal
         num_samples, maximum = self.num_samples(tenant_id), self.quotas.of(tenant_id).samples_max
         if num_samples + claim.num_samples > maximum and (num_samples or not maximum):
             quota = self.quotas.quota(tenant_id, "samples_max", num_samples)

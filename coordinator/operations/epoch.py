@@ -16,8 +16,10 @@ from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.sessions import SessionTable
+from coordinator.operations.spending import Spending
 from coordinator.storage.store import Store
 from coordinator.tenants.limits import Quotas
+from coordinator.tenants.rates import Rates
 from coordinator.tenants.streams import Streams
 
 
@@ -55,13 +57,14 @@ def open_registers(context: Context, store: Store) -> Registers:
     sessions = SessionTable(store, context.time)
     sessions.load()
     holdings = Holdings(store)
-    ceilings = Ceilings(quotas, in_flight, sessions, holdings)
+    rates = Rates(quotas, context.time.monotonic)
+    ceilings = Ceilings(quotas, in_flight, sessions, holdings, Spending(store, in_flight, context.time.wall))
     return Registers(
         registry=registry,
         sessions=sessions,
         in_flight=in_flight,
         finished_samples=finished_samples,
-        admission=Admission(store, in_flight, registry, context.config.limits, ceilings),
+        admission=Admission(store, in_flight, registry, context.config.limits, ceilings, rates),
         quotas=quotas,
         holdings=holdings,
         ceilings=ceilings,

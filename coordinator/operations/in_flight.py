@@ -166,6 +166,8 @@ class InFlightTable:
         self._num_by_target: Counter[str] = Counter()
         self._num_by_tenant: Counter[str] = Counter()
         self._claims: dict[str, Claim] = {}
+        self._tokens_by_tenant: Counter[str] = Counter()
+        """Tokens of the outcomes that became visible in this epoch."""
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
@@ -228,6 +230,14 @@ class InFlightTable:
         """Return the sum of what a tenant's operations in flight may add to what it holds."""
         return self._claims.get(tenant_id, NO_CLAIM)
 
+    def num_tokens_of(self, tenant_id: str) -> int:
+        """Return the tokens of a tenant's outcomes that became visible in this epoch."""
+        return self._tokens_by_tenant[tenant_id]
+
+    def all_tokens(self) -> dict[str, int]:
+        """Return these tokens of every tenant."""
+        return dict(self._tokens_by_tenant)
+
     def remove(self, operation: Operation) -> None:
         """Remove an operation that finished, or whose append failed."""
         if self._operations.get(operation.name) is not operation:
@@ -256,6 +266,8 @@ class InFlightTable:
         operation.commit()
         self.remove(operation)
         assert operation.outcome is not None
+        if operation.outcome.num_tokens:
+            self._tokens_by_tenant[operation.tenant_id] += operation.outcome.num_tokens
         for queue in self._waiters.pop(operation.name, ()):
             num_bytes = operation.outcome.ByteSize()
             if self._num_result_bytes + num_bytes > RESULT_BYTES_MAX:

@@ -136,6 +136,26 @@ class UseCases:
             )
         return model
 
+    def _check_permitted(self, principal: Principal, base_model: str, rank: int | None = None) -> None:
+        """Refuse a base model or rank that the tenant may not use for something new."""
+        limits = self._core.quotas.of(principal.tenant_id)
+        if limits.base_models is not None and base_model not in limits.base_models:
+            command = self._core.quotas.command(principal.tenant_id, f"base_models={base_model},...")
+            raise ServiceError(
+                Code.PERMISSION_DENIED,
+                "BASE_MODEL_NOT_PERMITTED",
+                f"you may use the base models {', '.join(limits.base_models)}, not {base_model}: name one of them, or "
+                f"ask an administrator: {command}",
+            )
+        if rank is not None and limits.ranks is not None and rank not in limits.ranks:
+            command = self._core.quotas.command(principal.tenant_id, f"ranks={rank},...")
+            raise ServiceError(
+                Code.PERMISSION_DENIED,
+                "RANK_NOT_PERMITTED",
+                f"you may use the ranks {', '.join(map(str, limits.ranks))}, not {rank}: use one of them, or ask an "
+                f"administrator: {command}",
+            )
+
     def _page(
         self, read: Callable[[int, int], Page[R]], request: ListRequest, default_size: int
     ) -> tuple[list[R], str, int]:

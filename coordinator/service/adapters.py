@@ -63,6 +63,7 @@ class AdapterUseCases(UseCases):
         self._check_unused(request)
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
+        self._check_permitted(principal, model.name, spec.rank)
         with self._core.registry.reserving(principal.tenant_id, self._core.quotas):
             index = session.take_adapter_index(request.index if request.HasField("index") else None)
             adapter_id = names.adapter_id(session.session_id, index)

@@ -63,7 +63,7 @@ class LimitUseCases(UseCases):
         return [
             pb.TenantLimit(
                 name=name,
-                value=as_text(getattr(limits, name)),
+                value=as_text(name, getattr(limits, name)),
                 is_set=self._core.quotas.is_set(tenant_id, name),
                 usage=usage.get(name),
             )
@@ -82,5 +82,6 @@ class LimitUseCases(UseCases):
             "samples_max": core.ceilings.num_samples(tenant_id),
             "samplers_max": core.ceilings.num_samplers(tenant_id),
             "checkpoints_max": core.ceilings.num_checkpoints(tenant_id),
+            "tokens_per_month": core.ceilings.num_tokens(tenant_id),
             "stored_bytes_max": core.ceilings.stored_bytes(tenant_id),
         }

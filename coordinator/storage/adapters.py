@@ -49,10 +49,10 @@ class Adapters(Table[AdapterRow]):
 
         The future has the folder of its snapshot, which no row names from then on; None if it had none.
         """
-        now = self._database.service_time()
+        now, month = self._database.service_time(), self._database.month()
 
         def write(db: Connection) -> str | None:
-            finish_logged(db, finished, now)
+            finish_logged(db, finished, now, month)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
             db.execute(
                 "UPDATE adapters SET deleted_at = ?, deleted_service_s = ? WHERE adapter_id = ?",

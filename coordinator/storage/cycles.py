@@ -106,13 +106,13 @@ class Cycles:
         failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
         effect of that operation. The commit is queued behind the appends, so it is never durable before them.
         """
-        now = self._database.service_time()
+        now, month = self._database.service_time(), self._database.month()
 
         def write(db: Connection) -> frozenset[str]:
             lost = lost_targets(db, commit.finished)
             for operation in commit.finished:
                 if operation.target_id not in lost:
-                    finish(db, operation, now)
+                    finish(db, operation, now, month)
             for use in commit.file_uses:
                 if use.adapter_id not in lost:
                     add_file_use(db, use)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from coordinator.base.errors import Failure
-from coordinator.base.time import Time
+from coordinator.base.time import Time, month_of
 from coordinator.storage.disk import PRIVATE_FILE, Reserve
 from coordinator.storage.migrations import MIGRATIONS
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
@@ -165,6 +165,10 @@ class Database:
     def service_time(self) -> float:
         """Return the seconds that the service has run in all incarnations, without downtime and steps of the clock."""
         return self._service_s + self._time.monotonic() - self._opened
+
+    def month(self) -> int:
+        """Return the calendar month, UTC, that usage counts for now, see `month_of`."""
+        return month_of(self._time.wall())
 
     def write(
         self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False, is_deletion: bool = False

@@ -4,7 +4,7 @@ Text only: `database` runs it, in one transaction with the new version's number.
 the same columns, indexes and triggers as a new one.
 """
 
-from coordinator.storage.schema import API_KEYS, AUDIT, PROBATIONS, TENANT_LIMITS
+from coordinator.storage.schema import API_KEYS, AUDIT, PROBATIONS, TENANT_LIMITS, USAGE_MONTHS
 
 _ACCOUNTS = f"""
 ALTER TABLE tenants ADD COLUMN suspended_at REAL;
@@ -25,6 +25,6 @@ ALTER TABLE tenants DROP COLUMN weight;
 """A weight is one of a tenant's limits."""
 
 MIGRATIONS = {
-    5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS,
+    5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
 }
 """Schema version to the statements that make the next version of it."""

@@ -21,7 +21,7 @@ from coordinator.storage.rows import (
     insert,
     typed,
 )
-from coordinator.storage.tenants import add_usage
+from coordinator.storage.tenants import add_month, add_usage
 
 DROPPED_MAX = 500
 """Results that one transaction drops, so that it takes milliseconds: the writes of cycles wait for it."""
@@ -169,15 +169,18 @@ def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozens
     return frozenset(o.target_id for o in decided if not _is_logged(db, o.target_id, o.seq, o.append_id))
 
 
-def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float) -> None:
+def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float, month: int) -> None:
     """Store the outcomes of those operations whose appends are in the log."""
     for operation in decided:
         if _is_logged(db, operation.target_id, operation.seq, operation.append_id):
-            finish(db, operation, now)
+            finish(db, operation, now, month)
 
 
-def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
-    """Store the outcome of a logged operation and charge it to its tenant. An operation is decided at most once."""
+def finish(db: Connection, operation: DecidedOperation, now: float, month: int) -> None:
+    """Store the outcome of a logged operation and charge it to its tenant. An operation is decided at most once.
+
+    `now`: service time; `month`: that its tokens count for, see `Database.month`.
+    """
     key = (operation.target_id, operation.seq, operation.append_id)
     changed = db.execute(
         "UPDATE operations SET outcome = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
@@ -188,6 +191,8 @@ def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
     add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    if operation.num_tokens:
+        add_month(db, operation.tenant_id, month, operation.num_tokens)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:

@@ -20,6 +20,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
+| usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
 Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `samplers/` of the data directory.
@@ -67,6 +68,16 @@ BEFORE INSERT ON audit WHEN EXISTS (SELECT 1 FROM audit WHERE audit_id = NEW.aud
 BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END;
 """
 """The audit log, also for databases that a migration gives one."""
+
+USAGE_MONTHS = """
+CREATE TABLE usage_months (
+    tenant_id TEXT NOT NULL REFERENCES tenants ON DELETE CASCADE,
+    month INTEGER NOT NULL,               -- of the calendar, UTC: 202611
+    num_tokens INTEGER NOT NULL,
+    PRIMARY KEY (tenant_id, month)
+) WITHOUT ROWID;
+"""
+"""What budgets count, also for databases that a migration gives it: months before it are not counted."""
 
 TENANT_LIMITS = """
 CREATE TABLE tenant_limits (
@@ -230,4 +241,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{PROBATIONS}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}"""  # noqa: S608 (our names)

@@ -132,6 +132,11 @@ class Usage:
         )
         return [typed(UsageRow, row) for row in rows]
 
+    def of_month(self, month: int) -> dict[str, int]:
+        """Return the tokens of each tenant in a calendar month, see `Database.month`."""
+        rows = self._database.read("SELECT tenant_id, num_tokens FROM usage_months WHERE month = ?", (month,))
+        return {row["tenant_id"]: row["num_tokens"] for row in rows}
+
     def note(self, use: FileUse) -> None:
         """Add a use of files. Becomes durable with the next write; a crash before that loses it."""
         self._database.ride(f"use {next(self._numbers)}", lambda db: add_file_use(db, use))
@@ -145,6 +150,15 @@ def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine
         " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
         " engine_s = engine_s + excluded.engine_s",
         (tenant_id, kind, num_tokens, engine_s),
+    )
+
+
+def add_month(db: Connection, tenant_id: str, month: int, num_tokens: int) -> None:
+    """Add the tokens of a finished operation to its tenant's month."""
+    db.execute(
+        "INSERT INTO usage_months VALUES (?, ?, ?) ON CONFLICT (tenant_id, month) DO UPDATE SET"
+        " num_tokens = num_tokens + excluded.num_tokens",
+        (tenant_id, month, num_tokens),
     )
 
 

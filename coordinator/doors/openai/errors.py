@@ -18,6 +18,7 @@ _CODES = {
     "API_KEY_MISSING": "invalid_api_key",
     "API_KEY_INVALID": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
+    "RATE_LIMITED": "rate_limit_exceeded",
     "SAMPLES_FULL": "rate_limit_exceeded",
     "STREAMS_FULL": "rate_limit_exceeded",
 }

@@ -87,6 +87,7 @@ async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(tmp_pat
             "samplers_max": 0,
             "checkpoints_max": 0,
             "stored_bytes_max": 0,
+            "tokens_per_month": 0,
         }
         bob, others = await pool.principal("bob"), limits_pb2.GetTenantLimitsRequest(tenant="alice")
         unknown = limits_pb2.GetTenantLimitsRequest(tenant="nobody")
@@ -262,3 +263,45 @@ async def test_claims_of_unfinished_saves_are_counted_again_after_a_crash(tmp_pa
 def only_tenant(pool: ToyPool) -> str:
     [row] = pool.store.tenants.all()
     return row.tenant_id
+
+
+async def test_a_budget_is_never_exceeded_and_is_the_same_after_a_crash(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        await set_limits(pool, "alice", tokens_per_month=30)
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 10))
+        pool.hold()
+        name = await pool.forward_backward(adapter, 2, 8)
+        sampler = await pool.sampler(adapter.partition(":")[0])
+        sample = await pool.sample(sampler, 1, num_samples=1, max_tokens=5)
+        assert (await used(pool))["tokens_per_month"] == 10 + 8 + 3 + 5
+        await refused_outcome_at(pool, pool.forward_backward(adapter, 3, 5), "TOKEN_BUDGET")
+        error = await refusal(pool.sample(sampler, 2, num_samples=1, max_tokens=2))
+        assert (error.code, error.reason, error.retry_delay_s) == (Code.FAILED_PRECONDITION, "TOKEN_BUDGET", None)
+        last = await pool.sample(sampler, 2, num_samples=1, max_tokens=1)
+        await pool.release()
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        await pool.wait(name, sample, last)
+        assert (await used(pool))["tokens_per_month"] == 30
+        await pool.wait(await pool.optim_step(adapter, 4))
+        await refused_outcome(pool, pool.forward_backward(adapter, 5, 1), "TOKEN_BUDGET")
+        await set_limits(pool, "alice", tokens_per_month="unlimited")
+        [done] = await pool.wait(await pool.sample(sampler, 3, num_samples=1, max_tokens=1))
+        assert done.num_tokens == 4
+
+
+async def test_only_permitted_base_models_and_ranks_are_used_for_something_new(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await set_limits(pool, "alice", base_models="another", ranks="4,16")
+        for call in (pool.adapter(), pool.sampler(adapter.partition(":")[0])):
+            error = await refusal(call)
+            assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "BASE_MODEL_NOT_PERMITTED")
+            assert "tinkerpool tenant limit alice base_models=toy,..." in error.message
+        await set_limits(pool, "alice", base_models="another, toy")
+        error = await refusal(pool.adapter(rank=8))
+        assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "RANK_NOT_PERMITTED")
+        await pool.adapter(rank=16)
+        await pool.adapter("bob")
+        await pool.wait(await pool.submit(adapter, 1))

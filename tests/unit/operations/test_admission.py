@@ -18,9 +18,12 @@ from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
 from coordinator.operations.sessions import SessionTable
+from coordinator.operations.spending import Spending
 from coordinator.payloads.passes import Chunk, decoded_pass
+from coordinator.storage.access.audit import Act
 from coordinator.storage.store import Store
 from coordinator.tenants.limits import Quotas
+from coordinator.tenants.rates import Rates
 from tests.support.adapter_logs import adapter_with
 from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
@@ -39,14 +42,17 @@ class Bench:
     adapter: AdapterLog = field(default_factory=adapter_with)
 
     def __post_init__(self) -> None:
-        registry = AdapterRegistry(FakeTime(), self.store.adapters)
+        self.time = FakeTime()
+        registry = AdapterRegistry(self.time, self.store.adapters)
+        self.quotas = Quotas(self.store, TENANT_LIMITS)
+        self.rates = Rates(self.quotas, self.time.monotonic)
         registry.add(self.adapter)
         self.group: AdapterGroup = registry.group_of(self.adapter)
-        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, self.ceilings())
+        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, self.ceilings(), self.rates)
 
     def ceilings(self) -> Ceilings:
-        sessions, quotas = SessionTable(self.store, FakeTime()), Quotas(self.store, TENANT_LIMITS)
-        return Ceilings(quotas, self.in_flight, sessions, Holdings(self.store))
+        sessions, spending = SessionTable(self.store, self.time), Spending(self.store, self.in_flight, self.time.wall)
+        return Ceilings(self.quotas, self.in_flight, sessions, Holdings(self.store), spending)
 
     async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
         acceptance = self.admission.accept(self.adapter, seq, request_id, requests)
@@ -290,6 +296,33 @@ async def test_a_tenants_queued_operations_are_bounded_over_all_targets_and_the_
         one.succeed(1, Usage())
         bench.in_flight.finish(one)
     await bench.sample(1, sampler="s2")
+
+
+async def test_a_rate_refuses_with_the_exact_delay_consumes_no_seq_and_never_refuses_the_awaited_one(
+    bench: Bench,
+) -> None:
+    await bench.quotas.change("t", {"operations_per_s": "0.3"}, Act(at=1.0, act="tenant.limit", subject="alice"))
+    for seq in (1, 3, 4):
+        await bench.submit(step(), seq=seq)
+    for refused in (await bench.refusal(step(), seq=5), await bench.refusal(bad(), seq=5)):
+        assert (refused.code, refused.reason, refused.retry_delay_s) == (
+            Code.RESOURCE_EXHAUSTED, "RATE_LIMITED", 3.334
+        )  # fmt: skip
+    with pytest.raises(ServiceError, match="operations of yours within 10 s: 3 in use, at most 3"):
+        await bench.sample(1)
+    assert seqs(await bench.submit(step(), seq=4)) == [4], "a repeat is free"
+    assert bench.logged() == [1, 3, 4]
+    assert seqs(await bench.submit(step(), seq=2)) == [2]
+    assert (await bench.refusal(step(), seq=5)).retry_delay_s == 6.667
+    bench.time.now += 6.667
+    assert seqs(await bench.submit(step(), seq=5)) == [5]
+    assert (await bench.refusal(step(), seq=6)).reason == "RATE_LIMITED"
+
+
+async def test_refused_requests_count_for_the_rate_too(bench: Bench) -> None:
+    await bench.quotas.change("t", {"operations_per_s": "0.1"}, Act(at=1.0, act="tenant.limit", subject="alice"))
+    assert (await bench.refusal(bad(), seq=1)).operation
+    assert (await bench.refusal(bad(), seq=2)).reason == "RATE_LIMITED"
 
 
 async def test_queued_samples_are_bounded_too(bench: Bench) -> None:

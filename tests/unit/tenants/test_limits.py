@@ -9,6 +9,7 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import (
     LIMIT_NAMES,
+    LimitValue,
     TenantLimits,
     as_text,
     limits_with,
@@ -26,7 +27,7 @@ ACT = Act(at=1.0, act="tenant.limit", subject="alice", details={"adapters_max": 
 @pytest.mark.parametrize("name", LIMIT_NAMES)
 def test_each_default_is_the_same_after_it_was_written_and_parsed(name: str) -> None:
     value = getattr(TenantLimits(), name)
-    assert parse_limit(name, as_text(value)) == value
+    assert parse_limit(name, as_text(name, value)) == value
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,16 @@ def test_each_default_is_the_same_after_it_was_written_and_parsed(name: str) -> 
         ("queued_bytes_max", "3GiB", 3 << 30),
         ("queued_bytes_max", "1025", 1025),
         ("weight", "0.25", 0.25),
+        ("operations_per_s", "1e3", 1000.0),
+        ("tokens_per_s", "unlimited", None),
+        ("tokens_per_month", "5", 5),
+        ("ranks", "8, 16", (8, 16)),
+        ("base_models", "a/b,c", ("a/b", "c")),
     ],
 )
-def test_a_limit_is_parsed_as_people_type_it(name: str, text: str, value: float) -> None:
+def test_a_limit_is_parsed_as_people_type_it(name: str, text: str, value: LimitValue) -> None:
     assert parse_limit(name, text) == value
-    assert parse_limit(name, as_text(value)) == value
+    assert parse_limit(name, as_text(name, value)) == value
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,13 @@ def test_a_limit_is_parsed_as_people_type_it(name: str, text: str, value: float)
         ("weight", "nan"),
         ("weight", "101"),
         ("colour", "1"),
+        ("adapters_max", "unlimited"),
+        ("operations_per_s", "0"),
+        ("operations_per_s", "inf"),
+        ("streams_max", "0"),
+        ("ranks", "0"),
+        ("ranks", ""),
+        ("base_models", ","),
     ],
 )
 def test_a_limit_that_makes_no_sense_is_refused_with_its_name(name: str, text: str) -> None:

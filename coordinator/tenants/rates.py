@@ -1,0 +1,87 @@
+"""Rates of tenants: token buckets of operations and of tokens through the base model.
+
+A bucket holds what its rate gives in `BURST_S` seconds, and is full at the start of an epoch. A request is accepted if
+the bucket has its amount. One that is larger than a full bucket is accepted when the bucket is full, and takes the
+bucket below zero: so it waits once, never for good, and on average the rate holds. A refusal has the exact delay after
+which the same request would be accepted, if the tenant sends nothing else meanwhile.
+
+Does not depend on what is counted. Main invariant: without a rate nothing is refused and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.base.errors import busy
+from coordinator.base.tenant_limits import BURST_S
+from coordinator.tenants.limits import Quotas
+
+TENANTS_KEPT = 4096
+"""Buckets that are kept while they may be full; above that, the full ones are dropped."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    """What is left; below zero after a request that was larger than the bucket, or awaited by others."""
+    at: float
+    """The time of the level, in seconds."""
+
+
+class Rates:
+    """The buckets of all tenants."""
+
+    def __init__(self, quotas: Quotas, monotonic: Callable[[], float]) -> None:
+        self._quotas = quotas
+        self._monotonic = monotonic
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
+
+    def check(self, tenant_id: str, num_operations: int, num_tokens: int) -> None:
+        """Raise ServiceError RATE_LIMITED with a delay if the buckets lack the amounts of a request now."""
+        self._check(tenant_id, "operations_per_s", num_operations)
+        self._check(tenant_id, "tokens_per_s", num_tokens)
+
+    def draw(self, tenant_id: str, num_operations: int, num_tokens: int) -> None:
+        """Take the amounts of an accepted request, also of one that the buckets have too little for."""
+        self._draw(tenant_id, "operations_per_s", num_operations)
+        self._draw(tenant_id, "tokens_per_s", num_tokens)
+
+    def _check(self, tenant_id: str, name: str, amount: int) -> None:
+        rate: float | None = getattr(self._quotas.of(tenant_id), name)
+        if rate is None or not amount:
+            return
+        size, level = _size(rate), self._level(tenant_id, name, rate)
+        missing = min(amount, size) - level
+        if missing > 0:
+            quota = self._quotas.quota(tenant_id, name, math.ceil(size - level), math.floor(size))
+            delay_s = math.ceil(missing / rate * 1000) / 1000
+            raise busy("RATE_LIMITED", quota, "send less at once", delay_s=delay_s)
+
+    def _draw(self, tenant_id: str, name: str, amount: int) -> None:
+        rate: float | None = getattr(self._quotas.of(tenant_id), name)
+        if rate is None or not amount:
+            return
+        level = self._level(tenant_id, name, rate)
+        self._buckets[tenant_id, name] = _Bucket(level - amount, self._monotonic())
+        if len(self._buckets) > TENANTS_KEPT:
+            self._drop_full()
+
+    def _level(self, tenant_id: str, name: str, rate: float) -> float:
+        """Return what a bucket holds now. A new rate holds for the time since the last request."""
+        bucket = self._buckets.get((tenant_id, name))
+        if bucket is None:
+            return _size(rate)
+        return min(_size(rate), bucket.level + (self._monotonic() - bucket.at) * rate)
+
+    def _drop_full(self) -> None:
+        for tenant_id, name in list(self._buckets):
+            rate: float | None = getattr(self._quotas.of(tenant_id), name)
+            if rate is None or self._level(tenant_id, name, rate) >= _size(rate):
+                del self._buckets[tenant_id, name]
+
+
+def _size(rate: float) -> float:
+    """Return what a full bucket holds: at least one operation or token."""
+    return max(1.0, rate * BURST_S)
