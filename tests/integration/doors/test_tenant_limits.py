@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import tinkerpool
-from coordinator.tenants.keys import Role
+from coordinator.tenants.principals import Role
 from tests.support.doors.sdk import Wire
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tinkerpool.cli.main import main
