@@ -32,7 +32,7 @@ class Coordinator:
         except BaseException:
             await self.core.stop()
             raise
-        self.authenticator = Authenticator(self.core.store, self.core.time.wall)
+        self.authenticator = Authenticator(self.core.store, self.core.accounts, self.core.time.wall)
         self.service = Service(self.core, self.authenticator)
         self.core.tasks.spawn(self.authenticator.keep(self.core.time))
 

@@ -122,6 +122,12 @@ class SessionTable:
         if session := self._live.get(session_id):
             session.last_seen = self._monotonic()
 
+    def renew(self, tenant_id: str) -> None:
+        """Let the idle time of a tenant's sessions begin again: it is resumed, and its heartbeats were refused."""
+        for session in self._live.values():
+            if session.tenant_id == tenant_id:
+                session.last_seen = self._monotonic()
+
     def take_sampler_index(self, session_id: str, operation: str, wanted: int | None) -> int:
         """Reserve a number for a sampler whose row is stored with a cycle's commit, and return it.
 

@@ -73,6 +73,7 @@ def make_runners(
             registers,
             states,
             samples,
+            scheduling.accounts,
         ),
         probation=scheduling.probation,
     )

@@ -77,6 +77,7 @@ class Core:
             self.states,
             load_fair_state(self.store, registers.quotas.weights()),
             self.probation,
+            self.accounts,
         )
         self._runners = make_runners(
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks

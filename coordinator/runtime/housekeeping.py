@@ -19,6 +19,7 @@ from coordinator.operations.epoch import Registers
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.database import StorageError
 from coordinator.storage.store import Store
+from coordinator.tenants.accounts import Accounts
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Housekeeping:
         registers: Registers,
         states: States,
         samples: SampleScheduler,
+        accounts: Accounts,
     ) -> None:
         self._config = config
         self._time = time
@@ -48,6 +50,7 @@ class Housekeeping:
         self._finished_samples = registers.finished_samples
         self._states = states
         self._samples = samples
+        self._accounts = accounts
 
     async def run(self) -> None:
         """Expire everything that is due, every `sweep_interval_s`."""
@@ -58,6 +61,8 @@ class Housekeeping:
             try:
                 await self._store.database.take_reserve()
                 for session in self._sessions.expired(self._config.session_timeout_s):
+                    if self._accounts.is_held(session.tenant_id):
+                        continue  # its heartbeats are refused
                     logger.info("session %s expired", session.session_id)
                     await self.end_session(session.session_id)
                 await self._states.remove_expired()
@@ -97,6 +102,8 @@ class Housekeeping:
 
     def _fail_behind_gap(self, log: AdapterLog) -> None:
         missing, now = log.missing_seq(), self._time.monotonic()
+        if self._accounts.is_held(log.tenant_id):
+            missing = None  # its missing operation would be refused: the wait begins again when it is resumed
         if missing is None or log.gap_since is None:
             log.note_gap(now if missing is not None else None)
             return

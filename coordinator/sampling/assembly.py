@@ -38,5 +38,6 @@ def make_sample_scheduler(
     for quarantine in scheduling.quarantines.values():
         quarantine.changed.subscribe(samples.wake)
     scheduling.probation.changed.subscribe(samples.wake)
+    scheduling.accounts.changed.subscribe(samples.wake)
     states.publishing.changed.subscribe(samples.wake)
     return samples

@@ -160,10 +160,11 @@ class FairQueue:
 
 
 class SampleQueues:
-    """The samples of all base models in fair order, filtered by quarantine and probation."""
+    """The samples of all base models in fair order, filtered by quarantine, probation and suspension of a tenant."""
 
     def __init__(self, scheduling: Scheduling) -> None:
         self._quarantines, self._turns = dict(scheduling.quarantines), scheduling.turns
+        self._is_held = scheduling.accounts.is_held
         self._queues = {base_model: FairQueue(scheduling.fair.shares) for base_model in self._quarantines}
 
     def base_models(self) -> list[str]:
@@ -181,7 +182,13 @@ class SampleQueues:
             return None
         if turns.sample and queue.is_queued(turns.sample):
             return turns.sample
-        return queue.peek(self._quarantines[base_model].may_run, turns.may_sample)
+        quarantine = self._quarantines[base_model]
+
+        def may_start(tenant_id: str, name: str) -> bool:
+            # The others of a quarantined group wait for each of its samples, so that it runs also of a held tenant.
+            return (not self._is_held(tenant_id) or name in quarantine.group) and turns.may_sample(tenant_id, name)
+
+        return queue.peek(quarantine.may_run, may_start)
 
     def start(self, sample: Sample) -> None:
         """Move a queued sample to the running ones."""

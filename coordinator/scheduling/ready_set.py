@@ -1,14 +1,14 @@
 """The adapters of one base model that have something to run, and which of them may be in the next cycle.
 
-What an adapter runs next is decided in its log. Quarantine, solo turns and files that are being written hold an adapter
-back. Does not depend on tenants' counters, budgets or how a plan is run.
+What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written and the suspension
+of its tenant hold an adapter back. Does not depend on tenants' counters, budgets or how a plan is run.
 
 Main invariant: an idle adapter adds no cost to a cycle, because it is in no collection that is walked through here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coordinator.checkpoints.published_weights import Publishing
@@ -45,8 +45,11 @@ class ReadySet:
         turns: SoloTurns,
         snapshots: Snapshots,
         publishing: Publishing,
+        is_held: Callable[[str], bool],
     ) -> None:
+        """`is_held` returns whether a tenant is suspended: its queued operations wait, those that have begun finish."""
         self._group = group
+        self._is_held = is_held
         self._quarantine = quarantine
         self._turns = turns
         self._snapshots = snapshots
@@ -107,7 +110,8 @@ class ReadySet:
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
     def _can_run(self, log: AdapterLog) -> bool:
-        return not (self._is_stopping and log.is_between_operations) and not self.waits_for_file(log)
+        may_begin = not self._is_stopping and not self._is_held(log.tenant_id)
+        return (may_begin or not log.is_between_operations) and not self.waits_for_file(log)
 
     def end_cycle(self) -> None:
         """End the solo turn of an adapter that was in the cycle."""
@@ -184,7 +188,7 @@ class ReadySet:
         return is_loading or (is_unsettled and not log.worker_id)
 
     def _release_survivors(self) -> None:
-        """Release quarantined adapters that ran their quarantined operations, or became idle."""
+        """Release quarantined adapters that ran their quarantined operations, became idle, or are of a held tenant."""
         while survivors := [log for name in self._quarantine.group if (log := self._survivor(name)) is not None]:
             for log in survivors:
                 log.release()
@@ -195,4 +199,6 @@ class ReadySet:
         if log is None:
             return None  # a sample
         has_run = log.copy.cursor >= log.quarantined[1]
-        return log if has_run or name not in self._group.dirty else None
+        # A held tenant's adapter does not run, and the others of its group would wait for it.
+        is_idle = name not in self._group.dirty or self._is_held(log.tenant_id)
+        return log if has_run or is_idle else None

@@ -21,6 +21,7 @@ from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
+from coordinator.tenants.accounts import Accounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Scheduling:
     fair: FairState
     """Every tenant's weight and virtual counter when this epoch began."""
     probation: Probation
+    accounts: Accounts
 
     @property
     def quarantines(self) -> Mapping[str, Quarantine]:
@@ -64,16 +66,17 @@ def make_scheduling(
     states: States,
     fair: FairState,
     probation: Probation,
+    accounts: Accounts,
 ) -> Scheduling:
     """Return the schedules of every base model that the pool serves."""
     schedules = {
-        base_model: _schedule(base_model, context, fleet, registry, states, fair, probation)
+        base_model: _schedule(base_model, context, fleet, registry, states, fair, probation, accounts)
         for base_model in fleet.models
     }
     quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
     turns = {base_model: schedule.turns for base_model, schedule in schedules.items()}
     losses = LossRecorder(fleet, registry, quarantines, turns, probation, states.publishing)
-    return Scheduling(schedules=schedules, losses=losses, fair=fair, probation=probation)
+    return Scheduling(schedules=schedules, losses=losses, fair=fair, probation=probation, accounts=accounts)
 
 
 def _schedule(
@@ -84,6 +87,7 @@ def _schedule(
     states: States,
     fair: FairState,
     probation: Probation,
+    accounts: Accounts,
 ) -> Schedule:
     config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
     quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
@@ -94,6 +98,7 @@ def _schedule(
         snapshots.changed,
         states.publishing.changed,
         probation.changed,
+        accounts.changed,
     ):
         signal.subscribe(clock.wake)
     budget = TokenBudget(
@@ -104,7 +109,7 @@ def _schedule(
         cycle_s_max=config.cycle_s_max,
     )
     turns = SoloTurns(base_model, probation, group, fleet)
-    ready = ReadySet(group, quarantine, turns, snapshots, states.publishing)
+    ready = ReadySet(group, quarantine, turns, snapshots, states.publishing, accounts.is_held)
     return Schedule(
         clock=clock,
         planning=Planning(base_model, ready, budget, costs, fleet, fair, turns),

@@ -77,6 +77,34 @@ class AdminUseCases(UseCases):
         """List all tenants, by name."""
         return pb.ListTenantsResponse(tenants=[_tenant(row) for row in self._core.accounts.all()])
 
+    async def get_tenant(self, principal: Principal, request: pb.GetTenantRequest) -> pb.GetTenantResponse:
+        """Return a tenant with the numbers of what it has."""
+        row = self._core.accounts.named(request.tenant)
+        keys = [key for key in self._authenticator.list_keys() if key.tenant_id == row.tenant_id]
+        held = self._core.holdings
+        return pb.GetTenantResponse(
+            tenant=_tenant(row),
+            num_keys=sum(key.revoked_at is None for key in keys),
+            num_sessions=self._core.sessions.num_of(row.tenant_id),
+            num_adapters=self._core.registry.num_of(row.tenant_id),
+            num_checkpoints=held.num_checkpoints(row.tenant_id),
+            stored_bytes=held.num_bytes(row.tenant_id),
+        )
+
+    @uninterrupted
+    async def suspend_tenant(self, principal: Principal, request: pb.SuspendTenantRequest) -> pb.SuspendTenantResponse:
+        """Refuse a tenant's calls, end its open ones, and let its queued work wait."""
+        row = await self._core.accounts.suspend(request.tenant, request.reason, by=principal)
+        self._authenticator.end_calls_of(row.tenant_id)
+        return pb.SuspendTenantResponse(tenant=_tenant(row))
+
+    @uninterrupted
+    async def resume_tenant(self, principal: Principal, request: pb.ResumeTenantRequest) -> pb.ResumeTenantResponse:
+        """Let a suspended tenant call again, and its queued work run."""
+        row = await self._core.accounts.resume(request.tenant, by=principal)
+        self._core.sessions.renew(row.tenant_id)
+        return pb.ResumeTenantResponse(tenant=_tenant(row))
+
     async def list_audit_entries(
         self, principal: Principal, request: pb.ListAuditEntriesRequest
     ) -> pb.ListAuditEntriesResponse:
@@ -121,7 +149,18 @@ class AdminUseCases(UseCases):
 
 
 def _tenant(row: TenantRow) -> pb.Tenant:
-    return pb.Tenant(name=row.name, create_time=timestamp(row.created_at))
+    return pb.Tenant(
+        name=row.name,
+        create_time=timestamp(row.created_at),
+        state=(
+            pb.TENANT_STATE_DELETING
+            if row.deletion_at is not None
+            else pb.TENANT_STATE_SUSPENDED
+            if row.suspended_at is not None
+            else pb.TENANT_STATE_ACTIVE
+        ),
+        suspension_reason=row.suspension_reason,
+    )
 
 
 def _entry(row: AuditRow) -> pb.AuditEntry:

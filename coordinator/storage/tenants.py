@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 
+from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import (
@@ -58,6 +59,30 @@ class Tenants(Table[TenantRow]):
         for row in self._database.read("SELECT tenant_id, name, value FROM tenant_limits"):
             found.setdefault(row["tenant_id"], {})[row["name"]] = row["value"]
         return found
+
+    def suspend(self, tenant_id: str, reason: str, act: Act) -> asyncio.Future[None]:
+        """Suspend a tenant. Raises NoAdminError through the future."""
+
+        def write(db: Connection) -> None:
+            with keeping_admins(db):
+                db.execute(
+                    "UPDATE tenants SET suspended_at = COALESCE(suspended_at, ?), suspension_reason = ?"
+                    " WHERE tenant_id = ?",
+                    (act.at, reason, tenant_id),
+                )
+            record(db, act)
+
+        return self._database.write(write, is_deletion=True)
+
+    def resume(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """End a tenant's suspension, if it is suspended."""
+
+        def write(db: Connection) -> None:
+            sql = "UPDATE tenants SET suspended_at = NULL, suspension_reason = '' WHERE tenant_id = ? AND"
+            if db.execute(f"{sql} suspended_at IS NOT NULL", (tenant_id,)).rowcount:
+                record(db, act)
+
+        return self._database.write(write)
 
     def all(self) -> list[TenantRow]:
         """Return every tenant."""

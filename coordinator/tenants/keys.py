@@ -24,12 +24,13 @@ from typing import Any
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.base.time import Time
-from coordinator.storage.access.api_keys import NewKey, NoAdminError
+from coordinator.storage.access.admins import NoAdminError
+from coordinator.storage.access.api_keys import NewKey
 from coordinator.storage.access.audit import Act
 from coordinator.storage.database import StorageError
 from coordinator.storage.rows import ApiKeyRow
 from coordinator.storage.store import Store
-from coordinator.tenants.accounts import check_tenant_name, new_tenant_id
+from coordinator.tenants.accounts import Accounts, check_tenant_name, last_admin_key, new_tenant_id, tenant_deleting
 from coordinator.tenants.principals import Caller, Principal, Role
 
 EXPIRY_INTERVAL_S = 0.5
@@ -53,9 +54,10 @@ class Authenticator:
     keys. So a flood of unknown keys reads nothing from the database.
     """
 
-    def __init__(self, store: Store, wall: Callable[[], float]) -> None:
+    def __init__(self, store: Store, accounts: Accounts, wall: Callable[[], float]) -> None:
         """`wall` returns the time of day: keys expire by it, because their owners do."""
         self._store = store
+        self._accounts = accounts
         self._wall = wall
         self._rows = {row.key_id: row for row in store.api_keys.all() if row.revoked_at is None}
         self._used: dict[str, float] = {}
@@ -68,9 +70,11 @@ class Authenticator:
         """Return the principal of a call that needs at least a role. Raises ServiceError.
 
         UNAUTHENTICATED, the same for every wrong key: it is unknown, revoked or expired. PERMISSION_DENIED: its role
-        does not suffice, also because of where the call comes from; or it needs a client certificate.
+        does not suffice, also because of where the call comes from; it needs a client certificate; its tenant is
+        suspended or being deleted.
         """
         row = self._row_of(key)
+        self._check_tenant(row)
         if row.certificate_sha256 and not hmac.compare_digest(row.certificate_sha256, caller.certificate_sha256):
             raise ServiceError(
                 Code.PERMISSION_DENIED,
@@ -91,18 +95,19 @@ class Authenticator:
         return _principal(row, Role(row.role))
 
     def holder(self, key_id: str) -> Principal:
-        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is not valid."""
+        """Return the principal of a key by its id. Raises ServiceError once no call may run with it."""
         row = self._rows.get(key_id)
         if row is None:
             raise _revoked(key_id)
         self._check_expiry(row)
+        self._check_tenant(row)
         return _principal(row, Role(row.role))
 
     @contextmanager
     def while_valid(self, principal: Principal) -> Iterator[None]:
         """Run a block of the current task while the caller's key is valid: the whole of a call, with its waits.
 
-        The key's revocation or expiry cancels the block, which then raises ServiceError UNAUTHENTICATED.
+        The key's revocation or expiry, or its tenant's suspension, cancels the block, which then raises ServiceError.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -175,11 +180,7 @@ class Authenticator:
         details |= {"certificate_sha256": fingerprint} if fingerprint else {}
         act = self._act("key.create", key_id, by, details, now)
         if not await self._store.api_keys.create(new, tenant, new_tenant_id(), act):
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
-                "TENANT_DELETING",
-                f"tenant {tenant!r} is being deleted: choose another name, or try again when it is gone",
-            )
+            raise tenant_deleting(tenant)
         return f"tp_{key_id}_{secret}", self._take(key_id)
 
     async def rotate_key(self, key_id: str, *, grace_s: float, by: Principal) -> tuple[str, ApiKeyRow, ApiKeyRow]:
@@ -226,6 +227,13 @@ class Authenticator:
             raise last_admin_key() from None
         self._end(key_id)
 
+    def end_calls_of(self, tenant_id: str) -> None:
+        """End the running calls of a tenant that is suspended or being deleted."""
+        for key_id in list(self._holders):
+            row = self._rows.get(key_id)
+            if row is not None and row.tenant_id == tenant_id and self._accounts.is_held(tenant_id):
+                self._end_calls(key_id, functools.partial(self._refusal, row))
+
     def _row_of(self, key: str) -> ApiKeyRow:
         match = _KEY.fullmatch(key.strip())
         row = self._rows.get(match[1]) if match else None
@@ -245,6 +253,13 @@ class Authenticator:
     def _check_expiry(self, row: ApiKeyRow) -> None:
         if row.expires_at is not None and row.expires_at <= self._wall():
             raise _expired(row)
+
+    def _check_tenant(self, row: ApiKeyRow) -> None:
+        if (refusal := self._accounts.refusal(row.tenant_id)) is not None:
+            raise refusal
+
+    def _refusal(self, row: ApiKeyRow) -> ServiceError:
+        return self._accounts.refusal(row.tenant_id) or _revoked(row.key_id)
 
     def _end_expired(self) -> None:
         now = self._wall()
@@ -293,15 +308,6 @@ class _Holder:
         if self.refusal is None:
             self.refusal = refusal
             self._task.cancel()
-
-
-def last_admin_key() -> ServiceError:
-    """Return the refusal of a change after which no administrator could call."""
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
-        "LAST_ADMIN_KEY",
-        "no administrator's key without an expiry would remain: create another one first",
-    )
 
 
 def _fingerprint(text: str) -> str:

@@ -107,7 +107,7 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         adapter.place_copy(WORKERS[index % len(WORKERS)])
         group.mark_dirty(adapter)
     turns = SoloTurns("model", Probation(NoRecords(), 0.0), group, Fleet())
-    ready = ReadySet(group, Quarantine(), turns, cast("Snapshots", files), cast("Publishing", files))
+    ready = ReadySet(group, Quarantine(), turns, cast("Snapshots", files), cast("Publishing", files), lambda _: False)
     assert ready.refresh()
     return ready
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
 from tinkerpool.cli.limits import limit
-from tinkerpool.client.calls.methods import CREATE_TENANT, LIST_TENANTS, RELEASE_TENANT
+from tinkerpool.client.calls.methods import (
+    CREATE_TENANT,
+    GET_TENANT,
+    LIST_TENANTS,
+    RELEASE_TENANT,
+    RESUME_TENANT,
+    SUSPEND_TENANT,
+)
 from tinkerpool.v1 import admin_pb2, probation_pb2
 
 app = typer.Typer(no_args_is_help=True)
@@ -39,4 +47,63 @@ def list_tenants(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption 
     if json:
         show.json_message(response)
         return
-    show.table("Tenants", ("tenant", "created"), ((each.name, show.age(each.create_time)) for each in response.tenants))
+    show.table(
+        "Tenants",
+        ("tenant", "created", "state"),
+        ((each.name, show.age(each.create_time), _state(each)) for each in response.tenants),
+    )
+
+
+@app.command("show")
+def show_tenant(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
+    """Show a tenant, and how much it has. Its limits: tinkerpool tenant limit."""
+    response = call(find_target(url, api_key), GET_TENANT, admin_pb2.GetTenantRequest(tenant=tenant))
+    if json:
+        show.json_message(response)
+        return
+    show.table(
+        f"Tenant {tenant}",
+        ("created", "state", "keys", "sessions", "adapters", "checkpoints", "stored"),
+        [
+            (
+                show.age(response.tenant.create_time),
+                _state(response.tenant),
+                show.count(response.num_keys),
+                show.count(response.num_sessions),
+                show.count(response.num_adapters),
+                show.count(response.num_checkpoints),
+                show.size(response.stored_bytes),
+            )
+        ],
+        right="keys sessions adapters checkpoints stored",
+    )
+
+
+@app.command()
+def suspend(
+    tenant: TenantArgument,
+    reason: Annotated[str, typer.Option(help="Why, as its users are told.")] = "",
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+) -> None:
+    """Refuse a tenant's calls and let its queued work wait, until it is resumed. Nothing of it is lost."""
+    call(find_target(url, api_key), SUSPEND_TENANT, admin_pb2.SuspendTenantRequest(tenant=tenant, reason=reason))
+    show.note(f"Tenant {tenant} is suspended. To resume it: tinkerpool tenant resume {tenant}")
+
+
+@app.command()
+def resume(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "") -> None:
+    """Let a suspended tenant call again, and its queued work run."""
+    call(find_target(url, api_key), RESUME_TENANT, admin_pb2.ResumeTenantRequest(tenant=tenant))
+    show.note(f"Tenant {tenant} is active.")
+
+
+def _state(tenant: admin_pb2.Tenant) -> Text:
+    match tenant.state:
+        case admin_pb2.TENANT_STATE_SUSPENDED:
+            reason = f": {tenant.suspension_reason}" if tenant.suspension_reason else ""
+            return Text(f"suspended{reason}", "yellow")
+        case admin_pb2.TENANT_STATE_DELETING:
+            return Text("being deleted", "red")
+        case _:
+            return Text("active", "green")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/admin.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd9\x02\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rlast_use_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08is_local\x18\t \x01(\x08\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\n \x01(\t\x12\x11\n\tsuccessor\x18\x0b \x01(\t\x12\x12\n\nis_expired\x18\x0c \x01(\x08J\x04\x08\x03\x10\x04R\x08is_admin\"\x89\x01\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x05 \x01(\tJ\x04\x08\x02\x10\x03R\x08is_admin\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"\x14\n\x12ListApiKeysRequest\">\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\"S\n\x13RotateApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"t\n\x14RotateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\'\n\x08replaced\x18\x03 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse\"G\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"%\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x43reateTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"\x14\n\x12ListTenantsRequest\"=\n\x13ListTenantsResponse\x12&\n\x07tenants\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tenant\"\xef\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x05 \x01(\t\x12\x0f\n\x07subject\x18\x06 \x01(\t\x12\x37\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32&.tinkerpool.v1.AuditEntry.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"_\n\x18ListAuditEntriesResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_READ_ONLY\x10\x01\x12\x0f\n\x0bROLE_MEMBER\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03\x32\x83\x05\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRotateApiKey\x12\".tinkerpool.v1.RotateApiKeyRequest\x1a#.tinkerpool.v1.RotateApiKeyResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponse\x12W\n\x0c\x43reateTenant\x12\".tinkerpool.v1.CreateTenantRequest\x1a#.tinkerpool.v1.CreateTenantResponse\x12T\n\x0bListTenants\x12!.tinkerpool.v1.ListTenantsRequest\x1a\".tinkerpool.v1.ListTenantsResponse\x12\x63\n\x10ListAuditEntries\x12&.tinkerpool.v1.ListAuditEntriesRequest\x1a\'.tinkerpool.v1.ListAuditEntriesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/admin.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd9\x02\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rlast_use_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08is_local\x18\t \x01(\x08\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\n \x01(\t\x12\x11\n\tsuccessor\x18\x0b \x01(\t\x12\x12\n\nis_expired\x18\x0c \x01(\x08J\x04\x08\x03\x10\x04R\x08is_admin\"\x89\x01\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x05 \x01(\tJ\x04\x08\x02\x10\x03R\x08is_admin\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"\x14\n\x12ListApiKeysRequest\">\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\"S\n\x13RotateApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"t\n\x14RotateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\'\n\x08replaced\x18\x03 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse\"\x8d\x01\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.tinkerpool.v1.TenantState\x12\x19\n\x11suspension_reason\x18\x04 \x01(\t\"\"\n\x10GetTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\xa7\x01\n\x11GetTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\x12\x10\n\x08num_keys\x18\x02 \x01(\x03\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x03\x12\x14\n\x0cnum_adapters\x18\x04 \x01(\x03\x12\x17\n\x0fnum_checkpoints\x18\x05 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x06 \x01(\x03\"6\n\x14SuspendTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\">\n\x15SuspendTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13ResumeTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14ResumeTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x43reateTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"\x14\n\x12ListTenantsRequest\"=\n\x13ListTenantsResponse\x12&\n\x07tenants\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tenant\"\xef\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x05 \x01(\t\x12\x0f\n\x07subject\x18\x06 \x01(\t\x12\x37\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32&.tinkerpool.v1.AuditEntry.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"_\n\x18ListAuditEntriesResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_READ_ONLY\x10\x01\x12\x0f\n\x0bROLE_MEMBER\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03*{\n\x0bTenantState\x12\x1c\n\x18TENANT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENANT_STATE_ACTIVE\x10\x01\x12\x1a\n\x16TENANT_STATE_SUSPENDED\x10\x02\x12\x19\n\x15TENANT_STATE_DELETING\x10\x03\x32\x88\x07\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRotateApiKey\x12\".tinkerpool.v1.RotateApiKeyRequest\x1a#.tinkerpool.v1.RotateApiKeyResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponse\x12W\n\x0c\x43reateTenant\x12\".tinkerpool.v1.CreateTenantRequest\x1a#.tinkerpool.v1.CreateTenantResponse\x12T\n\x0bListTenants\x12!.tinkerpool.v1.ListTenantsRequest\x1a\".tinkerpool.v1.ListTenantsResponse\x12N\n\tGetTenant\x12\x1f.tinkerpool.v1.GetTenantRequest\x1a .tinkerpool.v1.GetTenantResponse\x12Z\n\rSuspendTenant\x12#.tinkerpool.v1.SuspendTenantRequest\x1a$.tinkerpool.v1.SuspendTenantResponse\x12W\n\x0cResumeTenant\x12\".tinkerpool.v1.ResumeTenantRequest\x1a#.tinkerpool.v1.ResumeTenantResponse\x12\x63\n\x10ListAuditEntries\x12&.tinkerpool.v1.ListAuditEntriesRequest\x1a\'.tinkerpool.v1.ListAuditEntriesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_AUDITENTRY_DETAILSENTRY']._loaded_options = None
   _globals['_AUDITENTRY_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1754
-  _globals['_ROLE']._serialized_end=1835
+  _globals['_ROLE']._serialized_start=2253
+  _globals['_ROLE']._serialized_end=2334
+  _globals['_TENANTSTATE']._serialized_start=2336
+  _globals['_TENANTSTATE']._serialized_end=2459
   _globals['_APIKEY']._serialized_start=78
   _globals['_APIKEY']._serialized_end=423
   _globals['_CREATEAPIKEYREQUEST']._serialized_start=426
@@ -54,24 +56,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKEAPIKEYREQUEST']._serialized_end=968
   _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=970
   _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=992
-  _globals['_TENANT']._serialized_start=994
-  _globals['_TENANT']._serialized_end=1065
-  _globals['_CREATETENANTREQUEST']._serialized_start=1067
-  _globals['_CREATETENANTREQUEST']._serialized_end=1104
-  _globals['_CREATETENANTRESPONSE']._serialized_start=1106
-  _globals['_CREATETENANTRESPONSE']._serialized_end=1167
-  _globals['_LISTTENANTSREQUEST']._serialized_start=1169
-  _globals['_LISTTENANTSREQUEST']._serialized_end=1189
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=1191
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=1252
-  _globals['_AUDITENTRY']._serialized_start=1255
-  _globals['_AUDITENTRY']._serialized_end=1494
-  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_start=1448
-  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_end=1494
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=1497
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=1655
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=1657
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=1752
-  _globals['_ADMINSERVICE']._serialized_start=1838
-  _globals['_ADMINSERVICE']._serialized_end=2481
+  _globals['_TENANT']._serialized_start=995
+  _globals['_TENANT']._serialized_end=1136
+  _globals['_GETTENANTREQUEST']._serialized_start=1138
+  _globals['_GETTENANTREQUEST']._serialized_end=1172
+  _globals['_GETTENANTRESPONSE']._serialized_start=1175
+  _globals['_GETTENANTRESPONSE']._serialized_end=1342
+  _globals['_SUSPENDTENANTREQUEST']._serialized_start=1344
+  _globals['_SUSPENDTENANTREQUEST']._serialized_end=1398
+  _globals['_SUSPENDTENANTRESPONSE']._serialized_start=1400
+  _globals['_SUSPENDTENANTRESPONSE']._serialized_end=1462
+  _globals['_RESUMETENANTREQUEST']._serialized_start=1464
+  _globals['_RESUMETENANTREQUEST']._serialized_end=1501
+  _globals['_RESUMETENANTRESPONSE']._serialized_start=1503
+  _globals['_RESUMETENANTRESPONSE']._serialized_end=1564
+  _globals['_CREATETENANTREQUEST']._serialized_start=1566
+  _globals['_CREATETENANTREQUEST']._serialized_end=1603
+  _globals['_CREATETENANTRESPONSE']._serialized_start=1605
+  _globals['_CREATETENANTRESPONSE']._serialized_end=1666
+  _globals['_LISTTENANTSREQUEST']._serialized_start=1668
+  _globals['_LISTTENANTSREQUEST']._serialized_end=1688
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=1690
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=1751
+  _globals['_AUDITENTRY']._serialized_start=1754
+  _globals['_AUDITENTRY']._serialized_end=1993
+  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_start=1947
+  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_end=1993
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=1996
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=2154
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=2156
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=2251
+  _globals['_ADMINSERVICE']._serialized_start=2462
+  _globals['_ADMINSERVICE']._serialized_end=3366
 # @@protoc_insertion_point(module_scope)

@@ -48,6 +48,34 @@ ROLE_ADMIN: Role.ValueType  # 3
 """Also administer tenants and keys, and see all tenants."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _TenantState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TenantStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TenantState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TENANT_STATE_UNSPECIFIED: _TenantState.ValueType  # 0
+    """Not used."""
+    TENANT_STATE_ACTIVE: _TenantState.ValueType  # 1
+    """It may."""
+    TENANT_STATE_SUSPENDED: _TenantState.ValueType  # 2
+    """Its calls are refused, and its queued work waits."""
+    TENANT_STATE_DELETING: _TenantState.ValueType  # 3
+    """Its calls are refused, and everything that it has is being deleted."""
+
+class TenantState(_TenantState, metaclass=_TenantStateEnumTypeWrapper):
+    """Whether a tenant may call."""
+
+TENANT_STATE_UNSPECIFIED: TenantState.ValueType  # 0
+"""Not used."""
+TENANT_STATE_ACTIVE: TenantState.ValueType  # 1
+"""It may."""
+TENANT_STATE_SUSPENDED: TenantState.ValueType  # 2
+"""Its calls are refused, and its queued work waits."""
+TENANT_STATE_DELETING: TenantState.ValueType  # 3
+"""Its calls are refused, and everything that it has is being deleted."""
+Global___TenantState: _TypeAlias = TenantState  # noqa: Y015
+
 @_typing.final
 class ApiKey(_message.Message):
     """A key without its secret."""
@@ -330,8 +358,14 @@ class Tenant(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    SUSPENSION_REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
+    state: Global___TenantState.ValueType
+    """Whether it may call."""
+    suspension_reason: _builtins.str
+    """Why it is suspended, as its callers are told; empty: no reason was given, or it is not suspended."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
@@ -341,14 +375,178 @@ class Tenant(_message.Message):
         *,
         name: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        state: Global___TenantState.ValueType = ...,
+        suspension_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "name", b"name", "state", b"state", "suspension_reason", b"suspension_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
+
+@_typing.final
+class GetTenantRequest(_message.Message):
+    """Request of GetTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant's name."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTenantRequest: _TypeAlias = GetTenantRequest  # noqa: Y015
+
+@_typing.final
+class GetTenantResponse(_message.Message):
+    """Response of GetTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_KEYS_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    num_keys: _builtins.int
+    """Keys that are not revoked."""
+    num_sessions: _builtins.int
+    """Live sessions."""
+    num_adapters: _builtins.int
+    """Adapters with training state."""
+    num_checkpoints: _builtins.int
+    """Checkpoints."""
+    stored_bytes: _builtins.int
+    """Bytes of its checkpoints."""
+    @_builtins.property
+    def tenant(self) -> Global___Tenant:
+        """The tenant."""
+
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+        num_keys: _builtins.int = ...,
+        num_sessions: _builtins.int = ...,
+        num_adapters: _builtins.int = ...,
+        num_checkpoints: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_adapters", b"num_adapters", "num_checkpoints", b"num_checkpoints", "num_keys", b"num_keys", "num_sessions", b"num_sessions", "stored_bytes", b"stored_bytes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTenantResponse: _TypeAlias = GetTenantResponse  # noqa: Y015
+
+@_typing.final
+class SuspendTenantRequest(_message.Message):
+    """Request of SuspendTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant's name."""
+    reason: _builtins.str
+    """Why, for its callers; at most 500 characters."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendTenantRequest: _TypeAlias = SuspendTenantRequest  # noqa: Y015
+
+@_typing.final
+class SuspendTenantResponse(_message.Message):
+    """Response of SuspendTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenant(self) -> Global___Tenant:
+        """The suspended tenant."""
+
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendTenantResponse: _TypeAlias = SuspendTenantResponse  # noqa: Y015
+
+@_typing.final
+class ResumeTenantRequest(_message.Message):
+    """Request of ResumeTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant's name."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTenantRequest: _TypeAlias = ResumeTenantRequest  # noqa: Y015
+
+@_typing.final
+class ResumeTenantResponse(_message.Message):
+    """Response of ResumeTenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenant(self) -> Global___Tenant:
+        """The resumed tenant."""
+
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeTenantResponse: _TypeAlias = ResumeTenantResponse  # noqa: Y015
 
 @_typing.final
 class CreateTenantRequest(_message.Message):

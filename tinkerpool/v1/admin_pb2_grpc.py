@@ -66,6 +66,21 @@ class AdminServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.GetTenant = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/GetTenant',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.GetTenantRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.GetTenantResponse.FromString,
+                _registered_method=True)
+        self.SuspendTenant = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/SuspendTenant',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantResponse.FromString,
+                _registered_method=True)
+        self.ResumeTenant = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/ResumeTenant',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.FromString,
+                _registered_method=True)
         self.ListAuditEntries = channel.unary_unary(
                 '/tinkerpool.v1.AdminService/ListAuditEntries',
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesRequest.SerializeToString,
@@ -133,6 +148,37 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTenant(self, request, context):
+        """A tenant, and how much it has. Reads only.
+
+        NOT_FOUND: no such tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendTenant(self, request, context):
+        """Suspends a tenant within a second, also over restarts: its calls are refused with PERMISSION_DENIED and the reason
+        TENANT_SUSPENDED, its open streams end so, its queued operations and samples wait. What has begun finishes. Nothing
+        of it expires for lack of heartbeats or of a missing operation; times to live go on. Durable when it returns.
+        Idempotent.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain, or it is being
+        deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeTenant(self, request, context):
+        """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAuditEntries(self, request, context):
         """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only.
         """
@@ -172,6 +218,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'GetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTenant,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.GetTenantRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.GetTenantResponse.SerializeToString,
+            ),
+            'SuspendTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendTenant,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantResponse.SerializeToString,
+            ),
+            'ResumeTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeTenant,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.SerializeToString,
             ),
             'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAuditEntries,
@@ -343,6 +404,87 @@ class AdminService(object):
             '/tinkerpool.v1.AdminService/ListTenants',
             tinkerpool_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             tinkerpool_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/GetTenant',
+            tinkerpool_dot_v1_dot_admin__pb2.GetTenantRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.GetTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuspendTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/SuspendTenant',
+            tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.SuspendTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/ResumeTenant',
+            tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

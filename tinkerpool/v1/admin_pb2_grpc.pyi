@@ -64,6 +64,25 @@ class AdminServiceStub:
     """
     ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
     """Lists all tenants. Reads only."""
+    GetTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTenantRequest, _admin_pb2.GetTenantResponse]
+    """A tenant, and how much it has. Reads only.
+
+    NOT_FOUND: no such tenant.
+    """
+    SuspendTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SuspendTenantRequest, _admin_pb2.SuspendTenantResponse]
+    """Suspends a tenant within a second, also over restarts: its calls are refused with PERMISSION_DENIED and the reason
+    TENANT_SUSPENDED, its open streams end so, its queued operations and samples wait. What has begun finishes. Nothing
+    of it expires for lack of heartbeats or of a missing operation; times to live go on. Durable when it returns.
+    Idempotent.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain, or it is being
+    deleted.
+    """
+    ResumeTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeTenantRequest, _admin_pb2.ResumeTenantResponse]
+    """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+    """
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]
     """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
@@ -103,6 +122,25 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Lists all tenants. Reads only."""
+    GetTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTenantRequest, _admin_pb2.GetTenantResponse]  # type: ignore[assignment]
+    """A tenant, and how much it has. Reads only.
+
+    NOT_FOUND: no such tenant.
+    """
+    SuspendTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.SuspendTenantRequest, _admin_pb2.SuspendTenantResponse]  # type: ignore[assignment]
+    """Suspends a tenant within a second, also over restarts: its calls are refused with PERMISSION_DENIED and the reason
+    TENANT_SUSPENDED, its open streams end so, its queued operations and samples wait. What has begun finishes. Nothing
+    of it expires for lack of heartbeats or of a missing operation; times to live go on. Durable when it returns.
+    Idempotent.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain, or it is being
+    deleted.
+    """
+    ResumeTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeTenantRequest, _admin_pb2.ResumeTenantResponse]  # type: ignore[assignment]
+    """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+    """
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
@@ -175,6 +213,43 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
         """Lists all tenants. Reads only."""
+
+    @_abc_1.abstractmethod
+    def GetTenant(
+        self,
+        request: _admin_pb2.GetTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTenantResponse, _abc.Awaitable[_admin_pb2.GetTenantResponse]]:
+        """A tenant, and how much it has. Reads only.
+
+        NOT_FOUND: no such tenant.
+        """
+
+    @_abc_1.abstractmethod
+    def SuspendTenant(
+        self,
+        request: _admin_pb2.SuspendTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SuspendTenantResponse, _abc.Awaitable[_admin_pb2.SuspendTenantResponse]]:
+        """Suspends a tenant within a second, also over restarts: its calls are refused with PERMISSION_DENIED and the reason
+        TENANT_SUSPENDED, its open streams end so, its queued operations and samples wait. What has begun finishes. Nothing
+        of it expires for lack of heartbeats or of a missing operation; times to live go on. Durable when it returns.
+        Idempotent.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain, or it is being
+        deleted.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeTenant(
+        self,
+        request: _admin_pb2.ResumeTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResumeTenantResponse, _abc.Awaitable[_admin_pb2.ResumeTenantResponse]]:
+        """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+        """
 
     @_abc_1.abstractmethod
     def ListAuditEntries(

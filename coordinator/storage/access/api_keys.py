@@ -10,15 +10,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import ApiKeyRow, Table
 from coordinator.storage.tenants import add_tenant
-
-HAS_ADMIN = """SELECT 1 FROM api_keys JOIN tenants USING (tenant_id)
-    WHERE role = 'admin' AND revoked_at IS NULL AND expires_at IS NULL AND suspended_at IS NULL AND deletion_at IS NULL
-    LIMIT 1"""
-"""Returns a row if a key can always administer the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +28,6 @@ class NewKey:
     """The time of day; None: never."""
     is_local: bool
     certificate_sha256: str
-
-
-class NoAdminError(Exception):
-    """The change would leave no administrator's key without an expiry."""
 
 
 class ApiKeys(Table[ApiKeyRow]):
@@ -113,16 +105,13 @@ class ApiKeys(Table[ApiKeyRow]):
         """Revoke a key. The future: False if it was revoked before. Raises NoAdminError through the future."""
 
         def write(db: Connection) -> bool:
-            had_admin = has_admin(db)
-            revoked = db.execute(
-                "UPDATE api_keys SET revoked_at = ? WHERE key_id = ? AND revoked_at IS NULL", (act.at, key_id)
-            ).rowcount
-            if not revoked:
-                return False
-            if had_admin and not has_admin(db):
-                raise NoAdminError
-            record(db, act)
-            return True
+            with keeping_admins(db):
+                revoked = db.execute(
+                    "UPDATE api_keys SET revoked_at = ? WHERE key_id = ? AND revoked_at IS NULL", (act.at, key_id)
+                ).rowcount
+            if revoked:
+                record(db, act)
+            return bool(revoked)
 
         return self._database.write(write, is_deletion=True)
 
@@ -134,8 +123,3 @@ class ApiKeys(Table[ApiKeyRow]):
                 db.execute("UPDATE api_keys SET last_used_at = ? WHERE key_id = ?", (wall, key_id))
 
         return self._database.write(write)
-
-
-def has_admin(db: Connection) -> bool:
-    """Return whether there is an administrator's key without an expiry, of an active tenant."""
-    return db.execute(HAS_ADMIN).fetchone() is not None

@@ -88,6 +88,9 @@ NAMELESS = {
     "list_tenants",
     "get_tenant_limits",
     "set_tenant_limits",
+    "get_tenant",
+    "suspend_tenant",
+    "resume_tenant",
     "rotate_api_key",  # of another key it needs an administrator
     "list_audit_entries",
     "release_tenant",

@@ -318,6 +318,23 @@ def test_tenant_create_says_how_to_make_its_first_key(run: Run, service: FakeSer
     assert request == admin_pb2.CreateTenantRequest(tenant="bob")
 
 
+def test_tenant_show_suspend_and_resume(run: Run, service: FakeService) -> None:
+    suspended = admin_pb2.Tenant(name="bob", state=admin_pb2.TENANT_STATE_SUSPENDED, suspension_reason="unpaid")
+    service.responses["get_tenant"] = admin_pb2.GetTenantResponse(tenant=suspended, num_keys=2, stored_bytes=5000)
+    service.responses["suspend_tenant"] = admin_pb2.SuspendTenantResponse()
+    service.responses["resume_tenant"] = admin_pb2.ResumeTenantResponse()
+    shown = run("tenant", "show", "bob").out
+    assert "suspended: unpaid" in shown
+    assert "5.0 kB" in shown
+    assert json.loads(run("tenant", "show", "bob", "--json").out)["num_keys"] == "2"
+    assert "tinkerpool tenant resume bob" in run("tenant", "suspend", "bob", "--reason", "unpaid").err
+    assert run("tenant", "resume", "bob").code == 0
+    assert [request for _, _, request in service.calls][2:] == [
+        admin_pb2.SuspendTenantRequest(tenant="bob", reason="unpaid"),
+        admin_pb2.ResumeTenantRequest(tenant="bob"),
+    ]
+
+
 def test_tenant_list_shows_every_tenant(run: Run, service: FakeService) -> None:
     tenants = [admin_pb2.Tenant(name="alice"), admin_pb2.Tenant(name="bob")]
     service.responses["list_tenants"] = admin_pb2.ListTenantsResponse(tenants=tenants)

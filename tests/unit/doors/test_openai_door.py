@@ -24,6 +24,7 @@ from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
 from coordinator.storage.store import Store
+from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
@@ -420,7 +421,7 @@ async def test_a_refusal_of_the_service_has_openais_form_and_status(
 
 
 async def test_a_stream_ends_with_an_error_when_its_key_is_revoked(door: Door, store: Store) -> None:
-    keys = Authenticator(store, lambda: 1.0)
+    keys = Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
     key, row = await keys.create_key("alice")
 
     async def one_token(*_: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:

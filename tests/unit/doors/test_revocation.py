@@ -17,6 +17,7 @@ from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.storage.store import Store
+from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from scripts.attack.frames import Connection
@@ -45,7 +46,7 @@ class Waits:
 
 @pytest.fixture
 def keys(store: Store) -> Authenticator:
-    return Authenticator(store, lambda: 1.0)
+    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.service.roles import LEAST_ROLES
 from coordinator.storage.store import Store
+from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
 from tests.support.doors.fake_service import FakeBackend, FakeService
@@ -28,7 +29,7 @@ RPCS = {use_case_name(method): method for service in SERVICES for method in serv
 
 @pytest.fixture
 def keys(store: Store) -> Authenticator:
-    return Authenticator(store, lambda: 1.0)
+    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 @pytest.fixture

@@ -50,10 +50,16 @@ class Bench:
     """A ready set, and the state that it reads."""
 
     def __init__(self, *adapters: AdapterLog) -> None:
+        self.held: set[str] = set()
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
         turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, Fleet())
         self.ready = ReadySet(
-            self.group, self.quarantine, turns, cast("Snapshots", self.files), cast("Publishing", self.files)
+            self.group,
+            self.quarantine,
+            turns,
+            cast("Snapshots", self.files),
+            cast("Publishing", self.files),
+            lambda tenant_id: tenant_id in self.held,
         )
         for adapter in adapters:
             self.group.add(adapter)
@@ -174,3 +180,23 @@ def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
     bench.ready.stop()
     assert bench.allowed() == ["begun"]
+
+
+def test_an_adapter_of_a_suspended_tenant_waits_between_operations_and_others_run() -> None:
+    held, other = adapter_with(FB, name="held", tenant="suspended"), adapter_with(FB, name="other")
+    bench = Bench(held, other)
+    bench.held.add("suspended")
+    assert bench.allowed() == ["other"]
+    bench.held.clear()
+    assert bench.allowed() == ["held", "other"]
+
+
+def test_nobody_waits_for_a_quarantined_adapter_of_a_suspended_tenant() -> None:
+    held, other = adapter_with(FB, name="a", tenant="suspended"), adapter_with(FB, name="b")
+    bench = Bench(held, other)
+    for log in (held, other):
+        log.quarantine(1, 1)
+    bench.quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
+    assert bench.allowed() == ["a"], "the first half"
+    bench.held.add("suspended")
+    assert bench.allowed() == ["b"]

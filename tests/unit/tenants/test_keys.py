@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.store import Store
+from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import USE_INTERVAL_S, Authenticator
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.toy_pool import FakeTime
@@ -17,7 +18,7 @@ LOCAL, REMOTE = Caller(is_local=True), Caller(is_local=False)
 
 @pytest.fixture
 def keys(store: Store) -> Authenticator:
-    return Authenticator(store, lambda: 1.0)
+    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 def refusal(keys: Authenticator, key: str) -> tuple[Code, str, str]:
@@ -82,7 +83,7 @@ async def test_a_revoked_key_is_refused_at_once_and_like_an_unknown_one(keys: Au
     await keys.revoke_key(row.key_id)
     await keys.revoke_key(row.key_id)
     assert refusal(keys, key) == refusal(keys, "tp_unknown")
-    assert refusal(Authenticator(store, lambda: 2.0), key)[0] is Code.UNAUTHENTICATED
+    assert refusal(Authenticator(store, Accounts(store, lambda: 2.0), lambda: 2.0), key)[0] is Code.UNAUTHENTICATED
 
 
 async def test_a_key_in_use_during_its_revocation_does_not_return_to_the_cache(keys: Authenticator) -> None:
@@ -170,7 +171,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timed(store: Store, clock: Clock) -> Authenticator:
-    return Authenticator(store, clock)
+    return Authenticator(store, Accounts(store, clock), clock)
 
 
 async def kept(keys: Authenticator, seconds: float) -> None:
@@ -199,7 +200,7 @@ async def test_a_key_is_refused_from_its_expiry_on_also_after_a_restart(
     clock.now = 1059.9
     assert timed.authenticate(key).tenant_name == "alice"
     clock.now = 1060.0
-    assert reason(timed, key) == reason(Authenticator(store, clock), key) == "API_KEY_EXPIRED"
+    assert reason(timed, key) == reason(Authenticator(store, Accounts(store, clock), clock), key) == "API_KEY_EXPIRED"
     assert refusal(timed, key)[0] is Code.UNAUTHENTICATED
     with pytest.raises(ServiceError, match="has expired"):
         timed.holder(row.key_id)
@@ -246,7 +247,7 @@ async def test_a_keys_last_use_is_known_at_once_and_stored_once_an_hour_and_at_t
     await asyncio.wait([keeping])
     [stored] = timed.list_keys()
     assert stored.last_used_at == 1100.0
-    assert Authenticator(store, clock).last_use(stored) == 1100.0
+    assert Authenticator(store, Accounts(store, clock), clock).last_use(stored) == 1100.0
     await kept(timed, USE_INTERVAL_S)
     assert store.database.num_commits == num_commits + 1, "a use is stored once"
 
@@ -307,11 +308,11 @@ async def test_a_rotated_key_stays_valid_for_its_grace_and_its_successor_has_the
     assert (successor.role, successor.tenant_name, successor.expires_at) == ("admin", "alice", 6000.0)
     assert (successor.is_local, successor.certificate_sha256, successor.created_at) == (True, "ab" * 32, 2000.0)
     assert (replaced.successor, replaced.expires_at, replaced.revoked_at) == (successor.key_id, 2600.0, None)
-    for keys in (timed, Authenticator(store, clock)):
+    for keys in (timed, Authenticator(store, Accounts(store, clock), clock)):
         assert keys.authenticate(key).key_id == row.key_id
         assert keys.authenticate(new).key_id == successor.key_id
     clock.now = 2600.0
-    for keys in (timed, Authenticator(store, clock)):
+    for keys in (timed, Authenticator(store, Accounts(store, clock), clock)):
         assert keys.authenticate(new).key_id == successor.key_id
         with pytest.raises(ServiceError, match=f"replaced by key '{successor.key_id}'"):
             keys.authenticate(key)

@@ -143,3 +143,6 @@ LIST_AUDIT_ENTRIES = Unary(
 RELEASE_TENANT = Unary(
     "ProbationService", "ReleaseTenant", probation.ReleaseTenantRequest, probation.ReleaseTenantResponse
 )
+GET_TENANT = Unary("AdminService", "GetTenant", admin.GetTenantRequest, admin.GetTenantResponse)
+SUSPEND_TENANT = Unary("AdminService", "SuspendTenant", admin.SuspendTenantRequest, admin.SuspendTenantResponse)
+RESUME_TENANT = Unary("AdminService", "ResumeTenant", admin.ResumeTenantRequest, admin.ResumeTenantResponse)
