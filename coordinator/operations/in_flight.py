@@ -30,8 +30,8 @@ from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 REQUEST_BYTES_MAX = 256 << 20
-"""Memory for the unfinished requests of all tenants, as payloads and decoded. Beyond it they are not kept decoded, and
-the payloads of passes stay in the log until they run."""
+"""Memory for the unfinished requests of all tenants, as payloads and decoded. Beyond it requests of tenants with more
+than their equal part are not kept decoded, and the payloads of their passes stay in the log until they run."""
 RESULT_BYTES_MAX = 64 << 20
 """Memory for results in the queues of waits. Beyond it a result is read from the store when its client has read those
 before it."""
@@ -172,6 +172,9 @@ class InFlightTable:
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
         self._num_request_bytes = 0
+        self._request_bytes_by_tenant: Counter[str] = Counter()
+        self._droppable: dict[str, dict[str, Operation]] = {}
+        """Durable passes whose requests are in memory, by tenant, in the order of their acceptance."""
         self._num_result_bytes = 0
         self._is_closed = False
 
@@ -191,16 +194,21 @@ class InFlightTable:
         self.spill(operation)
 
     def keep_decoded(self, operation: Operation, decoded: DecodedPass) -> None:
-        """Hold an operation's payload decoded until it has run, if there is memory for it."""
-        if self._num_request_bytes + decoded.num_bytes <= REQUEST_BYTES_MAX:
+        """Hold an operation's payload decoded until it has run, if there is memory for it.
+
+        A tenant within its part gets the memory of those above theirs.
+        """
+        self._drop_requests(decoded.num_bytes)
+        of_tenant = self._request_bytes_by_tenant[operation.tenant_id] + decoded.num_bytes
+        if self._num_request_bytes + decoded.num_bytes <= REQUEST_BYTES_MAX or of_tenant <= self._part():
             operation.keep_decoded(decoded)
             self._hold_request(operation, decoded.num_bytes)
 
     def spill(self, operation: Operation) -> None:
-        """Leave the payload of a durable pass to the log if the memory for requests is exceeded."""
-        if operation.kind.is_pass and operation.is_durable and self._num_request_bytes > REQUEST_BYTES_MAX:
-            operation.drop_payload()
-            self._free_request(operation)
+        """Let the payload of a durable pass be left to the log, now or when the memory for requests is exceeded."""
+        if operation.kind.is_pass and operation.is_durable and operation.name in self._request_bytes:
+            self._droppable.setdefault(operation.tenant_id, {})[operation.name] = operation
+            self._drop_requests(0)
 
     def get(self, name: str) -> Operation | None:
         """Return the operation of this name, if its outcome has not committed."""
@@ -213,6 +221,11 @@ class InFlightTable:
     def of_request(self, target_id: str, request_id: str) -> Operation | None:
         """Return the operation that a request id made on an adapter or sampler, if its outcome has not committed."""
         return self._by_request_id.get((target_id, request_id))
+
+    @property
+    def num_tenants(self) -> int:
+        """The number of tenants with operations in flight."""
+        return len(self._num_by_tenant)
 
     def num_of_target(self, target_id: str) -> int:
         """Return the number of operations in flight of an adapter or sampler."""
@@ -317,12 +330,39 @@ class InFlightTable:
         for queue in self._open_queues:
             queue.put_nowait(None)
 
+    def _part(self) -> float:
+        """Return the equal part of the memory for requests of each tenant that has some."""
+        return REQUEST_BYTES_MAX / max(1, len(self._request_bytes_by_tenant))
+
+    def _drop_requests(self, num_bytes: int) -> None:
+        """Leave requests to the log until these bytes fit: the newest ones of the tenant that holds the most.
+
+        A tenant that holds no more than its part loses none.
+        """
+        while self._num_request_bytes + num_bytes > REQUEST_BYTES_MAX and self._droppable:
+            tenant_id = max(self._droppable, key=lambda each: self._request_bytes_by_tenant[each])
+            if self._request_bytes_by_tenant[tenant_id] <= self._part():
+                return
+            operation = next(reversed(self._droppable[tenant_id].values()))
+            operation.drop_payload()
+            self._free_request(operation)
+
     def _hold_request(self, operation: Operation, num_bytes: int) -> None:
-        self._request_bytes[operation.name] = self._request_bytes.get(operation.name, 0) + num_bytes
-        self._num_request_bytes += num_bytes
+        if num_bytes:
+            self._request_bytes[operation.name] = self._request_bytes.get(operation.name, 0) + num_bytes
+            self._request_bytes_by_tenant[operation.tenant_id] += num_bytes
+            self._num_request_bytes += num_bytes
 
     def _free_request(self, operation: Operation) -> None:
-        self._num_request_bytes -= self._request_bytes.pop(operation.name, 0)
+        tenant_id, num_bytes = operation.tenant_id, self._request_bytes.pop(operation.name, 0)
+        self._num_request_bytes -= num_bytes
+        self._request_bytes_by_tenant[tenant_id] -= num_bytes
+        if not self._request_bytes_by_tenant[tenant_id]:
+            del self._request_bytes_by_tenant[tenant_id]
+        droppable = self._droppable.get(tenant_id, {})
+        droppable.pop(operation.name, None)
+        if not droppable:
+            self._droppable.pop(tenant_id, None)
 
     def _taken(self, outcome: ops_pb.Operation) -> ops_pb.Operation:
         self._num_result_bytes -= outcome.ByteSize()

@@ -155,9 +155,11 @@ class AdapterRegistry:
         self._logs.pop(log.adapter_id, None)
         self.group_of(log).remove(log)
 
-    def num_on(self, worker_id: str) -> int:
-        """Return the number of adapters with a copy on this worker."""
-        return sum(len(group.residency.on(worker_id)) for group in self._groups.values())
+    def num_on(self, worker_id: str, tenant_id: str | None = None) -> int:
+        """Return the number of adapters with a copy on this worker: of one tenant, or of all (None)."""
+        on_worker = (adapter_id for group in self._groups.values() for adapter_id in group.residency.on(worker_id))
+        found = (self._logs.get(adapter_id) for adapter_id in on_worker)
+        return sum(log is not None and tenant_id in (None, log.tenant_id) for log in found)
 
     def num_of(self, tenant_id: str) -> int:
         """Return the number of a tenant's adapters, those that are being written included."""

@@ -16,7 +16,10 @@ class PoolUseCases(UseCases):
     """PoolService."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
-        """Return the workers, the numbers of operations, and the last cycles."""
+        """Return the workers, the numbers of operations, and the last cycles.
+
+        A member sees of a worker how many of its own adapters live there, and not where it runs.
+        """
         core = self._core
         num_running = sum(self._is_running(operation) for operation in core.in_flight.all())
         recent = core.journal.recent
@@ -28,10 +31,12 @@ class PoolUseCases(UseCases):
                     worker_id=worker.worker_id,
                     incarnation=worker.incarnation,
                     base_model=worker.model.name,
-                    pid=worker.pid,
-                    node=worker.node,
+                    pid=worker.pid if principal.is_admin else 0,
+                    node=worker.node if principal.is_admin else "",
                     num_slots=worker.num_slots,
-                    num_adapters=core.registry.num_on(worker.worker_id),
+                    num_adapters=core.registry.num_on(
+                        worker.worker_id, None if principal.is_admin else principal.tenant_id
+                    ),
                     is_live=core.fleet.is_live(worker.worker_id),
                     device=worker.device,
                 )
@@ -43,6 +48,7 @@ class PoolUseCases(UseCases):
             cycles=[self._shown(principal, cycle) for cycle in cycles],
             version=VERSION,
             epoch=core.epoch,
+            num_tenants=core.in_flight.num_tenants,
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
         )

@@ -6,13 +6,16 @@ import asyncio
 import functools
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
+from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
+from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
@@ -21,8 +24,23 @@ ROWS_AT_ONCE = 50
 """Sessions of a list that are described before other callbacks of the event loop run: each costs two reads."""
 
 
+@dataclass(slots=True)
+class _Turn:
+    """The calls that create a session with one request id."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_calls: int = 0
+
+
 class SessionUseCases(UseCases):
     """SessionService."""
+
+    _creating: dict[tuple[str, str], _Turn]
+    """Running creations by tenant and request id."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._creating = {}
 
     async def get_capabilities(
         self, principal: Principal, request: pb.GetCapabilitiesRequest
@@ -59,6 +77,26 @@ class SessionUseCases(UseCases):
         """Create a session; return the existing one if the request id was used before."""
         self._core.admission.check_open()
         check_metadata(request.user_metadata, self._core.config.limits)
+        async with self._turn_of_request(principal.tenant_id, request.request_id):
+            return await self._create_session(principal, request)
+
+    @asynccontextmanager
+    async def _turn_of_request(self, tenant_id: str, request_id: str) -> AsyncIterator[None]:
+        """Run the calls with one request id one after another: a repeat finds the session of the first one."""
+        if not request_id:
+            yield
+            return
+        turn = self._creating.setdefault((tenant_id, request_id), _Turn())
+        turn.num_calls += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_calls -= 1
+            if not turn.num_calls:
+                del self._creating[tenant_id, request_id]
+
+    async def _create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:
         core, tenant_id = self._core, principal.tenant_id
         if request.request_id and (existing := core.store.sessions.of_request(tenant_id, request.request_id)):
             core.sessions.add(existing.session_id)
@@ -72,12 +110,7 @@ class SessionUseCases(UseCases):
             created_at=core.time.wall(),
         )
         with core.sessions.reserving(tenant_id, core.quotas):
-            try:
-                await core.store.sessions.insert(row)
-            except ConflictError:
-                existing = core.store.sessions.of_request(tenant_id, request.request_id)
-                assert existing is not None
-                session_id = existing.session_id
+            await core.store.sessions.insert(row)
             core.sessions.add(session_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 

@@ -49,7 +49,7 @@ def status(
     )
     show.say(
         f"{_plural(response.num_queued, 'operation')} queued, {response.num_running} running, "
-        f"{_plural(response.num_samples, 'sample request')} open"
+        f"{_plural(response.num_samples, 'sample request')} open, of {_plural(response.num_tenants, 'tenant')}"
     )
     show.console.print()
     _show_workers(response.workers)
@@ -93,7 +93,7 @@ def _show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
                 str(worker.num_slots),
                 str(worker.num_adapters),
                 worker.node[:NODE_CHARS],
-                str(worker.pid),
+                str(worker.pid or ""),
                 Text("live", "green") if worker.is_live else Text("lost, being replaced", "red"),
             )
             for worker in workers

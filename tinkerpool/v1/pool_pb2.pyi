@@ -42,13 +42,13 @@ class Worker(_message.Message):
     base_model: _builtins.str
     """Name of its base model."""
     pid: _builtins.int
-    """Process id on its node."""
+    """Process id on its node; 0 without an administrator's key."""
     node: _builtins.str
-    """Host name or Ray node id."""
+    """Host name or Ray node id; empty without an administrator's key."""
     num_slots: _builtins.int
     """Adapters that fit in its bank at once."""
     num_adapters: _builtins.int
-    """Adapters that live on it, in the bank or in its host memory."""
+    """Adapters that live on it, in the bank or in its host memory: the caller's own without an administrator's key."""
     is_live: _builtins.bool
     """Whether it answers."""
     device: _builtins.str
@@ -204,6 +204,7 @@ class GetPoolStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_TENANTS_FIELD_NUMBER: _builtins.int
     PROBATIONS_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Operations that wait."""
@@ -217,6 +218,8 @@ class GetPoolStatusResponse(_message.Message):
     """Lives of the coordinator on this data directory."""
     uptime_seconds: _builtins.float
     """Seconds since the coordinator started."""
+    num_tenants: _builtins.int
+    """Tenants with operations that wait or run."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """All workers."""
@@ -240,11 +243,12 @@ class GetPoolStatusResponse(_message.Message):
         version: _builtins.str = ...,
         epoch: _builtins.int = ...,
         uptime_seconds: _builtins.float = ...,
+        num_tenants: _builtins.int = ...,
         probations: _abc.Iterable[_probation_pb2.Probation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "probations", b"probations", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -155,6 +155,15 @@ async def test_sessions_that_are_created_at_the_same_time_never_exceed_the_ceili
         assert (await refusal(pool.session())).reason == "SESSION_QUOTA", "a session that ends twice frees one place"
 
 
+async def test_repeats_of_one_request_at_the_last_place_get_the_same_session(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, tenant_limits=TenantLimits(sessions_max=1)) as pool:
+        alice, request = await pool.principal(), sessions_pb2.CreateSessionRequest(request_id="r")
+        made = await asyncio.gather(*(pool.service.create_session(alice, request) for _ in range(5)))
+        assert len({each.session.session_id for each in made}) == 1
+        assert (await refusal(pool.session())).reason == "SESSION_QUOTA"
+        assert not pool.service._creating  # private: memory that is never freed is visible nowhere else
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [({}, "exactly one"), ({"base_model": "toy", "model_path": "tinker://x"}, "exactly one"), ({"index": -1}, "index")],

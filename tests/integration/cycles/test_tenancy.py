@@ -299,6 +299,9 @@ async def test_pool_status_and_cycles_show_others_only_as_counts(tmp_path: Path)
     for secret in (alices.session, "alice"):
         assert secret not in str(status[eve])
         assert secret not in str(seen[eve])
+    [worker], [whole] = status[eve].workers, status[boss].workers
+    assert (worker.num_adapters, worker.pid, worker.node) == (1, 0, "")
+    assert (whole.num_adapters, whole.pid > 0, bool(whole.node)) == (2, True, True)
     assert {entry.tenant for entry in seen[boss].entries} == {"alice"}
     assert {entry.tenant for cycle in status[boss].cycles for entry in cycle.entries} == {"alice", "eve"}
     assert {row.tenant for row in usage} == {"eve"}

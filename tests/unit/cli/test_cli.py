@@ -92,6 +92,7 @@ def pool_status() -> pool_pb2.GetPoolStatusResponse:
         ],
         version="9.9",
         epoch=3,
+        num_tenants=3,
         uptime_seconds=200,
     )
 
@@ -102,7 +103,7 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
     assert done.code == 0, done.err
     assert "tinkerpool 9.9" in done.out
     assert "up 3.3 min" in done.out
-    assert "1 operation queued, 2 running, 0 sample requests open" in done.out
+    assert "1 operation queued, 2 running, 0 sample requests open, of 3 tenants" in done.out
     assert "lost, being replaced" in done.out
     assert "alice x2 +step, (others) x2" in done.out
     assert "2,400" in done.out

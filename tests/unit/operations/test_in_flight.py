@@ -147,6 +147,57 @@ def test_payloads_beyond_the_memory_for_requests_are_left_to_the_log(monkeypatch
     assert restored.payload
 
 
+def test_memory_for_requests_is_shared_equally_by_the_tenants_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 60)  # the real bound is 256 MiB
+    table = InFlightTable(FinishedSamples(epoch=1))
+
+    def accept(tenant: str, seq: int, num_bytes: int = 10) -> Operation:
+        one = Operation(tenant, f"a-{tenant}", seq, Kind.FORWARD, bytes(num_bytes), b"", "", 10, num_bytes)
+        table.add(one)
+        one.accept()
+        table.spill(one)
+        return one
+
+    def held(ones: list[Operation]) -> list[bool]:
+        return [bool(one.payload) for one in ones]
+
+    hog = [accept("hog", seq) for seq in range(1, 10)]
+    assert held(hog) == [True] * 6 + [False] * 3, "alone, it may fill the memory"
+    small = [accept("small", seq) for seq in range(1, 4)]
+    assert held(small) == [True] * 3
+    assert held(hog) == [True] * 3 + [False] * 6, "the newest of the largest tenant are left to the log"
+    small.append(accept("small", 4))
+    assert sum(held(small)) == sum(held(hog)) == 3
+    third = [accept("third", seq, 20) for seq in (1, 2)]
+    assert [sum(map(len, (one.payload for one in ones))) for ones in (hog, small, third)] == [20, 20, 20]
+    for one in (*hog, *small, *third):
+        table.remove(one)
+    assert table._num_request_bytes == 0  # private: memory that is never freed is visible nowhere else
+    assert len(table._request_bytes_by_tenant) == len(table._droppable) == 0
+
+
+def test_a_tenant_within_its_part_keeps_requests_decoded_beside_one_that_filled_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded = decoded_pass("cross_entropy", {}, [])
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 4 * (decoded.num_bytes + 10))  # the real bound is 256 MiB
+    table = InFlightTable(FinishedSamples(epoch=1))
+
+    def accept(tenant: str, seq: int) -> Operation:
+        one = Operation(tenant, f"a-{tenant}", seq, Kind.FORWARD, bytes(10), b"", "", 10, 10)
+        table.add(one)
+        table.keep_decoded(one, decoded)
+        one.accept()
+        table.spill(one)
+        return one
+
+    hog = [accept("hog", seq) for seq in range(1, 9)]
+    small = accept("small", 1)
+    assert small.decoded is not None
+    assert sum(one.decoded is not None for one in hog) >= 2
+    assert table._num_request_bytes <= in_flight.REQUEST_BYTES_MAX  # private: the bound is visible nowhere else
+
+
 async def test_results_that_a_client_does_not_read_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "RESULT_BYTES_MAX", 100)  # the real bound is 64 MiB
     table, read = InFlightTable(FinishedSamples(epoch=1)), []
