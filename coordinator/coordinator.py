@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
+from coordinator.operations.responses import Responses
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
+from coordinator.runtime.turns import Turns
 from coordinator.service import Service
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
@@ -43,6 +45,16 @@ class Coordinator:
     async def failed(self) -> None:
         """Raise the first fatal error, as soon as it is reported: the coordinator must stop then."""
         await self.core.failure.wait()
+
+    @property
+    def responses(self) -> Responses:
+        """The room of results that doors are sending."""
+        return self.core.responses
+
+    @property
+    def decode_turns(self) -> Turns:
+        """The turns at decoding and encoding of large messages."""
+        return self.core.decode_turns
 
     def health(self) -> bool:
         """Return whether cycles can make progress."""

@@ -16,15 +16,15 @@ from workers.contract.capacity import SEQUENCE_SLOTS
 
 VERSION = version("tinkerpool")
 """The version of the installed distribution."""
-MESSAGE_BYTES_MAX = 64 << 20
+MESSAGE_BYTES_MAX = 16 << 20
 DATUMS_MAX = 1024
 """Most datums that any request may have. The doors check it before they convert a datum."""
 ELEMENTS_MAX = 128 * DATUMS_MAX
 """Most elements of a message: its fields, those of nested messages, and each byte of packed numbers.
 
 An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape. The most take 50 ms of
-processor time, to count and to decode. An empty datum takes two bytes: without this limit, 64 MiB of them would stop
-the event loop for a minute.
+processor time, to count and to decode. An empty datum takes two bytes: without this limit, 16 MiB of them would stop
+the event loop for a quarter of a minute.
 """
 POLLS_DIVISOR = 2
 """Calls that wait for a result hold at most one of this many HTTP connections: so short calls always find one."""
@@ -61,7 +61,7 @@ class Limits:
     """Most stop tokens of one sample."""
     topk_max: int = 100
     """Most top-k tokens, targets or draws at one position of a sample."""
-    sample_logprobs_max: int = 4 << 20
+    sample_logprobs_max: int = 1 << 20
     """Most log-probabilities in one sample's result, without those of its tokens; each takes 8 bytes."""
     wait_names_max: int = 10_000
     """Most operations in one wait."""
@@ -141,7 +141,7 @@ class DoorConfig:
     allow_plaintext: bool = False
     """Serve other machines without TLS. API keys and data can be read on the way."""
     message_bytes_max: int = MESSAGE_BYTES_MAX
-    """Largest request in bytes; over gRPC also the largest response."""
+    """Largest request in bytes."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -171,9 +171,9 @@ class GrpcConfig(DoorConfig):
     connections_max: int = 1024
     """Most connections at once; fewer where the process may not open four times as many files. One more is closed at
     once, and its client tries again; open ones are not affected."""
-    receive_bytes_max: int = 512 << 20
+    receive_bytes_max: int = 96 << 20
     """Most bytes of requests that are being received, or are held by calls until they are accepted; one tenant may hold
-    a quarter. A request of unknown length counts as `message_bytes_max` while it arrives: at least eight times that."""
+    a quarter. A request of unknown length counts as `message_bytes_max` while it arrives: at least six times that."""
     receive_s: float = 60.0
     """Seconds that a request may wait to be received, and that it may take to arrive."""
     streams_max: int = 256
@@ -192,9 +192,9 @@ class GrpcConfig(DoorConfig):
         DoorConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
-        if self.receive_bytes_max < 8 * self.message_bytes_max:
+        if self.receive_bytes_max < 6 * self.message_bytes_max:
             raise ValueError(
-                f"receive_bytes_max must be at least 8 times message_bytes_max ({8 * self.message_bytes_max}), got "
+                f"receive_bytes_max must be at least 6 times message_bytes_max ({6 * self.message_bytes_max}), got "
                 f"{self.receive_bytes_max}"
             )
         _check_positive(
@@ -231,7 +231,7 @@ class HttpConfig(DoorConfig):
     """Seconds for which a connection without a call is kept. The SDK keeps one for 5 s."""
     head_s: float = 10.0
     """Seconds that the first line and the headers of a request may take to arrive."""
-    receive_bytes_max: int = 256 << 20
+    receive_bytes_max: int = 64 << 20
     """Most bytes of bodies that are being received, or are held by calls until they are accepted: half for bodies as
     they are sent, half for decompressed ones. At least four times `message_bytes_max`."""
     body_s: float = 60.0

@@ -32,8 +32,9 @@ from workers.contract.messages import AdapterSpec, AdapterState
 
 logger = logging.getLogger(__name__)
 
-HELD_BYTES_MAX = 1 << 30
-"""Weights held until their files exist; beyond that the file is written before the commit."""
+HELD_BYTES_MAX = 32 << 20
+"""Weights held until their files exist, or one version, if it is larger; beyond that the file is written before the
+commit."""
 WRITERS = 2
 """Files that are written at a time."""
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
@@ -128,7 +129,8 @@ class Publishing:
         The log must be able to rematerialize it bit for bit, and there must be memory for it until then.
         """
         num_bytes = sum(version.num_bytes for version in self._versions.values())
-        return self._models[base_model].is_exact and num_bytes + len(state.weights) <= HELD_BYTES_MAX
+        has_room = not num_bytes or num_bytes + len(state.weights) <= HELD_BYTES_MAX
+        return self._models[base_model].is_exact and has_room
 
     def hold(self, version: Version) -> None:
         """Hold a version whose row is about to be committed."""

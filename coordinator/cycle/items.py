@@ -134,10 +134,11 @@ class ItemBuilder:
         batch = window.batch if window.has_gradient else None
         return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq), batch=batch)
 
-    async def decode_large(self, log: AdapterLog, num_chunks: int) -> dict[str, DecodedPass]:
+    async def decode_large(self, log: AdapterLog, num_chunks: int, bytes_max: float) -> dict[str, DecodedPass] | None:
         """Decode the large payloads among the next `num_chunks` chunks on a thread, by operation.
 
-        Small ones, and those that are in memory decoded, are left to `pass_items`.
+        Small ones, and those that are in memory decoded, are left to `pass_items`. Returns None if there are large ones
+        of more than `bytes_max` bytes.
         """
         large: list[Operation] = []
         for operation in log.ready_passes():
@@ -146,6 +147,8 @@ class ItemBuilder:
             num_chunks -= len(operation.chunks) - log.num_chunks_done(operation)
             if operation.decoded is None and operation.num_bytes > INLINE_BYTES_MAX:
                 large.append(operation)
+        if large and sum(operation.num_bytes for operation in large) > bytes_max:
+            return None
         return {each.name: await asyncio.to_thread(decode_pass, self._payload(each)) for each in large}
 
     def pass_items(

@@ -32,6 +32,8 @@ EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
 INSTALL_BYTES_MAX = 32 << 20
 """States of copies in memory that one phase sends; the adapters beyond it are installed in the next cycle."""
+DECODED_BYTES_MAX = 16 << 20
+"""Large payloads that are decoded for one pass; the adapters beyond it run in the next cycle."""
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
 
@@ -172,10 +174,16 @@ class Phases:
     async def run_pass(self, cycle: Cycle, plan: PassPlan) -> None:
         """Run the planned chunks of forwards and forward_backwards."""
         work = PhaseWork()
+        bytes_left: float = math.inf  # for the first one, whatever its size
         for adapter_id, num_chunks in plan.num_chunks.items():
             if (log := self._logs.get(adapter_id)) is None:
                 continue  # it was deleted since the plan was made
-            decoded = await self._items.decode_large(log, num_chunks)
+            decoded = await self._items.decode_large(log, num_chunks, bytes_left)
+            if decoded is None:
+                continue
+            if decoded:
+                num_bytes = sum(each.num_bytes for each in decoded.values())
+                bytes_left = min(bytes_left, DECODED_BYTES_MAX) - num_bytes
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
                 for operation, item in self._items.pass_items(log, num_chunks, decoded):
                     log.start(operation)

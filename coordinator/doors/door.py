@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.responses import Responses
+from coordinator.runtime.turns import Turns
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 
@@ -35,6 +37,14 @@ class Backend(Protocol):
     @property
     def authenticator(self) -> Keys:
         """The API keys."""
+
+    @property
+    def responses(self) -> Responses:
+        """The room of results that are being sent."""
+
+    @property
+    def decode_turns(self) -> Turns:
+        """The turns at decoding and encoding of large messages."""
 
     def health(self) -> bool:
         """Return whether cycles can make progress."""

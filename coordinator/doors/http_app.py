@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
 from coordinator.doors.http.connections import WITH_KEY
-from coordinator.doors.http.responses import num_retries
+from coordinator.doors.http.responses import num_retries, with_room
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
@@ -129,8 +129,17 @@ def _guarded(
                 )
             principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), least)
             request.scope[WITH_KEY] = True
-            with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as held:
-                return await handler(Call(request, principal, door, held))
+            room = door.backend.responses.room(principal.tenant_id)
+            try:
+                with (
+                    door.backend.authenticator.while_valid(principal),
+                    door.bodies.of_call(principal.tenant_id) as held,
+                ):
+                    response = await handler(Call(request, principal, door, held, room))
+                return with_room(response, room)
+            except BaseException:
+                room.close()
+                raise
         except ClientDisconnect:
             return Response(status_code=499)  # the client has left: never sent
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client

@@ -37,7 +37,7 @@ from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
 RETRY_DELAY_S = 1.0
-AWAITED_BYTES_MAX = 128 << 20
+AWAITED_BYTES_MAX = 32 << 20
 """Room beyond `queued_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
 Without it a client that sends the first part of a batch last would wait for its own later parts, which wait for it."""
 SAMPLER_SEQ_MAX = 4 * 10**18
@@ -218,6 +218,12 @@ class Admission:
         if (found := self._in_flight.get(f"{target_id}:{seq}")) is not None:
             return found.tenant_id
         return self._store.operations.owner(target_id, seq)
+
+    def result_bytes(self, tenant_id: str, target_id: str, seq: int) -> int:
+        """Return the size of the stored result of a tenant's operation; 0 if there is none yet."""
+        if self._in_flight.get(f"{target_id}:{seq}") is not None:
+            return 0
+        return self._store.operations.result_bytes(tenant_id, target_id, seq)
 
     def end_sampler(self, sampler_id: str) -> None:
         """Drop the numbering of a sampler whose session has ended: it gets no more samples."""

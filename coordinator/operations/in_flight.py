@@ -3,7 +3,7 @@
 In memory; finished operations are read from the store. `InFlightTable` has the operations by name. A wait does not
 poll: it has a queue that gets each operation once, when its outcome has committed. The table counts the payloads of
 unfinished requests by tenant, and bounds the memory of all requests and unread results: beyond it they are read from
-the store when they are needed.
+the store when they are needed, and so are large results, once there is room for the response (`responses`).
 
 `FinishedSamples` is for clients that poll for their samples with a cursor; a client's samples have sequence numbers in
 a block of its own. A client's list begins with the finished samples in the store that were not fetched, so a list may
@@ -25,16 +25,17 @@ from itertools import count, islice
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.responses import UNCOUNTED_BYTES
 from coordinator.payloads.passes import DecodedPass
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-REQUEST_BYTES_MAX = 256 << 20
+REQUEST_BYTES_MAX = 64 << 20
 """Memory for the unfinished requests of all tenants, as payloads and decoded. Beyond it requests of tenants with more
 than their equal part are not kept decoded, and the payloads of their passes stay in the log until they run."""
-RESULT_BYTES_MAX = 64 << 20
-"""Memory for results in the queues of waits. Beyond it a result is read from the store when its client has read those
-before it."""
+RESULT_BYTES_MAX = 8 << 20
+"""Memory for small results in the queues of waits. Beyond it a result is read from the store when its client has read
+those before it."""
 CLIENT_SEQS = 10**9
 """Numbers in a client's block."""
 CLIENTS_MAX = 4096
@@ -48,7 +49,7 @@ _POSITION_BITS = 32
 
 
 _WaitQueue = asyncio.Queue[ops_pb.Operation | str | None]
-"""Finished operations, or their names where there was no memory for them; None: the coordinator stops."""
+"""Finished operations, or their names if they are large or there was no memory; None: the coordinator stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ class InFlightTable:
             self._tokens_by_tenant[operation.tenant_id] += operation.outcome.num_tokens
         for queue in self._waiters.pop(operation.name, ()):
             num_bytes = operation.outcome.ByteSize()
-            if self._num_result_bytes + num_bytes > RESULT_BYTES_MAX:
+            if num_bytes > UNCOUNTED_BYTES or self._num_result_bytes + num_bytes > RESULT_BYTES_MAX:
                 queue.put_nowait(operation.name)
             else:
                 queue.put_nowait(operation.outcome)
@@ -291,12 +292,10 @@ class InFlightTable:
         if operation.kind is Kind.SAMPLE:
             self._finished_samples.note(operation.outcome)
 
-    async def wait(
-        self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]
-    ) -> AsyncIterator[ops_pb.Operation]:
+    async def wait(self, names: Iterable[str]) -> AsyncIterator[ops_pb.Operation | str]:
         """Yield each named operation once, when it is finished; fewer if the coordinator stops.
 
-        `read_finished` reads the operations that are not in flight, one by one, and may raise.
+        An operation that is not in flight, or has a large result, is yielded as its name: the store has it.
         """
         queue: _WaitQueue = asyncio.Queue()
         unique = dict.fromkeys(names)
@@ -307,12 +306,12 @@ class InFlightTable:
         self._open_queues.add(queue)
         try:
             for name in done:
-                yield read_finished(name)
+                yield name
             for _ in waiting if not self._is_closed else ():
                 finished = await queue.get()
                 if finished is None:
                     return
-                yield read_finished(finished) if isinstance(finished, str) else self._taken(finished)
+                yield finished if isinstance(finished, str) else self._taken(finished)
         finally:
             while not queue.empty():
                 if isinstance(unread := queue.get_nowait(), ops_pb.Operation):

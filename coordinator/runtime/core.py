@@ -15,6 +15,7 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context, Registers, open_registers
+from coordinator.operations.responses import Responses
 from coordinator.runtime.assembly import Runners, make_runners
 from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
@@ -28,7 +29,8 @@ from workers.contract.protocols import Pool
 logger = logging.getLogger(__name__)
 
 DECODE_TURNS = 1
-"""Large requests that are decoded at a time: the decoder holds the interpreter, so more threads gain nothing."""
+"""Large requests and results that are decoded or encoded at a time. That holds the interpreter, so more threads gain
+nothing; and what is made of one is in memory before its bytes are freed."""
 FILE_TURNS = 2
 """Use cases that read or write state files at a time. The cycles' saves and snapshots use the same few threads."""
 
@@ -52,6 +54,7 @@ class Core:
         self.tasks = Tasks(self.failure)
         self.file_turns = Turns(FILE_TURNS)
         self.decode_turns = Turns(DECODE_TURNS)
+        self.responses = Responses()
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None
         self._is_stopping = False

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
+
+from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.responses import Room
 from coordinator.service.access import UseCases, streamed
 from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import operations_pb2 as pb
@@ -21,41 +25,57 @@ class OperationUseCases(UseCases):
     async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
         """Return an operation as it is now."""
         operation = self._shown_operation(self._operation(principal, request.name))
-        self._note_fetched(principal, operation)
+        if operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED):
+            self._note_fetched(principal, operation.name)
         return pb.GetOperationResponse(operation=operation)
 
-    async def poll_operations(
+    async def make_room(self, principal: Principal, request: Message, room: Room) -> None:
+        """Take room for the stored result that a request asks for, if it asks for one.
+
+        Raises ServiceError CALLS_BUSY, before a read of the store if too many calls of the tenant wait for room.
+        """
+        if not isinstance(request, pb.GetOperationRequest | pb.CancelOperationRequest):
+            return
+        room.check()
+        await room.take(self._core.admission.result_bytes(principal.tenant_id, *_parse(request.name)))
+
+    @streamed
+    async def wait_operations(
         self, principal: Principal, request: pb.WaitOperationsRequest
     ) -> AsyncGenerator[pb.WaitOperationsResponse, None]:
-        """Yield each operation once, when it is finished. For calls that a door answers early if there are many."""
-        limit = self._core.config.limits.wait_names_max
-        if not 1 <= len(request.names) <= limit:
-            raise invalid(f"{len(request.names)} names to wait for: send 1 to {limit}")
-        names = list(dict.fromkeys(request.names))
-        for index, name in enumerate(names):
-            if index % NAMES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            if self._core.admission.owner(*_parse(name)) != principal.tenant_id:
-                raise not_found("operation", name)
+        """Yield each operation once, when it is finished."""
+        names = await self._awaited(principal, request.names)
         num_missing = len(names)
-
-        def read_finished(name: str) -> pb.Operation:
-            return self._shown_operation(self._operation(principal, name))
-
-        async for operation in self._core.in_flight.wait(names, read_finished):
-            yield pb.WaitOperationsResponse(operation=operation)
-            self._note_fetched(principal, operation)
+        async for finished in self._core.in_flight.wait(names):
+            name = _name(finished)
+            with self._core.responses.room(principal.tenant_id) as room:
+                if isinstance(finished, str):
+                    await room.take(self._core.admission.result_bytes(principal.tenant_id, *_parse(name)))
+                yield pb.WaitOperationsResponse(operation=self._of_finished(principal, finished))
+            self._note_fetched(principal, name)
             num_missing -= 1
         if num_missing:
-            raise ServiceError(
-                Code.UNAVAILABLE,
-                "SHUTTING_DOWN",
-                "the pool is shutting down; unfinished operations resume after its restart: wait again",
-                retry_delay_s=1.0,
-            )
+            raise _shutting_down()
 
-    wait_operations = streamed(poll_operations)
-    """As `poll_operations`, for a call that lasts until the last operation is finished."""
+    async def finished_operations(
+        self, principal: Principal, names: Sequence[str], room: Room, *, is_poll: bool
+    ) -> list[pb.Operation]:
+        """Return these operations once all are finished, and `room`, which has taken nothing yet, holds their results.
+
+        `is_poll`: the call is not one of its tenant's open calls, because its door answers early if there are many.
+        Raises ServiceError CALLS_BUSY without room, and as `wait_operations` does.
+        """
+        with nullcontext() if is_poll else self._core.streams.open(principal.tenant_id):
+            unique = await self._awaited(principal, names)
+            found = {_name(each): each async for each in self._core.in_flight.wait(unique)}
+        if len(found) < len(unique):
+            raise _shutting_down()
+        stored = [each for each in found.values() if isinstance(each, str)]
+        await room.take(sum(self._core.admission.result_bytes(principal.tenant_id, *_parse(name)) for name in stored))
+        operations = [self._of_finished(principal, found[name]) for name in names]
+        for name in unique:
+            self._note_fetched(principal, name)
+        return operations
 
     async def queue_reason(self, principal: Principal, name: str) -> str:
         """Return why an operation waits longer than others, for its owner; empty: it does not."""
@@ -72,11 +92,29 @@ class OperationUseCases(UseCases):
             self._cancel_queued(operation)
         return pb.CancelOperationResponse(operation=self._shown_operation(self._operation(principal, request.name)))
 
-    def _note_fetched(self, principal: Principal, operation: pb.Operation) -> None:
+    def _note_fetched(self, principal: Principal, name: str) -> None:
         """Let a finished operation's result be dropped soon, unless the caller's key may only read."""
-        is_final = operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED)
-        if is_final and principal.role is not Role.READ_ONLY:
-            self._core.store.operations.note_fetched(operation.target_id, operation.seq)
+        if principal.role is not Role.READ_ONLY:
+            self._core.store.operations.note_fetched(*_parse(name))
+
+    async def _awaited(self, principal: Principal, names: Sequence[str]) -> list[str]:
+        """Return the names of a wait without repetitions. Raises ServiceError, also for operations of others."""
+        limit = self._core.config.limits.wait_names_max
+        if not 1 <= len(names) <= limit:
+            raise invalid(f"{len(names)} names to wait for: send 1 to {limit}")
+        unique = list(dict.fromkeys(names))
+        for index, name in enumerate(unique):
+            if index % NAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if self._core.admission.owner(*_parse(name)) != principal.tenant_id:
+                raise not_found("operation", name)
+        return unique
+
+    def _of_finished(self, principal: Principal, finished: pb.Operation | str) -> pb.Operation:
+        """Return a finished operation, which the store has if there is only its name."""
+        if isinstance(finished, str):
+            return self._shown_operation(self._operation(principal, finished))
+        return finished
 
     def _cancel_queued(self, operation: Operation) -> None:
         log = self._core.registry.get(operation.target_id)
@@ -100,6 +138,19 @@ class OperationUseCases(UseCases):
         if operation is None or operation.is_dropped or operation.tenant_id != principal.tenant_id:
             raise not_found("operation", name)
         return operation
+
+
+def _name(finished: pb.Operation | str) -> str:
+    return finished if isinstance(finished, str) else finished.name
+
+
+def _shutting_down() -> ServiceError:
+    return ServiceError(
+        Code.UNAVAILABLE,
+        "SHUTTING_DOWN",
+        "the pool is shutting down; unfinished operations resume after its restart: wait again",
+        retry_delay_s=1.0,
+    )
 
 
 def _parse(name: str) -> tuple[str, int]:

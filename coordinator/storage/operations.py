@@ -74,6 +74,14 @@ class Operations(Table[OperationRow]):
         )
         return str(row["tenant_id"]) if row is not None else None
 
+    def result_bytes(self, tenant_id: str, target_id: str, seq: int) -> int:
+        """Return the size of the result of a tenant's operation; 0 if it has none."""
+        row = self._database.read_one(
+            "SELECT length(outcome) AS num_bytes FROM operations WHERE target_id = ? AND seq = ? AND tenant_id = ?",
+            (target_id, seq, tenant_id),
+        )
+        return int(row["num_bytes"] or 0) if row is not None else 0
+
     def seq_of_request(self, target_id: str, request_id: str) -> int | None:
         """Return the sequence number that a request id got."""
         row = self._database.read_one(

@@ -12,9 +12,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coordinator.base.config import MESSAGE_BYTES_MAX
+
 if TYPE_CHECKING:
     from scripts.attack.pool import AttackedPool
 
+BODY_BYTES = MESSAGE_BYTES_MAX - (64 << 10)
+"""Size of the largest messages that attacks send: just below what the pool takes."""
 NO_KEY = "no key"
 TENANT = "one tenant"
 

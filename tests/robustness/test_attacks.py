@@ -16,6 +16,8 @@ SHORT = (
     "health-unfinished",
     "rapid-reset",
     "grpc-empty-data",
+    "grpc-large",
+    "grpc-results-unread",
     "zstd-empty-data",
     "saves",
     "wait-names",

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class RestartablePool:
     """Runs on a thread of its own. Every start has the same ports and the same data directory."""
 
-    def __init__(self, data_dir: Path, poll_s: float = 30.0, message_bytes_max: int = 64 << 20, **options: Any) -> None:
+    def __init__(self, data_dir: Path, poll_s: float = 30.0, message_bytes_max: int = 16 << 20, **options: Any) -> None:
         self._data_dir = data_dir
         self._options = options
         self._loop = asyncio.new_event_loop()

@@ -21,10 +21,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.door import Keys, to_refusal
+from coordinator.doors.door import Backend, to_refusal
 from coordinator.doors.grpc.callers import caller_of
 from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
+from coordinator.operations.responses import Room
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.payloads.passes import INLINE_BYTES_MAX
 from coordinator.service.roles import LEAST_ROLES
@@ -91,10 +92,6 @@ class _Rpc:
                 f"the request is not a valid {name} message: use the same version of client and pool"
             ) from None
 
-    async def read(self, body: bytes) -> Message:
-        """Return the request message; parse a large one on a thread. Raises ServiceError INVALID_ARGUMENT."""
-        return self.parse(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(self.parse, body)
-
     async def recorded(self, principal: Principal, body: bytes, error: TooManyElements) -> ServiceError:
         """Return the refusal of a message, after it was recorded at the sequence number that the message names."""
         head = await asyncio.to_thread(parse_head, self.request_type, body)
@@ -109,15 +106,15 @@ class _Rpc:
 class _Entrance:
     """What a call passes before its use case: the check of its key, then the reading of its request."""
 
-    def __init__(self, keys: Keys, intake: Intake, host: str) -> None:
-        self.keys = keys
+    def __init__(self, backend: Backend, intake: Intake, host: str) -> None:
+        self.backend = backend
         self._intake = intake
         self._host = host
 
     async def admitted(self, rpc: _Rpc, context: Context) -> Principal:
         """Return the caller of an RPC; or end the call with a refusal, unread."""
         try:
-            return self.keys.admit(_api_key(context), caller_of(context, self._host), rpc.least)
+            return self.backend.authenticator.admit(_api_key(context), caller_of(context, self._host), rpc.least)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             await abort(context, to_refusal(error, rpc.name))
 
@@ -125,18 +122,26 @@ class _Entrance:
         """Return a block that has the call's request, and holds its bytes."""
         return self._intake.received(principal.tenant_id, functools.partial(_read, context), is_large=rpc.is_large)
 
+    async def parsed(self, rpc: _Rpc, principal: Principal, body: bytes) -> Message:
+        """Return the request message; parse a large one on a thread, in a turn of its tenant. Raises ServiceError."""
+        if len(body) <= INLINE_BYTES_MAX:
+            return rpc.parse(body)
+        async with self.backend.decode_turns.turn(principal.tenant_id) as turn:
+            turn.use(len(body))
+            return await asyncio.to_thread(rpc.parse, body)
+
 
 class Calls(grpc.GenericRpcHandler):
     """Admits each call and runs its use case."""
 
-    def __init__(self, service: Any, keys: Keys, intake: Intake, host: str) -> None:
+    def __init__(self, backend: Backend, intake: Intake, host: str) -> None:
         """Look up the use cases. `host`: where the door listens.
 
-        Raises AttributeError if `service` lacks a method for an RPC of the contract, KeyError if the RPC has no role.
+        Raises AttributeError if the service lacks a method for an RPC of the contract, KeyError if the RPC has no role.
         """
-        entrance = _Entrance(keys, intake, host)
+        entrance = _Entrance(backend, intake, host)
         self._handlers: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            f"/{method.containing_service.full_name}/{method.name}": _handler(_rpc(method, service), entrance)
+            f"/{method.containing_service.full_name}/{method.name}": _handler(_rpc(method, backend.service), entrance)
             for descriptor in SERVICES
             for method in descriptor.methods
         }
@@ -180,18 +185,24 @@ async def _read(context: Context) -> bytes:
 
 
 def _unary(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def run(principal: Principal, received: Received) -> bytes:
+    async def run(principal: Principal, received: Received, room: Room) -> bytes:
         body = received.take()
         try:
-            request = await rpc.read(body)
+            request = await entrance.parsed(rpc, principal, body)
         except TooManyElements as error:
             raise await rpc.recorded(principal, body, error) from None
         del body
-        return _serialize(await rpc.use_case(principal, request))
+        await entrance.backend.service.make_room(principal, request, room)
+        response = _serialize(await rpc.use_case(principal, request))
+        room.fit(len(response))
+        return response
 
     async def receive_and_run(principal: Principal, context: Context) -> bytes:
+        room = entrance.backend.responses.room(principal.tenant_id)
+        # Called once the response was read, or the connection was closed. The stubs have a wrong type for it.
+        context.add_done_callback(lambda _: room.close())  # type: ignore[arg-type]
         async with entrance.received(rpc, principal, context) as received:
-            return await run(principal, received)
+            return await run(principal, received, room)
 
     async def handle(_bodies: object, context: Context) -> bytes:
         principal = await entrance.admitted(rpc, context)
@@ -202,16 +213,19 @@ def _unary(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes
 
 def _streaming(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(principal: Principal, received: Received) -> AsyncIterator[bytes]:
-        responses: AsyncIterator[Message] = rpc.use_case(principal, await rpc.read(received.take()))
-        async for response in responses:
-            yield _serialize(response)
+        request = await entrance.parsed(rpc, principal, received.take())
+        async with aclosing(rpc.use_case(principal, request)) as responses:
+            while (response := await anext(responses, None)) is not None:
+                body = _serialize(response)
+                del response  # while the client reads, its bytes alone are in memory
+                yield body
 
     async def handle(_bodies: object, context: Context) -> None:
         is_writing = False
         principal = await entrance.admitted(rpc, context)
         receiving = entrance.received(rpc, principal, context)
         try:
-            with entrance.keys.while_valid(principal):
+            with entrance.backend.authenticator.while_valid(principal):
                 async with AsyncExitStack() as held:
                     received = await _respond(rpc, context, held.enter_async_context(receiving))
                     responses = await held.enter_async_context(aclosing(run(principal, received)))  # type: ignore[type-var]

@@ -15,9 +15,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from coordinator.base.budget import PARTS, Budget
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.budget import PARTS, Budget
 
 SMALL_BYTES_MAX = 2 << 20
 """Largest request of a call without data for training or sampling. A wait for 10,000 operations has 1 MiB."""
@@ -27,7 +27,7 @@ SMALL_S = 5.0
 """Seconds that a small request may take to arrive. It comes in the same packet as its headers, or soon after."""
 UNCOUNTED_BYTES = 4096
 """Requests up to this size are not counted after they were read, so that a tenant with large uploads can still call."""
-WAITING_MAX = 2048
+WAITING_MAX = 1024
 """Most calls that wait to be read; a quarter of them of one tenant. Each holds up to 64 KiB."""
 RESERVED_READERS = SMALL_READERS + 1
 """Readers that large requests leave: those of small requests, and that of calls without a key."""
@@ -59,7 +59,7 @@ class Intake:
         self._bytes = Budget(
             total - RESERVED_READERS * self._message_bytes, max(total // PARTS, self._message_bytes), WAITING_MAX
         )
-        self._readers = Budget(SMALL_READERS, 1, WAITING_MAX, "readers")
+        self._readers = Budget(SMALL_READERS, 1, WAITING_MAX, unit="readers")
 
     @asynccontextmanager
     async def received(self, tenant_id: str, read: Read, *, is_large: bool) -> AsyncIterator[Received]:

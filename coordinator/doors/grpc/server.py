@@ -22,6 +22,8 @@ HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
 PENDING_MAX = 16_384
 """Calls that have arrived and not begun, of all connections: as many as 64 full ones have. Each holds 11 kB."""
+RESPONSE_BYTES_MAX = 64 << 20
+"""Largest response: results may be larger than requests."""
 _STOPPING_S = 86400.0
 """Grace of running calls while the coordinator stops: unlimited, for the coordinator itself ends them."""
 
@@ -60,10 +62,7 @@ class GrpcDoor:
     async def start(self, backend: Backend) -> None:
         """Serve the RPCs and, updated every second, the health of the backend."""
         self._server.add_generic_rpc_handlers(
-            (
-                Calls(backend.service, backend.authenticator, Intake(self._config), self._config.host),
-                self._public,
-            )  # asked in this order
+            (Calls(backend, Intake(self._config), self._config.host), self._public)  # asked in this order
         )
         self._public.set_health(is_serving=backend.health())
         await self._server.start()
@@ -126,7 +125,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # on by default: two servers would silently share one port
         ("grpc.max_receive_message_length", config.message_bytes_max),
-        ("grpc.max_send_message_length", config.message_bytes_max),
+        ("grpc.max_send_message_length", RESPONSE_BYTES_MAX),
         ("grpc.max_concurrent_streams", config.streams_max),
         ("grpc.server.max_pending_requests", PENDING_MAX),  # above it, grpc cancels calls of anybody at random
         ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX + PENDING_MAX // 4),

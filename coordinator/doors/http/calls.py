@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -20,6 +20,7 @@ from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Polls
 from coordinator.doors.peers import is_this_machine
+from coordinator.operations.responses import Room
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal
 
@@ -31,6 +32,7 @@ _FAULTS_SHOWN = 5
 
 Body = TypeVar("Body", bound=BaseModel)
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list. Validation stops at the first wrong item: reasons for a million wrong items would take gigabytes."""
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
@@ -84,6 +86,8 @@ class Call:
     door: DoorContext
     held: HeldBody
     """Receives the body, and holds its bytes until the call ends."""
+    room: Room
+    """Holds the bytes of the response until it is sent."""
 
     @property
     def service(self) -> Service:
@@ -113,9 +117,15 @@ class Call:
         Raises UnreadableBody, which names the wrong fields, and the errors of `body`.
         """
         body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
-        if len(body) > INLINE_BYTES_MAX:
-            return await asyncio.to_thread(read_json, model, body)
-        return read_json(model, body)
+        return await self.in_turn(len(body), lambda: read_json(model, body))
+
+    async def in_turn(self, num_bytes: int, work: Callable[[], Made]) -> Made:
+        """Return what `work` makes of a message of `num_bytes`: of a large one on a thread, in a turn of the tenant."""
+        if num_bytes <= INLINE_BYTES_MAX:
+            return work()
+        async with self.door.backend.decode_turns.turn(self.principal.tenant_id) as turn:
+            turn.use(num_bytes)
+            return await asyncio.to_thread(work)
 
     async def body(self, *, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """Return the body, decompressed, of at most `bytes_max` bytes.

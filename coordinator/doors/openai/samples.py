@@ -55,7 +55,10 @@ async def outcomes(
     try:
         async with kept_alive(call, sampler.session_id):
             operations = await cancel_on_disconnect(
-                call.request.receive, _finished(call, [_name(each) for each in requests])
+                call.request.receive,
+                call.service.finished_operations(
+                    call.principal, [_name(each) for each in requests], call.room, is_poll=False
+                ),
             )
         must_cancel = False
     finally:
@@ -119,15 +122,6 @@ async def _submit(call: Call, requests: Sequence[pb.SampleRequest], *, is_kept: 
         message = "this Idempotency-Key was used before, for another request: use a new key"
         raise refused("Idempotency-Key", message, "IDEMPOTENCY_KEY_REUSED")
     raise errors[0]
-
-
-async def _finished(call: Call, names: Sequence[str]) -> list[ops_pb.Operation]:
-    found: dict[str, ops_pb.Operation] = {}
-    waiting = call.service.wait_operations(call.principal, ops_pb.WaitOperationsRequest(names=names))
-    async with aclosing(waiting) as responses:
-        async for response in responses:
-            found[response.operation.name] = response.operation
-    return [found[name] for name in names]
 
 
 async def _cancel(call: Call, requests: Sequence[pb.SampleRequest]) -> None:

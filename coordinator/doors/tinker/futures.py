@@ -8,7 +8,7 @@ of the coordinator.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.responses import make_response
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF, result_response
 from tinkerpool.v1 import adapters_pb2
@@ -69,7 +68,7 @@ async def retrieve_future(call: Call) -> Response:
     size = operation.ByteSize()
     if is_binary and asked.allow_metadata_only and size > METADATA_BYTES_MIN:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    return await make_response(size, lambda: result_response(operation, is_binary=is_binary))
+    return await call.in_turn(size, lambda: result_response(operation, is_binary=is_binary))
 
 
 async def retrieve_futures(call: Call) -> Response:
@@ -113,16 +112,16 @@ async def cancel_future(call: Call) -> Response:
 
 
 async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation | None:
-    """Return the operation once it is finished, or None after `timeout_s` seconds. Raises ServiceError."""
-    found = None
+    """Return the operation once it is finished and there is room for it, or None after `timeout_s` seconds.
+
+    Raises ServiceError.
+    """
     try:
         async with _held(call, timeout_s):
-            waiting = call.service.poll_operations(call.principal, ops_pb.WaitOperationsRequest(names=[name]))
-            async with aclosing(waiting) as responses:
-                async for response in responses:
-                    found = response.operation
+            [found] = await call.service.finished_operations(call.principal, [name], call.room, is_poll=True)
+            return found
     except TimeoutError:
-        pass
+        return None
     except ServiceError as error:
         if error.code is not Code.NOT_FOUND:
             raise
@@ -132,7 +131,6 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
             f"no result of {name[:200]!r}: this API key was never promised it, or its lifetime is over and it was "
             "dropped",
         ) from None
-    return found
 
 
 def _held(call: Call, seconds: float) -> AbstractAsyncContextManager[None]:

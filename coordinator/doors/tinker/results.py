@@ -20,7 +20,7 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 PROTOBUF = "application/x-protobuf"
 OUTPUT_TYPE = "TorchLossReturn"
 """The protocol's name for the outputs of every built-in loss."""
-JSON_RESULT_BYTES_MAX = 8 << 20
+JSON_RESULT_BYTES_MAX = 4 << 20
 """Largest outcome that is sent in JSON; the text is about ten times as large. Results of passes in JSON are smaller."""
 _STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 NOTHING_LOGPROB = -99999.0

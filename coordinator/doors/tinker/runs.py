@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.http.calls import Call, DoorContext
-from coordinator.doors.http.responses import PiecewiseJson, make_response
+from coordinator.doors.http.responses import PiecewiseJson
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
@@ -55,7 +55,7 @@ async def list_runs(call: Call) -> Response:
         runs = [_run_json(call, adapter, newest) for adapter in found.adapters]
         return PiecewiseJson({"training_runs": runs, "cursor": _cursor(limit, offset, found.total_size)})
 
-    return await make_response(found.ByteSize(), make)
+    return await call.in_turn(found.ByteSize(), make)
 
 
 async def get_run(call: Call) -> Response:
@@ -250,7 +250,7 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
         checkpoints = [_checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
         return PiecewiseJson({"checkpoints": checkpoints, "cursor": _cursor(limit, offset, found.total_size)})
 
-    return await make_response(found.ByteSize(), make), found.total_size
+    return await call.in_turn(found.ByteSize(), make), found.total_size
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:

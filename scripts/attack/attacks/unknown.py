@@ -11,14 +11,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from scripts.attack.attack import NO_KEY, Attack, Target
+from scripts.attack.attack import BODY_BYTES, NO_KEY, Attack, Target
 from scripts.attack.calls import connect, counted, status_of
 from scripts.attack.frames import Connection
 from scripts.attack.pool import AttackedPool, stopped
 from tinkerpool.v1 import sessions_pb2, sessions_pb2_grpc
 
 NUM_CLIENTS = 16
-BODY_BYTES = 60 << 20
 WATCH, CHECK = "/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"
 HEALTH_TIMEOUT_S = 25.0
 HEALTH_POLL_S = 0.25
@@ -55,7 +54,7 @@ def health_of_a_stopped_worker(pool: AttackedPool) -> str:
 
 
 async def health_unfinished(target: Target) -> AsyncGenerator[None, None]:
-    """Send 20 requests of 60 MiB to Health/Check, each without its last byte."""
+    """Send 20 requests of the largest size to Health/Check, each without its last byte."""
     yield
     connection = await Connection.open(target.grpc)
     sizes = await asyncio.gather(*(connection.send_most(CHECK, BODY_BYTES) for _ in range(target.many(20))))
@@ -116,7 +115,7 @@ ATTACKS = (
     Attack(
         name="health-unfinished",
         by=NO_KEY,
-        text="20 requests of 60 MiB to Health/Check, each one byte short of its end",
+        text="20 requests of the largest size to Health/Check, each one byte short of its end",
         program=health_unfinished,
         is_held=True,
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
-from coordinator.cycle import items
+from coordinator.cycle import items, phases
 from coordinator.operations import in_flight
 from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
@@ -229,6 +229,19 @@ async def test_a_large_request_is_decoded_off_the_event_loop(tmp_path: Path, mon
     for small, large in threads.values():
         assert small is threading.main_thread()
         assert large is not threading.main_thread()
+
+
+async def test_large_requests_beyond_the_limit_of_a_pass_are_decoded_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # so that they are decoded when they run
+    monkeypatch.setattr(items, "INLINE_BYTES_MAX", 500)
+    monkeypatch.setattr(phases, "DECODED_BYTES_MAX", 1)
+    async with running_pool(tmp_path, cycle_tokens_max=4096) as pool:
+        adapters = [await pool.adapter() for _ in range(3)]
+        names = await asyncio.gather(*(pool.forward_backward(adapter, 1, *[16] * 20) for adapter in adapters))
+        done = await pool.wait(*names)
+    assert len({each.cycle_id for each in done}) == len(adapters)
 
 
 def in_recorded_thread(function: Callable[..., Any], threads: list[threading.Thread]) -> Callable[..., Any]:

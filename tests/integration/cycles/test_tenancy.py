@@ -159,7 +159,8 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         "finished_samples",
         "queue_reason",  # tested with the probation
         "limits_of",
-        "poll_operations",
+        "finished_operations",
+        "make_room",
         "holder_of_key",  # called by a door that has signed the key's id
     }
     assert methods == set(CALLS) | NAMELESS | beyond
@@ -249,6 +250,18 @@ async def test_a_wait_that_names_one_foreign_operation_is_refused(tmp_path: Path
         request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
         wait = pool.service.wait_operations(await pool.principal("eve"), request)
         assert (await refusal(anext(wait))).code is Code.NOT_FOUND
+
+
+async def test_anothers_results_are_neither_returned_together_nor_measured(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        alices = await things_of(pool, "alice")
+        eve, alice = await pool.principal("eve"), await pool.principal("alice")
+        target, _, seq = alices.operation.rpartition(":")
+        assert pool.core.admission.result_bytes(alice.tenant_id, target, int(seq)) > 0
+        assert pool.core.admission.result_bytes(eve.tenant_id, target, int(seq)) == 0
+        with pool.core.responses.room(eve.tenant_id) as room:
+            call = pool.service.finished_operations(eve, [alices.operation], room, is_poll=False)
+            assert (await refusal(call)).code is Code.NOT_FOUND
 
 
 async def test_lists_have_only_the_callers_resources(tmp_path: Path) -> None:

@@ -101,16 +101,16 @@ def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) 
     service, calls = pool.pool.coordinator.service, []
     use_case: Callable[..., Any] = getattr(service, name)
 
-    def recorded(*args: Any) -> Any:
+    def recorded(*args: Any, **options: Any) -> Any:
         calls.append(args)
-        return use_case(*args)
+        return use_case(*args, **options)
 
     monkeypatch.setattr(service, name, recorded)
     return calls
 
 
 def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = calls_of(pool, monkeypatch, "wait_operations")
+    waits = calls_of(pool, monkeypatch, "finished_operations")
     params = types.SamplingParams(max_tokens=3, seed=1)
     with sdk(pool.http_url, pool.key()) as service:
         sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)

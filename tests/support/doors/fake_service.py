@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,10 @@ from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
+from coordinator.operations.responses import Responses, Room
+from coordinator.runtime.turns import Turns
 from coordinator.tenants.principals import Caller, Principal, Role
+from tinkerpool.v1 import operations_pb2
 
 KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
 PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", role=Role.ADMIN)
@@ -30,6 +33,14 @@ class FakeKeys:
         return nullcontext()
 
 
+class KeysByName(FakeKeys):
+    """Every key is the name of its tenant."""
+
+    def admit(self, key: str, caller: Caller, least: Role) -> Principal:
+        """Return the principal."""
+        return Principal(tenant_id=key, tenant_name=key, key_id=key, role=Role.MEMBER)
+
+
 class FakeService:
     """Has every use case. Without a response from the test, a use case is UNIMPLEMENTED; a list is streamed."""
 
@@ -41,10 +52,21 @@ class FakeService:
         """Return the defaults."""
         return TenantLimits()
 
+    async def make_room(self, principal: Principal, request: Message, room: Room) -> None:
+        """Take nothing: the test's responses are in memory already."""
+
+    async def finished_operations(
+        self, principal: Principal, names: Sequence[str], room: Room, *, is_poll: bool
+    ) -> list[operations_pb2.Operation]:
+        """Return the operations that `wait_operations` streams."""
+        request = operations_pb2.WaitOperationsRequest(names=names)
+        found = {each.operation.name: each.operation async for each in self.wait_operations(principal, request)}
+        return [found[name] for name in names] if len(names) > 1 else list(found.values())
+
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        streaming = name in ("wait_operations", "poll_operations", "stream_sample", "export_checkpoint", "watch_cycles")
+        streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
 
         async def respond_once(principal: Principal, request: Message, *_: Any) -> Message | str:
             self.calls.append((name, principal, request))
@@ -81,3 +103,5 @@ class FakeBackend:
         self.service: Any = service or FakeService()
         self.authenticator: Any = keys or FakeKeys()
         self.health = health
+        self.responses = Responses()
+        self.decode_turns = Turns(1)

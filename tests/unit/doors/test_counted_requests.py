@@ -29,7 +29,7 @@ from tests.support.doors.loop_time import loop_time
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
 
-EMPTY_DATA = 8_400_000
+EMPTY_DATA = 8_300_000
 CALLBACK_S_MAX = 0.1
 
 

@@ -27,7 +27,7 @@ from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.fake_service import KEY, FakeBackend, FakeKeys, FakeService
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 WITH_KEY = (("authorization", f"Bearer {KEY}"),)
@@ -109,7 +109,7 @@ def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> No
         pass
 
     with pytest.raises(AttributeError, match="get_capabilities"):
-        Calls(Empty(), FakeKeys(), Intake(GrpcConfig()), "127.0.0.1")
+        Calls(FakeBackend(Empty()), Intake(GrpcConfig()), "127.0.0.1")
     names = {use_case_name(method) for service in SERVICES for method in service.methods}
     assert {"create_adapter", "save_weights_for_sampler", "wait_operations", "list_api_keys"} <= names
     assert len(SERVICES) == 10

@@ -227,7 +227,7 @@ async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:
         await asyncio.Event().wait()
         yield ops_pb.WaitOperationsResponse()
 
-    service = FakeService(poll_operations=never, queue_reason="", get_capabilities=CAPABILITIES)
+    service = FakeService(wait_operations=never, queue_reason="", get_capabilities=CAPABILITIES)
     door = await opened(service, poll_s=60)
     async with client_of(door, limits=httpx.Limits(max_connections=None)) as client:
         path = f"{PREFIX}/retrieve_future"

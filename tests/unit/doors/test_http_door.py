@@ -384,7 +384,7 @@ def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsRespon
 
 @pytest.mark.slow
 async def test_other_calls_run_while_a_large_result_is_encoded_as_json(opened: Open) -> None:
-    _, client = await opened(FakeService(poll_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
+    _, client = await opened(FakeService(wait_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
     response, num_turns = await turns_during(client.post("/retrieve_future", json={"request_id": "s:train:0:1"}))
     [output] = response.json()["loss_fn_outputs"]
     assert set(output["logprobs"]["data"]) == {-1.5}
@@ -392,7 +392,7 @@ async def test_other_calls_run_while_a_large_result_is_encoded_as_json(opened: O
 
 
 async def test_a_result_too_large_for_json_is_announced_and_sent_as_protobuf(opened: Open) -> None:
-    _, client = await opened(FakeService(poll_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
+    _, client = await opened(FakeService(wait_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
     body = {"request_id": "s:train:0:1", "allow_metadata_only": True}
     refused = await client.post("/retrieve_future", json=body)
     assert (refused.status_code, refused.json()["reason"]) == (406, "RESULT_TOO_LARGE")

@@ -99,7 +99,7 @@ async def test_a_revoked_keys_long_poll_over_http_ends_with_unauthorized(keys: A
     key, row = await keys.create_key("alice")
     door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
     door.bind()
-    await door.start(FakeBackend(FakeService(poll_operations=waits), keys=keys), Path("nowhere"))
+    await door.start(FakeBackend(FakeService(wait_operations=waits), keys=keys), Path("nowhere"))
     client: Any = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": key}, timeout=60, verify=False)
     async with client:
         polling = asyncio.create_task(client.post("/retrieve_future", json={"request_id": "a:1"}))

@@ -8,6 +8,7 @@ import pytest
 from coordinator.operations import in_flight
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Acceptance, Kind, Operation, Usage
+from coordinator.operations.responses import UNCOUNTED_BYTES
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -18,24 +19,20 @@ def operation(seq: int, request_id: str = "", tenant: str = "t", kind: Kind = Ki
     return one
 
 
-def finish(table: InFlightTable, one: Operation) -> None:
-    one.succeed(1, Usage())
+def finish(table: InFlightTable, one: Operation, path: str = "") -> None:
+    one.succeed(1, Usage()).save_state.path = path
     table.finish(one)
 
 
-def stored(name: str) -> ops_pb.Operation:
-    return ops_pb.Operation(name=name, state=ops_pb.OPERATION_STATE_SUCCEEDED)
-
-
-async def names_of(wait: AsyncIterator[ops_pb.Operation]) -> list[str]:
-    return [each.name async for each in wait]
+async def names_of(wait: AsyncIterator[ops_pb.Operation | str]) -> list[str]:
+    return [each if isinstance(each, str) else each.name async for each in wait]
 
 
 async def test_each_operation_is_delivered_once_finished_ones_first_then_in_order_of_finishing() -> None:
     table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in (1, 2, 3)]
     for one in ones:
         table.add(one)
-    waiting = asyncio.create_task(names_of(table.wait(["a:3", "a:1", "a:9", "a:2", "a:1"], stored)))
+    waiting = asyncio.create_task(names_of(table.wait(["a:3", "a:1", "a:9", "a:2", "a:1"])))
     await asyncio.sleep(0)
     for one in (ones[1], ones[0], ones[2]):
         finish(table, one)
@@ -45,7 +42,7 @@ async def test_each_operation_is_delivered_once_finished_ones_first_then_in_orde
 async def test_two_waits_both_get_the_outcome_and_the_table_is_empty_afterwards() -> None:
     table, one = InFlightTable(FinishedSamples(epoch=1)), operation(1, "r")
     table.add(one)
-    waits = [asyncio.create_task(names_of(table.wait(["a:1"], stored))) for _ in range(2)]
+    waits = [asyncio.create_task(names_of(table.wait(["a:1"]))) for _ in range(2)]
     await asyncio.sleep(0)
     finish(table, one)
     assert one.is_committed
@@ -58,7 +55,7 @@ async def test_two_waits_both_get_the_outcome_and_the_table_is_empty_afterwards(
 async def test_a_cancelled_wait_is_removed_from_the_table() -> None:
     table = InFlightTable(FinishedSamples(epoch=1))
     table.add(operation(1))
-    waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
+    waiting = asyncio.create_task(names_of(table.wait(["a:1"])))
     await asyncio.sleep(0)
     assert table._waiters  # private, as above
     waiting.cancel()
@@ -69,24 +66,24 @@ async def test_a_cancelled_wait_is_removed_from_the_table() -> None:
 async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
     table = InFlightTable(FinishedSamples(epoch=1))
     table.add(operation(1))
-    waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
+    waiting = asyncio.create_task(names_of(table.wait(["a:1"])))
     await asyncio.sleep(0)
     table.close()
     assert await asyncio.wait_for(waiting, 60) == []
-    assert await asyncio.wait_for(names_of(table.wait(["a:1", "a:7"], stored)), 60) == ["a:7"]
+    assert await asyncio.wait_for(names_of(table.wait(["a:1", "a:7"])), 60) == ["a:7"]
 
 
-async def test_finished_operations_are_read_from_the_store_one_by_one_on_demand() -> None:
-    table, read = InFlightTable(FinishedSamples(epoch=1)), []
-
-    def reading(name: str) -> ops_pb.Operation:
-        read.append(name)
-        return stored(name)
-
-    wait = table.wait([f"a:{seq}" for seq in range(100)], reading)
-    await anext(wait)
-    assert read == ["a:0"]
-    await wait.aclose()  # type: ignore[attr-defined]
+async def test_an_operation_with_a_large_result_is_yielded_as_its_name() -> None:
+    table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(1), operation(2)]
+    for one in ones:
+        table.add(one)
+    wait = table.wait(["a:1", "a:2"])
+    first = asyncio.ensure_future(anext(wait))
+    await asyncio.sleep(0)
+    finish(table, ones[0], "x" * (UNCOUNTED_BYTES + 1))
+    finish(table, ones[1])
+    assert await first == "a:1"
+    assert await anext(wait) is ones[1].outcome
 
 
 def test_operations_in_flight_and_their_bytes_are_counted_by_owner() -> None:
@@ -199,27 +196,23 @@ def test_a_tenant_within_its_part_keeps_requests_decoded_beside_one_that_filled_
 
 
 async def test_results_that_a_client_does_not_read_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "RESULT_BYTES_MAX", 100)  # the real bound is 64 MiB
-    table, read = InFlightTable(FinishedSamples(epoch=1)), []
-
-    def read_finished(name: str) -> ops_pb.Operation:
-        read.append(name)
-        return stored(name)
-
+    monkeypatch.setattr(in_flight, "RESULT_BYTES_MAX", 100)  # the real bound is 8 MiB
+    table = InFlightTable(FinishedSamples(epoch=1))
     ones = [operation(seq) for seq in range(1, 41)]
     for one in ones:
         table.add(one)
     names = [one.name for one in ones]
-    waiting = table.wait(names, read_finished)
+    waiting = table.wait(names)
     first = asyncio.ensure_future(anext(waiting))
     await asyncio.sleep(0)
     for one in ones:
         finish(table, one)
-    assert [(await first).name] + await names_of(waiting) == names
-    assert 0 < len(read) < len(names)
+    found = [await first] + [each async for each in waiting]
+    assert [each if isinstance(each, str) else each.name for each in found] == names
+    assert 0 < sum(isinstance(each, str) for each in found) < len(names)
     for one in (late := [operation(seq) for seq in range(41, 43)]):
         table.add(one)
-    waiting = table.wait(["a:41", "a:42"], read_finished)
+    waiting = table.wait(["a:41", "a:42"])
     first = asyncio.ensure_future(anext(waiting))
     await asyncio.sleep(0)
     for one in late:

@@ -20,7 +20,7 @@ from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, U
 from tinkerpool.credentials import parse_target
 from tinkerpool.errors import ApiError, ClientClosed, Code, api_error
 
-SEND_BYTES_MAX = 64 << 20
+SEND_BYTES_MAX = 16 << 20
 """Largest request."""
 RECEIVE_BYTES_MAX = 256 << 20
 """Largest response."""

@@ -1,6 +1,6 @@
-"""The bytes of requests that a door may hold at once: taken before they are received, by tenants in turn.
+"""Amounts that many calls share, bytes of requests for example: taken before they are used, by tenants in turn.
 
-Does not depend on a protocol or on requests. Main invariant: what calls have taken never exceeds the total, nor a
+Does not depend on what an amount stands for. Main invariant: what calls have taken never exceeds the total, nor a
 tenant's calls their part of it.
 """
 
@@ -21,9 +21,19 @@ class Budget:
     Tenants with waiting calls take turns; calls of one tenant are served in the order of their arrival.
     """
 
-    def __init__(self, total: int, of_tenant_max: int, waiting_max: int, unit: str = "bytes") -> None:
+    def __init__(
+        self,
+        total: int,
+        of_tenant_max: int,
+        waiting_max: int,
+        *,
+        unit: str = "bytes",
+        what: str = "requests that are being read",
+    ) -> None:
+        """`unit` and `what` name the amount in refusals: `unit` of `what`."""
         self._total = total
         self._unit = unit
+        self._what = what
         self._free = total
         self._of_tenant_max = of_tenant_max
         self._waiting_max = waiting_max
@@ -36,11 +46,7 @@ class Budget:
         if tenant_id not in self._waiting and self._fits(tenant_id, amount):
             self._grant(tenant_id, amount)
             return
-        queue = self._waiting.get(tenant_id, ())
-        if self._num_waiting >= self._waiting_max or len(queue) >= self._waiting_max // PARTS:
-            if len(queue) >= self._waiting_max // PARTS:
-                raise _busy(Quota("calls of yours that wait to be read", len(queue), self._waiting_max // PARTS))
-            raise _busy(Quota("calls of all tenants that wait to be read", self._num_waiting, self._waiting_max))
+        self.check_waiting(tenant_id)
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant_id, deque()).append((granted, amount))
         self._num_waiting += 1
@@ -55,6 +61,20 @@ class Budget:
             if isinstance(error, TimeoutError):
                 raise _busy(self._used(tenant_id, amount)) from None
             raise
+
+    def check_waiting(self, tenant_id: str) -> None:
+        """Raise ServiceError CALLS_BUSY if so many calls wait that another one would be refused."""
+        num_own, own_max = len(self._waiting.get(tenant_id, ())), self._waiting_max // PARTS
+        if num_own >= own_max:
+            raise _busy(Quota("calls of yours that wait for room", num_own, own_max))
+        if self._num_waiting >= self._waiting_max:
+            raise _busy(Quota("calls of all tenants that wait for room", self._num_waiting, self._waiting_max))
+
+    def take_now(self, tenant_id: str, amount: int) -> None:
+        """Take an amount without waiting. Raises ServiceError CALLS_BUSY if the rest or the tenant's part is small."""
+        if not self._fits(tenant_id, amount):
+            raise _busy(self._used(tenant_id, amount))
+        self._grant(tenant_id, amount)
 
     def give(self, tenant_id: str, amount: int) -> None:
         """Give an amount back, and serve waiting calls."""
@@ -72,8 +92,8 @@ class Budget:
         """Return the quota for which this amount waited: the tenant's own part, or the whole."""
         of_tenant = self._taken[tenant_id]
         if of_tenant + amount > self._of_tenant_max:
-            return Quota(f"{self._unit} of your requests that are being read", of_tenant, self._of_tenant_max)
-        return Quota(f"{self._unit} of all requests that are being read", self._total - self._free, self._total)
+            return Quota(f"{self._unit} of your {self._what}", of_tenant, self._of_tenant_max)
+        return Quota(f"{self._unit} of all {self._what}", self._total - self._free, self._total)
 
     def _grant(self, tenant_id: str, amount: int) -> None:
         self._free -= amount
@@ -115,6 +135,16 @@ class Held:
         await self._budget.take(self._tenant_id, amount, timeout_s)
         self._amount = amount
 
+    def check(self) -> None:
+        """Raise ServiceError CALLS_BUSY if so many calls wait that this one could not."""
+        self._budget.check_waiting(self._tenant_id)
+
+    def grow(self, amount: int) -> None:
+        """Take what lacks to an amount, without waiting. Raises ServiceError CALLS_BUSY."""
+        if amount > self._amount:
+            self._budget.take_now(self._tenant_id, amount - self._amount)
+            self._amount = amount
+
     def shrink(self, amount: int) -> None:
         """Give back what is above an amount."""
         if amount < self._amount:
@@ -127,4 +157,4 @@ class Held:
 
 
 def _busy(quota: Quota) -> ServiceError:
-    return busy("CALLS_BUSY", quota, "wait for some calls to be read")
+    return busy("CALLS_BUSY", quota, "wait for some calls to end")
