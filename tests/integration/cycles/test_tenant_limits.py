@@ -160,6 +160,26 @@ async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_wi
         assert (await used(pool))["stored_bytes_max"] == 0
 
 
+async def test_saves_that_overwrite_each_other_in_one_cycle_and_deletions_meanwhile_count_once(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        path = f"tinker://{adapter}/weights/c"
+        await pool.delete_checkpoint((await pool.save(adapter, 1, "warm")).save_state.path)  # its cost is known now
+        for first_seq in (2, 5):
+            pool.hold()
+            await pool.optim_step(adapter, first_seq)
+            names = [await pool.submit_save(adapter, first_seq + i, "c", overwrite=True) for i in (1, 2)]
+            if first_seq > 2:
+                await pool.delete_checkpoint(path)
+            await pool.release()
+            first, second = await pool.wait(*names)
+            assert first.cycle_id == second.cycle_id
+            row = pool.store.checkpoints.by_path(path)
+            assert row is not None
+            now = await used(pool)
+            assert (now["checkpoints_max"], now["stored_bytes_max"]) == (1, row.size_bytes)
+
+
 async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         await set_limits(pool, "alice", samplers_max=3)

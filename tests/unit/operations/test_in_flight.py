@@ -173,6 +173,25 @@ def test_memory_for_requests_is_shared_equally_by_the_tenants_that_need_it(monke
     assert len(table._request_bytes_by_tenant) == len(table._droppable) == 0
 
 
+def test_a_tenant_within_its_part_loses_nothing_to_requests_that_are_not_durable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 60)  # the real bound is 256 MiB
+    table = InFlightTable(FinishedSamples(epoch=1))
+    small, hogs = (
+        Operation(tenant, f"a-{tenant}", 1, Kind.FORWARD, bytes(num_bytes), b"", "", 10, num_bytes)
+        for tenant, num_bytes in (("small", 20), ("hog", 100))
+    )
+    table.add(hogs)
+    table.add(small)
+    small.accept()
+    table.spill(small)
+    assert (len(small.payload), len(hogs.payload)) == (20, 100)
+    hogs.accept()
+    table.spill(hogs)
+    assert (len(small.payload), len(hogs.payload)) == (20, 0)
+
+
 def test_a_tenant_within_its_part_keeps_requests_decoded_beside_one_that_filled_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
