@@ -123,3 +123,16 @@ def test_two_workers_of_one_process_load_the_model_one_after_the_other(monkeypat
     assert most == 1
     first, second = (list(model.model.parameters()) for model in models)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_size_of_an_adapter_is_known_from_the_shapes_of_its_modules(model: Any) -> None:
+    """What a save reserves of its tenant's bytes."""
+    counted = BaseModel(MODEL).info(is_thread_count_invariant=True, are_samples_batch_invariant=True).adapter_params
+    kinds = {"attn": ("self_attn",), "mlp": ("mlp",), "unembed": ("lm_head",)}
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    assert counted == {
+        kind: sum(
+            each.in_features + each.out_features for name, each in linears.items() if set(parts) & {*name.split(".")}
+        )
+        for kind, parts in kinds.items()
+    }
