@@ -9,16 +9,17 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
-from tinkerpool.cli.limits import limit
+from tinkerpool.cli.limits import limit, show_limits
 from tinkerpool.client.calls.methods import (
     CREATE_TENANT,
     GET_TENANT,
+    GET_TENANT_LIMITS,
     LIST_TENANTS,
     RELEASE_TENANT,
     RESUME_TENANT,
     SUSPEND_TENANT,
 )
-from tinkerpool.v1 import admin_pb2, probation_pb2
+from tinkerpool.v1 import admin_pb2, limits_pb2, probation_pb2
 
 app = typer.Typer(no_args_is_help=True)
 app.command()(limit)
@@ -56,10 +57,13 @@ def list_tenants(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption 
 
 @app.command("show")
 def show_tenant(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
-    """Show a tenant, and how much it has. Its limits: tinkerpool tenant limit."""
-    response = call(find_target(url, api_key), GET_TENANT, admin_pb2.GetTenantRequest(tenant=tenant))
+    """Show a tenant, how much it has, and its limits."""
+    target = find_target(url, api_key)
+    response = call(target, GET_TENANT, admin_pb2.GetTenantRequest(tenant=tenant))
+    limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))
+    limits.ClearField("tenant")  # the other message has more of it
     if json:
-        show.json_message(response)
+        show.json_message(limits, response)
         return
     show.table(
         f"Tenant {tenant}",
@@ -77,6 +81,8 @@ def show_tenant(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption 
         ],
         right="keys sessions adapters checkpoints stored",
     )
+    show.console.print()
+    show_limits(tenant, limits.limits)
 
 
 @app.command()

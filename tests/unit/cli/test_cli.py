@@ -324,13 +324,16 @@ def test_tenant_show_suspend_and_resume(run: Run, service: FakeService) -> None:
     service.responses["get_tenant"] = admin_pb2.GetTenantResponse(tenant=suspended, num_keys=2, stored_bytes=5000)
     service.responses["suspend_tenant"] = admin_pb2.SuspendTenantResponse()
     service.responses["resume_tenant"] = admin_pb2.ResumeTenantResponse()
+    service.responses["get_tenant_limits"] = limits_of_bob()
     shown = run("tenant", "show", "bob").out
     assert "suspended: unpaid" in shown
     assert "5.0 kB" in shown
-    assert json.loads(run("tenant", "show", "bob", "--json").out)["num_keys"] == "2"
+    assert ["adapters_max", "1,200", "2000", "for", "this", "tenant"] in [line.split() for line in shown.splitlines()]
+    shown_json = json.loads(run("tenant", "show", "bob", "--json").out)
+    assert (shown_json["num_keys"], shown_json["tenant"]["name"], len(shown_json["limits"])) == ("2", "bob", 2)
     assert "tinkerpool tenant resume bob" in run("tenant", "suspend", "bob", "--reason", "unpaid").err
     assert run("tenant", "resume", "bob").code == 0
-    assert [request for _, _, request in service.calls][2:] == [
+    assert [request for _, _, request in service.calls][4:] == [
         admin_pb2.SuspendTenantRequest(tenant="bob", reason="unpaid"),
         admin_pb2.ResumeTenantRequest(tenant="bob"),
     ]
