@@ -100,8 +100,11 @@ class ReadySet:
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
+        are_turns_idle = self._turns.are_idle
         for log in self._group.dirty.values():
-            if self._is_its_turn(log) and self._can_run(log):
+            if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
+                continue
+            if self._can_run(log):
                 yield log
 
     def _is_its_turn(self, log: AdapterLog) -> bool:

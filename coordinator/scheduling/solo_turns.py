@@ -39,6 +39,8 @@ class _Turn:
     granted_s: float
     """Service time from which on nothing of others began on the worker."""
     is_running: bool = False
+    charged_s: float = 0.0
+    """Seconds of a lost turn that were charged; 0: its cost is not known yet."""
 
 
 class SoloTurns:
@@ -68,6 +70,11 @@ class SoloTurns:
             self._end(self._turn, can_rest=False)
 
     # ---- questions of planning and placement
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether no tenant was put on probation and no turn is granted: then no adapter is held."""
+        return self._turn is None and self._probation.is_empty
 
     @property
     def reserved(self) -> str:
@@ -131,7 +138,7 @@ class SoloTurns:
 
     def update(self, can_run: Callable[[AdapterLog], bool]) -> None:
         """Grant, begin and withdraw turns, between two cycles. `can_run`: whether a ready adapter has what it needs."""
-        if self._probation.is_empty and self._turn is None:
+        if self.are_idle:
             return
         if self._turn is not None and not self._is_wanted(self._turn, can_run):
             self._end(self._turn, can_rest=False)
@@ -173,11 +180,17 @@ class SoloTurns:
         return True
 
     def replaced(self, worker_id: str) -> None:
-        """Charge a loss to the tenant whose turn it was: its worker is replaced, or an attempt at that failed."""
-        if (turn := self._lost.pop(worker_id, None)) is not None:
+        """Charge a loss to the tenant whose turn it was: its worker is replaced."""
+        self.not_replaced(worker_id)
+        self._lost.pop(worker_id, None)
+
+    def not_replaced(self, worker_id: str) -> None:
+        """Charge what a loss has cost so far to the tenant whose turn it was: its worker is not replaced yet."""
+        if (turn := self._lost.get(worker_id)) is not None:
             seconds = self._probation.now() - turn.granted_s
             self._probation.record_cost(turn.tenant_id, seconds)
-            self._charges.append((turn.tenant_id, seconds))
+            self._charges.append((turn.tenant_id, seconds - turn.charged_s))
+            turn.charged_s = seconds
 
     def _granted(self, can_run: Callable[[AdapterLog], bool]) -> _Turn | None:
         """Return the next turn: of the tenant whose last one is longest ago."""
@@ -187,7 +200,7 @@ class SoloTurns:
             (self._last_turns.get(tenant_id, 0), index)
             for index, (_, tenant_id, _) in enumerate(asking)
             if self._probation.has(tenant_id) and not self._probation.is_backing_off(tenant_id)
-            if all(tenant_id != lost.tenant_id for lost in self._lost.values())
+            if all(tenant_id != lost.tenant_id or lost.charged_s for lost in self._lost.values())
         ]
         worker_id = self._chosen_worker()
         if not candidates or not worker_id:

@@ -227,15 +227,17 @@ class LossRecorder:
 
     def replaced(self, worker_id: str) -> None:
         """Record that a lost worker is replaced."""
-        self._resume(worker_id, is_paused=self._fleet.has_lost(self._base_model(worker_id)))
+        base_model = self._base_model(worker_id)
+        self._turns[base_model].replaced(worker_id)
+        self._resume(base_model, is_paused=self._fleet.has_lost(base_model))
 
     def not_replaced(self, worker_id: str) -> None:
         """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
-        self._resume(worker_id, is_paused=False)
-
-    def _resume(self, worker_id: str, *, is_paused: bool) -> None:
         base_model = self._base_model(worker_id)
-        self._turns[base_model].replaced(worker_id)
+        self._turns[base_model].not_replaced(worker_id)
+        self._resume(base_model, is_paused=False)
+
+    def _resume(self, base_model: str, *, is_paused: bool) -> None:
         self._turns[base_model].pause(is_paused=is_paused)
         self._quarantines[base_model].pause(is_paused=is_paused)
         self._registry.group(base_model).changed.notify()

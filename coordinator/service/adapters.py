@@ -127,9 +127,14 @@ class AdapterUseCases(UseCases):
             deletion = self._core.deletions.delete(self._adapter(principal, request.adapter_id), error)
             task = asyncio.ensure_future(self._core.tasks.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task
-            task.add_done_callback(lambda _: self._deletions.pop(request.adapter_id))
+            task.add_done_callback(functools.partial(self._deletion_ended, request.adapter_id))
         await asyncio.shield(self._deletions[request.adapter_id])
         return pb.DeleteAdapterResponse()
+
+    def _deletion_ended(self, adapter_id: str, task: asyncio.Task[None]) -> None:
+        del self._deletions[adapter_id]
+        if not task.cancelled():
+            task.exception()  # mark it retrieved: all its callers may have been cancelled
 
     def _existing_adapter(self, request: pb.CreateAdapterRequest) -> AdapterRow | None:
         if request.HasField("index"):

@@ -123,7 +123,11 @@ class Probations(Table[ProbationRow]):
 
         def write(db: Connection) -> None:
             db.execute("DELETE FROM probations WHERE tenant_id = ?", (row.tenant_id,))
-            insert(db, "probations", row)
+            # The tenant may have been deleted meanwhile.
+            db.execute(
+                "INSERT INTO probations SELECT tenant_id, ?, ?, ?, ? FROM tenants WHERE tenant_id = ?",
+                (row.num_kills, row.killed_service_s, row.until_service_s, row.operation, row.tenant_id),
+            )
 
         self._database.ride(f"probation {row.tenant_id}", write)
 

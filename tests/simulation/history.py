@@ -34,6 +34,7 @@ from tests.simulation.client import Behaviour, Client, ContractViolation
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
 from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
+from tests.simulation.poisoner import Kills, Poisoner
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.short_sessions import ShortSessions
@@ -100,7 +101,9 @@ class History:
         self._disk.on_room = self._add_room
         self._connections: list[ApswConnection] = []
         self._lock: DataDirLock | None = None
-        self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")))
+        self._poisoner = Poisoner(world)
+        self._kills = Kills(world, self._poisoner)
+        self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")), self._kills)
         self._checkpoint_commits = random.choice((100, 20, 3))
         self._config = CoordinatorConfig(
             data_dir=folder,
@@ -133,7 +136,7 @@ class History:
             for ending in [*self._endings, Ending(kind="")]:
                 self._ending, self._num_hits = ending, 0
                 self._is_last = ending.kind == ""
-                if self._is_last or not all(client.is_done for client in self._clients):
+                if self._is_last or not (self._poisoner.is_done and all(client.is_done for client in self._clients)):
                     self._run_epoch()
         finally:
             failpoints.disarm()
@@ -159,6 +162,7 @@ class History:
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
         seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only, mounts=str)
         coordinator = Coordinator(self._config, front, time, seams)
+        self._kills.begin_epoch(coordinator)
         self._arm_failpoints()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
@@ -272,9 +276,10 @@ class History:
 
     async def _work(self, coordinator: Coordinator) -> None:
         loop = asyncio.get_running_loop()
-        heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in self._clients]
+        clients = [*self._clients, self._poisoner.client]
+        heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in clients]
         try:
-            parts: list[Client | ShortSessions] = [*self._clients, *self._short_sessions]
+            parts: list[Client | ShortSessions | Poisoner] = [*self._clients, *self._short_sessions, self._poisoner]
             await asyncio.gather(*(part.run(coordinator, is_last=self._is_last) for part in parts))
         finally:
             for each in heartbeats:
@@ -401,7 +406,8 @@ class History:
     def _needed(self, key: str) -> set[str]:
         """Return the ids of the sessions or adapters whose rows something needs."""
         kept = [life for each in self._short_sessions for life in each.lives if life.saving]
-        return {getattr(each, key) for each in (*self._clients, *kept)}
+        hostile = [self._poisoner.client] if self._poisoner.is_there else []
+        return {getattr(each, key) for each in (*self._clients, *hostile, *kept)}
 
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"

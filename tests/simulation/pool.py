@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import NoReturn
 
 from coordinator.cycle.items import SNAPSHOT
+from tests.simulation.poisoner import Kills
 from tests.simulation.world import World
 from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
@@ -92,8 +94,9 @@ class _Incarnation:
 class SimPool:
     """The workers of a history."""
 
-    def __init__(self, world: World, num_workers: int, faults: WorkerFaults) -> None:
+    def __init__(self, world: World, num_workers: int, faults: WorkerFaults, kills: Kills) -> None:
         self.world = world
+        self.kills = kills
         self.faults = faults
         self.random: Random = world.random("pool")
         self.workers: dict[str, _Incarnation] = {}
@@ -191,7 +194,7 @@ class SimPoolFront:
             self._world.trace(f"batch {batch.cycle_id} to {worker.incarnation}: {_describe(batch)}")
             await self._delay()
             async with worker.lock:
-                result = await self._run(worker, batch)
+                result = await self._run(worker_id, worker, batch)
             is_late = worker.is_replaced
             await self._delay()
         except WorkerLost:
@@ -244,11 +247,14 @@ class SimPoolFront:
             worker.change()
         if self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no replacement", worker_id)
+            self._pool.kills.replaced(worker_id, has_failed=True)
             raise WorkerLost(f"{worker_id} does not start")
         self._pool.start_incarnation(worker_id)
+        self._pool.kills.replaced(worker_id)
         return next(worker for worker in self.workers() if worker.worker_id == worker_id)
 
-    async def _run(self, worker: _Incarnation, batch: Batch) -> BatchResult:
+    async def _run(self, worker_id: str, worker: _Incarnation, batch: Batch) -> BatchResult:
+        sent_s = self._world.time()
         kind = "" if self._is_spared(worker) else self._draw()
         if kind == "pause before":
             await self._pause(worker, batch, "a batch was not begun")
@@ -257,7 +263,11 @@ class SimPoolFront:
         await self._until_running(worker)
         if kind == "crash before":
             self._crash(worker, f"before batch {batch.cycle_id}")
-        result = worker.engine.run(batch)
+        try:
+            result = worker.engine.run(batch)
+        except RuntimeError:  # it has a token that ends its engine
+            self._pool.kills.killed(worker_id, sent_s, batch, frozenset(worker.engine._done))
+            self._crash(worker, f"poisoned by batch {batch.cycle_id}")
         worker.last = batch
         self._world.work["batches"] += 1
         if kind == "twice":
@@ -289,7 +299,7 @@ class SimPoolFront:
     def _is_spared(self, worker: _Incarnation) -> bool:
         return any(self._pool.solo_losses[operation] for operation in worker.running())
 
-    def _crash(self, worker: _Incarnation, why: str) -> None:
+    def _crash(self, worker: _Incarnation, why: str) -> NoReturn:
         self._world.fault(f"worker crashes {why.split(maxsplit=1)[0]}", f"{worker.incarnation} {why}")
         worker.is_lost = True
         if self._random.random() < 0.5:  # otherwise only a call to the worker detects the crash

@@ -39,6 +39,7 @@ FAULTS = {
     "wall clock set",
     "worker crashes after",
     "worker crashes before",
+    "worker crashes poisoned",
     "worker crashes sampling",
     "worker paused",
     "worker survives its coordinator",
@@ -86,6 +87,11 @@ def test_checkpoints_adapters_and_sessions_are_deleted_while_the_disk_is_full(fi
 def test_late_calls_of_ended_sessions_are_answered_before_and_after_their_rows_are_gone(figures: Any) -> None:
     for answer in ("late calls of ended sessions", "late calls of sessions that are gone"):
         assert figures["work"][answer] > NUM_SEEDS
+
+
+def test_a_poisoner_kills_workers_again_and_again_also_on_probation(figures: Any) -> None:
+    assert figures["work"]["passes of a poisoner"] > NUM_SEEDS / 5
+    assert figures["work"]["kills on probation"] > NUM_SEEDS / 10
 
 
 def test_gradients_are_discarded_and_windows_begin_behind_failed_batches(figures: Any) -> None:

@@ -170,6 +170,29 @@ def test_a_lost_turn_is_charged_and_followed_by_a_pause_that_its_cost_decides() 
     assert bench.update() == "bad"
 
 
+def test_the_cost_of_a_loss_grows_until_its_worker_is_replaced() -> None:
+    """If the worker never is, the tenant runs on another, seldom."""
+    bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
+    assert bench.update() == "bad"
+    bench.turns.lose("w0")
+    bench.records.now += 2.0
+    bench.turns.not_replaced("w0")
+    bench.records.now += 1.0
+    bench.turns.replaced("w0")
+    assert bench.turns.take_charges() == [("bad", 2.0), ("bad", 1.0)]
+    bench.records.now += 3.0 * COST_FACTOR - 0.01
+    assert bench.update() == ""
+    bench.records.now += 0.02
+    assert bench.update() == "bad"
+    bench.turns.lose("w0")
+    bench.turns.not_replaced("w0")
+    assert bench.update() == "", "nothing is known of its cost"
+    bench.records.now += 2.0
+    bench.turns.not_replaced("w0")
+    bench.records.now += 2.0 * COST_FACTOR + 0.01
+    assert bench.update() == "bad"
+
+
 def test_others_avoid_the_solo_worker_for_a_while_after_a_turn_if_they_can() -> None:
     bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
     bench.update()
