@@ -122,6 +122,10 @@ class SessionTable:
         if session := self._live.get(session_id):
             session.last_seen = self._monotonic()
 
+    def ids_of(self, tenant_id: str) -> list[str]:
+        """Return the live sessions of a tenant."""
+        return [session.session_id for session in self._live.values() if session.tenant_id == tenant_id]
+
     def renew(self, tenant_id: str) -> None:
         """Let the idle time of a tenant's sessions begin again: it is resumed, and its heartbeats were refused."""
         for session in self._live.values():

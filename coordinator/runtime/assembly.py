@@ -16,6 +16,7 @@ from coordinator.runtime.deletion import Deletions
 from coordinator.runtime.housekeeping import Housekeeping
 from coordinator.runtime.supervision import Supervisor
 from coordinator.runtime.tasks import Tasks
+from coordinator.runtime.tenant_deletion import TenantDeletions
 from coordinator.sampling.assembly import make_sample_scheduler
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.probation import Probation
@@ -33,6 +34,7 @@ class Runners:
     supervisor: Supervisor
     deletions: Deletions
     housekeeping: Housekeeping
+    tenant_deletions: TenantDeletions
     probation: Probation
 
     def start(self, tasks: Tasks, time: Time) -> None:
@@ -42,6 +44,7 @@ class Runners:
         for loop in self.cycles.by_model.values():
             tasks.spawn(loop.run())
         tasks.spawn(self.housekeeping.run())
+        tasks.spawn(self.tenant_deletions.run())
         tasks.spawn(self.probation.wake_at_ends(time))
 
 
@@ -59,21 +62,16 @@ def make_runners(
     time, quarantines, states = context.time, scheduling.quarantines, saver.states
     cycles = make_loops(context, pool, store, fleet, registers, saver, scheduling)
     samples = make_sample_scheduler(context, pool, store, fleet, registers, states, scheduling)
+    deletions = Deletions(
+        store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
+    )
+    housekeeping = Housekeeping(context.config, time, store, registers, states, samples, scheduling.accounts)
     return Runners(
         cycles=cycles,
         samples=samples,
         supervisor=Supervisor(pool, time, fleet, scheduling.losses, samples, tasks),
-        deletions=Deletions(
-            store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
-        ),
-        housekeeping=Housekeeping(
-            context.config,
-            time,
-            store,
-            registers,
-            states,
-            samples,
-            scheduling.accounts,
-        ),
+        deletions=deletions,
+        housekeeping=housekeeping,
+        tenant_deletions=TenantDeletions(context.config, time, store, registers, states, deletions, housekeeping),
         probation=scheduling.probation,
     )

@@ -105,6 +105,13 @@ class AdminUseCases(UseCases):
         self._core.sessions.renew(row.tenant_id)
         return pb.ResumeTenantResponse(tenant=_tenant(row))
 
+    @uninterrupted
+    async def delete_tenant(self, principal: Principal, request: pb.DeleteTenantRequest) -> pb.DeleteTenantResponse:
+        """Refuse a tenant's calls for good, and begin to delete everything that it has."""
+        row = await self._core.accounts.delete(request.tenant, by=principal)
+        self._authenticator.end_calls_of(row.tenant_id)
+        return pb.DeleteTenantResponse(tenant=_tenant(row))
+
     async def list_audit_entries(
         self, principal: Principal, request: pb.ListAuditEntriesRequest
     ) -> pb.ListAuditEntriesResponse:

@@ -69,6 +69,7 @@ LEAST_ROLES: Mapping[str, Role] = {
             "get_tenant",
             "suspend_tenant",
             "resume_tenant",
+            "delete_tenant",
             "set_tenant_limits",
             "list_audit_entries",
             "release_tenant",

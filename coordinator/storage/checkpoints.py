@@ -63,6 +63,10 @@ class Checkpoints(Table[CheckpointRow]):
         )
         return [typed(CheckpointRow, row) for row in rows]
 
+    def of_tenant(self, tenant_id: str) -> list[CheckpointRow]:
+        """Return all checkpoints of a tenant."""
+        return self._all("WHERE tenant_id = ?", (tenant_id,))
+
     def expired(self) -> list[CheckpointRow]:
         """Return the checkpoints whose time to live has passed, in service time."""
         return self._all("WHERE expires_service_s <= ?", (self._database.service_time(),))

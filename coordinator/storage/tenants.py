@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
@@ -29,6 +30,25 @@ NEEDLESS_SESSION = """ended_service_s < :before
     AND NOT EXISTS (SELECT 1 FROM adapters WHERE adapters.session_id = sessions.session_id)
     AND NOT EXISTS (SELECT 1 FROM samplers WHERE samplers.session_id = sessions.session_id)"""
 """Condition for sessions that ended long ago and have no adapter or sampler left."""
+DELETED_AT_ONCE = 200
+"""Rows of a table that one step of a tenant's deletion deletes, in about a millisecond of the writer."""
+DELETE_SOME = (
+    "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations WHERE target_id IN"
+    " (SELECT adapter_id FROM adapters WHERE tenant_id = :tenant"
+    " UNION ALL SELECT sampler_id FROM samplers WHERE tenant_id = :tenant) LIMIT :limit)",
+    "DELETE FROM samplers WHERE rowid IN (SELECT rowid FROM samplers WHERE tenant_id = :tenant AND NOT EXISTS"
+    " (SELECT 1 FROM operations WHERE target_id = sampler_id) LIMIT :limit)",
+    "DELETE FROM adapters WHERE rowid IN (SELECT rowid FROM adapters WHERE tenant_id = :tenant"
+    " AND deleted_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM operations WHERE target_id = adapters.adapter_id)"
+    " AND NOT EXISTS (SELECT 1 FROM samplers WHERE samplers.adapter_id = adapters.adapter_id"
+    " AND samplers.adapter_id != '') LIMIT :limit)",
+    "DELETE FROM sessions WHERE rowid IN (SELECT rowid FROM sessions WHERE tenant_id = :tenant"
+    " AND ended_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM adapters WHERE adapters.session_id = sessions.session_id)"
+    " AND NOT EXISTS (SELECT 1 FROM samplers WHERE samplers.session_id = sessions.session_id) LIMIT :limit)",
+)
+"""Delete some rows of a tenant; each goes once no row needs it."""
+IS_TENANT = "EXISTS (SELECT 1 FROM tenants WHERE tenant_id = ?)"
+"""Condition for rows that are written later than what they count: a deleted tenant's would fail the whole commit."""
 
 
 class Tenants(Table[TenantRow]):
@@ -83,6 +103,58 @@ class Tenants(Table[TenantRow]):
                 record(db, act)
 
         return self._database.write(write)
+
+    def mark_deletion(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
+        """Mark a tenant for its deletion. Raises NoAdminError through the future."""
+
+        def write(db: Connection) -> None:
+            with keeping_admins(db):
+                sql = "UPDATE tenants SET deletion_at = ? WHERE tenant_id = ? AND deletion_at IS NULL"
+                marked = db.execute(sql, (act.at, tenant_id)).rowcount
+            if marked:
+                record(db, act)
+
+        return self._database.write(write, is_deletion=True)
+
+    def marked(self) -> list[TenantRow]:
+        """Return the tenants that are being deleted."""
+        return self._all("WHERE deletion_at IS NOT NULL")
+
+    def delete_some(self, tenant_id: str) -> asyncio.Future[int]:
+        """Delete some rows of a tenant without live sessions and training state; the future has their number.
+
+        Adapters stay while samplers of other tenants have their published weights, whose spec they hold.
+        """
+
+        def write(db: Connection) -> int:
+            values = {"tenant": tenant_id, "limit": DELETED_AT_ONCE}
+            return sum(db.execute(statement, values).rowcount for statement in DELETE_SOME)
+
+        return self._database.write(write, is_deletion=True)
+
+    def delete(self, tenant_id: str, act: Act) -> asyncio.Future[bool]:
+        """Delete a tenant with its keys, limits and usage, and record the act with its usage in all.
+
+        The future: False if anything else of it is left.
+        """
+
+        def write(db: Connection) -> bool:
+            for table in ("sessions", "adapters", "samplers", "operations", "checkpoints"):
+                sql = f"SELECT 1 FROM {table} WHERE tenant_id = ? LIMIT 1"  # noqa: S608 (our names)
+                if db.execute(sql, (tenant_id,)).fetchone() is not None:
+                    return False
+            used = db.execute(
+                "SELECT TOTAL(num_operations), TOTAL(num_tokens), TOTAL(engine_s) FROM usage WHERE tenant_id = ?",
+                (tenant_id,),
+            ).fetchone()
+            names = ("num_operations", "num_tokens", "engine_seconds")
+            details = {name: f"{value:.0f}" for name, value in zip(names, used, strict=True)}
+            for table in ("usage", "api_keys", "tenants"):
+                db.execute(f"DELETE FROM {table} WHERE tenant_id = ?", (tenant_id,))  # noqa: S608 (our names)
+            record(db, replace(act, details=details))
+            return True
+
+        return self._database.write(write, is_deletion=True)
 
     def all(self) -> list[TenantRow]:
         """Return every tenant."""
@@ -174,30 +246,31 @@ class Usage:
 def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
     """Add a finished operation to its tenant's usage."""
     db.execute(
-        "INSERT INTO usage (tenant_id, kind, num_operations, num_tokens, engine_s) VALUES (?, ?, 1, ?, ?)"
+        "INSERT INTO usage (tenant_id, kind, num_operations, num_tokens, engine_s)"
+        f" SELECT ?, ?, 1, ?, ? WHERE {IS_TENANT}"
         " ON CONFLICT (tenant_id, kind) DO UPDATE SET"
         " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
         " engine_s = engine_s + excluded.engine_s",
-        (tenant_id, kind, num_tokens, engine_s),
+        (tenant_id, kind, num_tokens, engine_s, tenant_id),
     )
 
 
 def add_month(db: Connection, tenant_id: str, month: int, num_tokens: int) -> None:
     """Add the tokens of a finished operation to its tenant's month."""
     db.execute(
-        "INSERT INTO usage_months VALUES (?, ?, ?) ON CONFLICT (tenant_id, month) DO UPDATE SET"
+        f"INSERT INTO usage_months SELECT ?, ?, ? WHERE {IS_TENANT} ON CONFLICT (tenant_id, month) DO UPDATE SET"
         " num_tokens = num_tokens + excluded.num_tokens",
-        (tenant_id, month, num_tokens),
+        (tenant_id, month, num_tokens, tenant_id),
     )
 
 
 def add_file_use(db: Connection, use: FileUse) -> None:
     """Add a use of files to its tenant's usage; an operation is counted by its outcome."""
     db.execute(
-        "INSERT INTO usage VALUES (?, ?, ?, 0, 0, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        f"INSERT INTO usage SELECT ?, ?, ?, 0, 0, ?, ? WHERE {IS_TENANT} ON CONFLICT (tenant_id, kind) DO UPDATE SET"
         " num_operations = num_operations + excluded.num_operations,"
         " file_bytes = file_bytes + excluded.file_bytes, file_s = file_s + excluded.file_s",
-        (use.tenant_id, use.kind, 0 if use.is_operation else 1, use.num_bytes, use.seconds),
+        (use.tenant_id, use.kind, 0 if use.is_operation else 1, use.num_bytes, use.seconds, use.tenant_id),
     )
 
 

@@ -1,4 +1,4 @@
-"""The tenants: creation, suspension, and which of them may not call.
+"""The tenants: creation, suspension, the begin of their deletion, and which of them may not call.
 
 Does not depend on keys, use cases or transports. Main invariant: a change is in memory only once it is durable.
 """
@@ -34,7 +34,7 @@ class Accounts:
             for row in store.tenants.all()
             if row.suspended_at is not None or row.deletion_at is not None
         }
-        """The tenants that are suspended or being deleted."""
+        """The tenants that are suspended or being deleted, or were deleted in this epoch: their keys are in memory."""
 
     def is_held(self, tenant_id: str) -> bool:
         """Return whether a tenant is suspended or being deleted: its calls are refused, its queued work waits."""
@@ -84,6 +84,18 @@ class Accounts:
         found = self._reload(row.tenant_id)
         self.changed.notify()
         return found
+
+    async def delete(self, name: str, *, by: Principal) -> TenantRow:
+        """Mark a tenant for deletion; its calls are refused from then on.
+
+        Raises ServiceError if it is unknown, or if no administrator could call any more.
+        """
+        row = self.named(name)
+        try:
+            await self._store.tenants.mark_deletion(row.tenant_id, self._act("tenant.delete", name, by))
+        except NoAdminError:
+            raise last_admin_key() from None
+        return self._reload(row.tenant_id)
 
     def named(self, name: str) -> TenantRow:
         """Return the tenant of a name. Raises ServiceError NOT_FOUND."""

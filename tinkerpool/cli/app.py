@@ -75,7 +75,7 @@ def build() -> typer.Typer:
     )
     app.add_typer(keys.app, name="key", help="API keys: create, list, rotate, revoke.", rich_help_panel=ADMIN_PANEL)
     app.add_typer(
-        tenants.app, name="tenant", help="Tenants: create, list, limit, suspend.", rich_help_panel=ADMIN_PANEL
+        tenants.app, name="tenant", help="Tenants: create, list, limit, suspend, delete.", rich_help_panel=ADMIN_PANEL
     )
     app.command(rich_help_panel=ADMIN_PANEL)(audit.audit)
     app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)

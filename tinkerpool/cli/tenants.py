@@ -8,10 +8,11 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
+from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, YesOption, call, find_target
 from tinkerpool.cli.limits import limit, show_limits
 from tinkerpool.client.calls.methods import (
     CREATE_TENANT,
+    DELETE_TENANT,
     GET_TENANT,
     GET_TENANT_LIMITS,
     LIST_TENANTS,
@@ -102,6 +103,17 @@ def resume(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "")
     """Let a suspended tenant call again, and its queued work run."""
     call(find_target(url, api_key), RESUME_TENANT, admin_pb2.ResumeTenantRequest(tenant=tenant))
     show.note(f"Tenant {tenant} is active.")
+
+
+@app.command()
+def delete(tenant: TenantArgument, yes: YesOption = False, url: UrlOption = "", api_key: KeyOption = "") -> None:
+    """Delete a tenant with everything that it has: adapters, checkpoints, results, keys. It cannot be undone."""
+    if not yes:
+        typer.confirm(f"Delete tenant {tenant} with its adapters, checkpoints, results and keys for good?", abort=True)
+    call(find_target(url, api_key), DELETE_TENANT, admin_pb2.DeleteTenantRequest(tenant=tenant))
+    show.note(
+        f"Tenant {tenant} is refused from now on, and is being deleted; `tinkerpool tenant list` shows when it is gone."
+    )
 
 
 def _state(tenant: admin_pb2.Tenant) -> Text:

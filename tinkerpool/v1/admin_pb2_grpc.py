@@ -81,6 +81,11 @@ class AdminServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.FromString,
                 _registered_method=True)
+        self.DeleteTenant = channel.unary_unary(
+                '/tinkerpool.v1.AdminService/DeleteTenant',
+                request_serializer=tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantResponse.FromString,
+                _registered_method=True)
         self.ListAuditEntries = channel.unary_unary(
                 '/tinkerpool.v1.AdminService/ListAuditEntries',
                 request_serializer=tinkerpool_dot_v1_dot_admin__pb2.ListAuditEntriesRequest.SerializeToString,
@@ -179,6 +184,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteTenant(self, request, context):
+        """Deletes a tenant with everything that it has: sessions, adapters, samplers, checkpoints with their files, results,
+        usage, keys. Its calls are refused and its open streams end within a second; the deletion begins within seconds and
+        goes on over restarts. Until the tenant is gone its name stays taken. What is left of it is in the audit log: its
+        name and usage in all. Weights that it has published stay with the adapters of other tenants that loaded them; while
+        other tenants have samplers of them, the tenant's name and the specs of these adapters stay. Durable when it returns.
+        Idempotent until the tenant is gone.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAuditEntries(self, request, context):
         """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only.
         """
@@ -233,6 +252,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResumeTenant,
                     request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.SerializeToString,
+            ),
+            'DeleteTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTenant,
+                    request_deserializer=tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantResponse.SerializeToString,
             ),
             'ListAuditEntries': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAuditEntries,
@@ -485,6 +509,33 @@ class AdminService(object):
             '/tinkerpool.v1.AdminService/ResumeTenant',
             tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantRequest.SerializeToString,
             tinkerpool_dot_v1_dot_admin__pb2.ResumeTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdminService/DeleteTenant',
+            tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_admin__pb2.DeleteTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

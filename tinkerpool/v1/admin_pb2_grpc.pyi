@@ -83,6 +83,16 @@ class AdminServiceStub:
 
     NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
     """
+    DeleteTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTenantRequest, _admin_pb2.DeleteTenantResponse]
+    """Deletes a tenant with everything that it has: sessions, adapters, samplers, checkpoints with their files, results,
+    usage, keys. Its calls are refused and its open streams end within a second; the deletion begins within seconds and
+    goes on over restarts. Until the tenant is gone its name stays taken. What is left of it is in the audit log: its
+    name and usage in all. Weights that it has published stay with the adapters of other tenants that loaded them; while
+    other tenants have samplers of them, the tenant's name and the specs of these adapters stay. Durable when it returns.
+    Idempotent until the tenant is gone.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
+    """
     ListAuditEntries: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]
     """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
 
@@ -140,6 +150,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+    """
+    DeleteTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTenantRequest, _admin_pb2.DeleteTenantResponse]  # type: ignore[assignment]
+    """Deletes a tenant with everything that it has: sessions, adapters, samplers, checkpoints with their files, results,
+    usage, keys. Its calls are refused and its open streams end within a second; the deletion begins within seconds and
+    goes on over restarts. Until the tenant is gone its name stays taken. What is left of it is in the audit log: its
+    name and usage in all. Weights that it has published stay with the adapters of other tenants that loaded them; while
+    other tenants have samplers of them, the tenant's name and the specs of these adapters stay. Durable when it returns.
+    Idempotent until the tenant is gone.
+
+    NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
     ListAuditEntries: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditEntriesRequest, _admin_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Lists what administrators did, the newest first. Nothing changes or deletes an entry. Reads only."""
@@ -249,6 +269,22 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a suspension: queued work runs, sessions have their whole timeout again. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such tenant. FAILED_PRECONDITION: it is being deleted.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteTenant(
+        self,
+        request: _admin_pb2.DeleteTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteTenantResponse, _abc.Awaitable[_admin_pb2.DeleteTenantResponse]]:
+        """Deletes a tenant with everything that it has: sessions, adapters, samplers, checkpoints with their files, results,
+        usage, keys. Its calls are refused and its open streams end within a second; the deletion begins within seconds and
+        goes on over restarts. Until the tenant is gone its name stays taken. What is left of it is in the audit log: its
+        name and usage in all. Weights that it has published stay with the adapters of other tenants that loaded them; while
+        other tenants have samplers of them, the tenant's name and the specs of these adapters stay. Durable when it returns.
+        Idempotent until the tenant is gone.
+
+        NOT_FOUND: no such tenant. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
         """
 
     @_abc_1.abstractmethod

@@ -91,6 +91,7 @@ NAMELESS = {
     "get_tenant",
     "suspend_tenant",
     "resume_tenant",
+    "delete_tenant",
     "rotate_api_key",  # of another key it needs an administrator
     "list_audit_entries",
     "release_tenant",

@@ -339,6 +339,16 @@ def test_tenant_show_suspend_and_resume(run: Run, service: FakeService) -> None:
     ]
 
 
+def test_tenant_delete_asks_first(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.responses["delete_tenant"] = admin_pb2.DeleteTenantResponse()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    assert run("tenant", "delete", "bob").code != 0
+    assert service.calls == []
+    assert run("tenant", "delete", "bob", "--yes").code == 0
+    [(_, _, request)] = service.calls
+    assert request == admin_pb2.DeleteTenantRequest(tenant="bob")
+
+
 def test_tenant_list_shows_every_tenant(run: Run, service: FakeService) -> None:
     tenants = [admin_pb2.Tenant(name="alice"), admin_pb2.Tenant(name="bob")]
     service.responses["list_tenants"] = admin_pb2.ListTenantsResponse(tenants=tenants)

@@ -146,3 +146,4 @@ RELEASE_TENANT = Unary(
 GET_TENANT = Unary("AdminService", "GetTenant", admin.GetTenantRequest, admin.GetTenantResponse)
 SUSPEND_TENANT = Unary("AdminService", "SuspendTenant", admin.SuspendTenantRequest, admin.SuspendTenantResponse)
 RESUME_TENANT = Unary("AdminService", "ResumeTenant", admin.ResumeTenantRequest, admin.ResumeTenantResponse)
+DELETE_TENANT = Unary("AdminService", "DeleteTenant", admin.DeleteTenantRequest, admin.DeleteTenantResponse)
