@@ -31,6 +31,7 @@ from coordinator.storage.database import Connection, StorageError, open_read_onl
 from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
 from coordinator.storage.store import Store
 from tests.simulation.client import Behaviour, Client, ContractViolation
+from tests.simulation.counts import check_counts
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
 from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
@@ -452,6 +453,7 @@ class History:
             ids = {row[0] for row in core.store.database.read(f"SELECT {key} FROM {table}")}
             if ids != (needed := self._needed(key)):
                 raise Mismatch(f"{table}: {sorted(ids)} are stored, {sorted(needed)} are needed")
+        check_counts(core)
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")
