@@ -47,7 +47,7 @@ class TenantLimits:
     """Most unfinished operations: eight full queues of an adapter. Without it, a tenant of 1,000 adapters could keep
     four million in memory."""
     queued_bytes_max: int = 512 << 20
-    """Most bytes of unfinished requests: eight of the largest size, which an adapter's pipeline never needs."""
+    """Most bytes of unfinished requests: thirty-two of the largest size, more than a pipeline needs."""
     streams_max: int = 4096
     """Most calls at a time that wait for operations or stream: four for each of a thousand sessions. At least 1, or no
     result could be waited for. Long polls over HTTP beyond as many are answered early, and never refused."""

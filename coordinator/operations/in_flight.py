@@ -200,8 +200,7 @@ class InFlightTable:
         A tenant within its part gets the memory of those above theirs.
         """
         self._drop_requests(decoded.num_bytes)
-        of_tenant = self._request_bytes_by_tenant[operation.tenant_id] + decoded.num_bytes
-        if self._num_request_bytes + decoded.num_bytes <= REQUEST_BYTES_MAX or of_tenant <= self._part():
+        if self._num_request_bytes + decoded.num_bytes <= REQUEST_BYTES_MAX:
             operation.keep_decoded(decoded)
             self._hold_request(operation, decoded.num_bytes)
 
