@@ -15,7 +15,7 @@ from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, refusal, ru
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2, probation_pb2
-from workers.contract.messages import Batch, BatchResult, PassItem, SampleEvent
+from workers.contract.messages import Batch, BatchResult, OptimStepItem, PassItem, SampleEvent
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 NUM_KILLS = 4
@@ -63,6 +63,7 @@ async def num_engines(pool: ToyPool) -> int:
     return sum(len(engines) for engines in pool.engines.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_a_repeat_poisoner_runs_solo_while_a_neighbour_steps_on_with_equal_bits(
     tmp_path: Path, passes: list[list[PassItem]], num_workers: int
@@ -92,6 +93,42 @@ async def test_a_repeat_poisoner_runs_solo_while_a_neighbour_steps_on_with_equal
     assert chain == expected_chain(spec, [((seq,), seq + 1) for seq in range(1, num_seqs, 2)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("killer", ["step", "install"])
+async def test_a_step_or_an_install_that_kills_loses_no_other_tenants_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: list[list[PassItem]], killer: str
+) -> None:
+    run = ToyEngine.run
+    bad: list[str] = []
+
+    def run_or_crash(self: ToyEngine, batch: Batch) -> BatchResult:
+        steps = {item.adapter_id for item in batch.items if isinstance(item, OptimStepItem)}
+        installs = {install.spec.adapter_id for install in batch.installs}
+        if not (steps if killer == "step" else installs).isdisjoint(bad):
+            raise RuntimeError(f"a poison {killer}")
+        return run(self, batch)
+
+    monkeypatch.setattr(ToyEngine, "run", run_or_crash)
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        bad.append(await pool.adapter("mallory"))
+        neighbour, is_over = await pool.adapter("bob"), asyncio.Event()
+        training = asyncio.create_task(train(pool, neighbour, "bob", is_over))
+        reasons = []
+        for seq in (1, 3, 5):
+            names = [await pool.forward_backward(bad[0], seq, 4, tenant="mallory")]
+            names.append(await pool.optim_step(bad[0], seq + 1, tenant="mallory"))
+            done = await asyncio.wait_for(pool.wait(*names, tenant="mallory"), 60)
+            reasons.append([each.error.reason for each in done])
+            if seq == 1:
+                passes.clear()
+        is_over.set()
+        await asyncio.wait_for(training, 60)
+    assert reasons == [["", "WORKER_DIED"] if killer == "step" else ["WORKER_DIED", "GRADIENT_WINDOW_CLOSED"]] * 3
+    of_neighbour = [(item.seq, item.chunk_index) for items in passes for item in items if item.adapter_id == neighbour]
+    assert len(of_neighbour) == len(set(of_neighbour)), "no pass of the neighbour is lost or replayed"
+
+
+@pytest.mark.slow
 async def test_samples_of_a_poisoner_run_solo_and_those_of_a_neighbour_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: list[list[PassItem]]
 ) -> None:
