@@ -133,7 +133,7 @@ class DoorConfig:
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need TLS, or plaintext allowed explicitly."""
     tls_cert: Path | None = None
-    """Certificate chain (PEM); clients then use https://. None: no TLS."""
+    """Certificate chain (PEM); clients then use https://. Read again when the file changes. None: no TLS."""
     tls_key: Path | None = None
     """Private key of the certificate (PEM)."""
     tls_client_ca: Path | None = None

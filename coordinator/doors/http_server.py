@@ -12,7 +12,6 @@ import contextlib
 import functools
 import resource
 import socket
-import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Places, Polls
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
+from coordinator.doors.tls import TlsFiles
 
 _DROP_S = 5.0
 """Seconds that cancelled calls may take to end."""
@@ -94,7 +94,8 @@ class HttpDoor:
                 time=self._time,
             )
         )
-        self._server = _Server(_uvicorn_config(app, config), self._socket, Places(num_max), config.handshake_s)
+        tls = TlsFiles(config) if config.is_tls else None
+        self._server = _Server(_uvicorn_config(app, config), self._socket, Places(num_max), config.handshake_s, tls)
         self._serving = asyncio.create_task(self._server.serve(), name="http door")
         while not self._server.started:
             if self._serving.done():
@@ -127,8 +128,16 @@ class HttpDoor:
 class _Server(uvicorn.Server):
     """A server that leaves signals to the process that it runs in, and accepting to a `Listener`."""
 
-    def __init__(self, config: uvicorn.Config, listening: socket.socket, places: Places, handshake_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listening: socket.socket,
+        places: Places,
+        handshake_s: float,
+        tls: TlsFiles | None,
+    ) -> None:
         super().__init__(config)
+        self._tls = tls
         self._handshake_s = handshake_s
         self._listening = listening
         self._places = places
@@ -141,7 +150,7 @@ class _Server(uvicorn.Server):
             return make(config=self.config, server_state=self.server_state, app_state={}, places=self._places)
 
         await self.lifespan.startup()
-        listener = Listener(self._listening, connection, self._places, self.config.ssl, self._handshake_s)
+        listener = Listener(self._listening, connection, self._places, self._tls, self._handshake_s)
         listener.open()
         self.servers = [listener]  # type: ignore[list-item]  # a stop closes it, and waits for it
         self.started = True
@@ -176,17 +185,8 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=config.idle_s,  # type: ignore[arg-type]  # a delay of the event loop
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
-        ssl_ca_certs=str(config.tls_client_ca) if config.tls_client_ca else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_client_ca else ssl.CERT_NONE,
     )
-    try:
-        uvicorn_config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise DoorError(
-            f"are {config.tls_cert} and {config.tls_key} a certificate and its key, in PEM? {error}"
-        ) from error
+    uvicorn_config.load()
     return uvicorn_config
 
 

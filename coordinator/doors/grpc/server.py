@@ -17,6 +17,7 @@ from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.grpc.calls import SERVICES, Calls
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
+from coordinator.doors.tls import Tls, TlsFiles
 
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
@@ -52,7 +53,7 @@ class GrpcDoor:
         address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         try:
             if config.is_tls:
-                self._port = self._server.add_secure_port(address, _credentials(config))
+                self._port = self._server.add_secure_port(address, _credentials(TlsFiles(config)))
             else:
                 self._port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -101,15 +102,26 @@ def _check_free(host: str, port: int) -> None:
         raise listen_error(host, port, error, "--port") from error
 
 
-def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
-    assert config.tls_cert is not None
-    assert config.tls_key is not None
-    try:
-        pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
-        authorities = config.tls_client_ca.read_bytes() if config.tls_client_ca is not None else None
-    except OSError as error:
-        raise DoorError(f"cannot read {error.filename}: {(error.strerror or str(error)).lower()}") from error
-    return grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
+def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Return credentials that follow the files: grpc asks for them before each handshake."""
+
+    def configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.authorities)
+
+    used = files.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if (tls := files.current()) is used:
+            return None
+        used = tls
+        return configuration(tls)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(used),
+        fetch,  # type: ignore[arg-type]  # None: the configuration has not changed
+        require_client_authentication=used.authorities is not None,
+    )
 
 
 def _connections_max(wanted: int) -> int:

@@ -12,13 +12,13 @@ import asyncio
 import errno
 import hashlib
 import socket
-import ssl
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.doors.http.places import Places
+from coordinator.doors.tls import TlsFiles
 
 WITH_KEY = "tinkerpool.has_valid_key"
 """Entry of a call's ASGI scope: its API key was valid."""
@@ -138,7 +138,7 @@ class Listener:
         listening: socket.socket,
         make: Callable[[], Connection],
         places: Places,
-        tls: ssl.SSLContext | None,
+        tls: TlsFiles | None,
         handshake_s: float,
     ) -> None:
         """`make`: returns a new connection's protocol; `handshake_s`: seconds that its TLS handshake may take."""
@@ -212,7 +212,7 @@ class Listener:
             loop.connect_accepted_socket(
                 lambda: connection,
                 accepted,
-                ssl=self._tls,
+                ssl=self._tls.current().context if self._tls is not None else None,
                 ssl_handshake_timeout=limit_s,
                 ssl_shutdown_timeout=TLS_CLOSE_S if self._tls is not None else None,
             )
