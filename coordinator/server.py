@@ -18,7 +18,7 @@ from typing import Any
 
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
-from coordinator.base.memory import keep_out_of_collections, return_large_blocks
+from coordinator.base.memory import Collections, return_large_blocks
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
@@ -57,6 +57,7 @@ class Server:
         self._http_door = HttpDoor(config.http) if config.http is not None else None
         self._key = ""
         self._ready_files: list[Path] = []
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish the running cycles and return. A second signal kills the process.
@@ -109,10 +110,20 @@ class Server:
         key = self._key if self._config.is_key_shown else ""
         for line in serving.sdk_lines(key or f"<the key in {credentials_file()}>"):
             self._say(line)
-        keep_out_of_collections()
+        self._sweeping = asyncio.create_task(self._sweep(Collections()), name="garbage collections")
         self._say(f"tinkerpool is ready at {self.url}")
 
+    async def _sweep(self, collections: Collections) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._config.coordinator.sweep_interval_s)
+                collections.sweep(is_quiet=not len(self._coordinator.core.in_flight))
+        finally:
+            collections.close()
+
     async def _stop(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         for path in self._ready_files:
             path.unlink(missing_ok=True)
         await self._door.refuse()

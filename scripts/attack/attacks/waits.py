@@ -89,7 +89,6 @@ ATTACKS = (
         text="3,000 long polls over HTTP for an operation that cannot run yet",
         program=long_polls,
         is_held=True,
-        is_open=True,
     ),
     Attack(
         name="wait-names",
