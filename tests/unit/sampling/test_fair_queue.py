@@ -119,6 +119,22 @@ def test_a_request_that_is_queued_again_is_charged_once() -> None:
     assert queue.peek(any_sample) == "a1"
 
 
+def test_a_tenant_that_must_wait_is_asked_for_its_first_request_only_and_holds_nobody_up() -> None:
+    served, asked = Served(), []
+    served.add("a", *[10] * 100)
+    served.add("b", 10)
+
+    def may_start(tenant_id: str, name: str) -> bool:
+        asked.append(name)
+        return tenant_id != "a"
+
+    assert served.queue.peek(any_sample, may_start) == "b0"
+    assert set(asked) == {"a0", "b0"}
+    served.queue.start("b0")
+    assert served.queue.peek(any_sample, may_start) is None
+    assert [served.queue.is_queued(name) for name in ("a0", "b0", "c0")] == [True, False, False]
+
+
 def test_a_quarantined_request_is_passed_over_and_keeps_its_position() -> None:
     served = Served()
     served.add("a", 10, 10)

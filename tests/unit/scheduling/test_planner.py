@@ -69,6 +69,14 @@ def test_new_adapters_spread_over_workers_and_resident_ones_stay() -> None:
     assert Counter(plan.placements.values()) == {"w0": 3, "w1": 2}
 
 
+def test_no_adapter_is_placed_on_an_avoided_worker_unless_it_is_the_only_one() -> None:
+    placed, bad = [candidate(name, name, 10) for name in "abc"], candidate("bad", "bad", 10, worker="w0")
+    plan, _ = plan_pass([*placed, bad], FairState(), {"w0": 0, "w1": 9}, 100, avoided="w0")
+    assert plan.placements == {"a": "w1", "b": "w1", "c": "w1", "bad": "w0"}
+    plan, _ = plan_pass(placed, FairState(), {"w0": 0}, 100, avoided="w0")
+    assert set(plan.placements.values()) == {"w0"}
+
+
 def test_an_adapter_waits_for_its_worker() -> None:
     plan, _ = plan_pass([candidate("a", "t", 10, worker="gone")], FairState(), {"w": 0}, 100)
     assert plan.num_chunks == {}
