@@ -123,17 +123,18 @@ class Admission:
                 Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=RETRY_DELAY_S
             )
 
-    def check_room(self, log: AdapterLog, seq: int, request_id: str) -> None:
+    def check_room(self, log: AdapterLog, seq: int, request_id: str, num_tokens_min: int) -> None:
         """Raise ServiceError if any request would be refused for lack of room: before it is decoded.
 
-        A repeat needs no room, nor does a request that is refused for its seq.
+        `num_tokens_min`: the least tokens of such a request. A repeat needs no room, nor does a request that is refused
+        for its seq.
         """
         try:
             seq = self._known_seq(log.adapter_id, seq, request_id) or log.next_seq
         except ServiceError:
             return  # `accept` raises it
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
-            self._check_room(log, seq, 1, (1, 1))
+            self._check_room(log, seq, 1, (1, num_tokens_min))
 
     def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
         """Accept consecutive operations of an adapter, all or none.

@@ -152,7 +152,8 @@ class TrainingUseCases(UseCases):
                 "BASE_MODEL_NOT_SERVED",
                 f"{log.adapter_id} belongs to base model {log.base_model}, which this pool does not serve now",
             )
-        self._core.admission.check_room(log, request.seq, request.request_id)
+        num_tokens_min = 1 if isinstance(request, PassRequest) else 0
+        self._core.admission.check_room(log, request.seq, request.request_id, num_tokens_min)
         return log
 
     async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:

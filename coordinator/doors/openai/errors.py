@@ -21,6 +21,7 @@ _CODES = {
     "RATE_LIMITED": "rate_limit_exceeded",
     "SAMPLES_FULL": "rate_limit_exceeded",
     "STREAMS_FULL": "rate_limit_exceeded",
+    "TOKEN_BUDGET": "insufficient_quota",
 }
 """Reasons that OpenAI's API has a different name for."""
 _TYPES: dict[int, str] = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}

@@ -312,6 +312,21 @@ async def test_a_budget_is_never_exceeded_and_is_the_same_after_a_crash(tmp_path
         assert done.num_tokens == 4
 
 
+async def test_a_rate_of_tokens_delays_passes_and_samples_and_no_step_or_save(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        sampler = await pool.sampler(adapter.partition(":")[0])
+        await set_limits(pool, "alice", tokens_per_s=0.2)
+        names = [await pool.forward_backward(adapter, 1, 20)]
+        for call in (pool.forward_backward(adapter, 2, 1), pool.sample(sampler, 1)):
+            error = await refusal(call)
+            assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
+            assert error.retry_delay_s is not None
+            assert error.retry_delay_s > 80
+        names += [await pool.optim_step(adapter, 2), await pool.submit_save(adapter, 3, "a")]
+        assert not any(operation.HasField("error") for operation in await pool.wait(*names))
+
+
 async def test_only_permitted_base_models_and_ranks_are_used_for_something_new(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()

@@ -19,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from coordinator.base.config import Limits
+from coordinator.base.tenant_limits import TenantLimits
 from coordinator.doors.openai import weights
 from tests.support.database import query
 from tests.support.restartable_pool import RestartablePool, restartable_pool
@@ -232,6 +233,27 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
                 pool.release()
                 assert running.result(WAIT_S).choices
                 assert waiting.result(WAIT_S).choices
+
+
+def test_a_rate_is_a_429_with_both_headers_and_a_budget_a_403_without(tmp_path: Path) -> None:
+    with (
+        pool_of_words(tmp_path / "rate", tenant_limits=TenantLimits(operations_per_s=0.1)) as pool,
+        client_of(pool) as client,
+    ):
+        assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.completions.create(model="toy", prompt="w1", max_tokens=2)
+        headers = limited.value.response.headers
+        assert limited.value.code == "rate_limit_exceeded"
+        assert (int(headers["retry-after"]), 9000 < int(headers["retry-after-ms"]) <= 10_000) == (10, True)
+    with (
+        pool_of_words(tmp_path / "budget", tenant_limits=TenantLimits(tokens_per_month=1)) as pool,
+        client_of(pool) as client,
+    ):
+        with pytest.raises(openai.PermissionDeniedError, match="tokens_per_month=NUMBER") as refused:
+            client.completions.create(model="toy", prompt="w1", max_tokens=2)
+        assert refused.value.code == "insufficient_quota"
+        assert not {"retry-after", "retry-after-ms"} & refused.value.response.headers.keys()
 
 
 def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ async def test_requests_that_arrive_out_of_order_cost_no_read_of_the_database(
     # Counted at the connection's only reader: no public counter of reads exists.
     monkeypatch.setattr(bench.store.database, "read_one", lambda sql, parameters=(): reads.append(sql))
     assert seqs(await bench.submit(step(), seq=2)) == [2]
-    bench.admission.check_room(bench.adapter, 1, "")
+    bench.admission.check_room(bench.adapter, 1, "", 0)
     assert seqs(await bench.submit(forward_backward(), seq=1)) == [1]
     assert reads == []
 
@@ -257,8 +257,8 @@ async def test_a_tenants_bytes_in_flight_are_bounded(bench: Bench) -> None:
     large = Request(kind=Kind.OPTIM_STEP, raw=raw, payload=bytes(50))
     assert (await bench.refusal(large, seq=2)).reason == "QUEUE_FULL"
     with pytest.raises(ServiceError, match="bytes of your queued requests"):
-        bench.admission.check_room(bench.adapter, 2, "")  # before it is decoded
-    bench.admission.check_room(bench.adapter, 1, "")  # a repeat needs no free bytes
+        bench.admission.check_room(bench.adapter, 2, "", 0)  # before it is decoded
+    bench.admission.check_room(bench.adapter, 1, "", 0)  # a repeat needs no free bytes
 
 
 async def test_the_operation_that_others_wait_for_is_accepted_although_the_queue_is_full(bench: Bench) -> None:
@@ -266,7 +266,7 @@ async def test_the_operation_that_others_wait_for_is_accepted_although_the_queue
         await bench.submit(step(bytes(250)), seq=seq)
     assert (await bench.refusal(step(bytes(250)), seq=4)).reason == "QUEUE_FULL", "it waits for seq 1 itself"
     assert (await bench.refusal(step(bytes(250)), seq=11)).reason == "QUEUE_FULL"
-    bench.admission.check_room(bench.adapter, 1, "")
+    bench.admission.check_room(bench.adapter, 1, "", 0)
     assert seqs(await bench.submit(step(bytes(250)), seq=1)) == [1]
     assert seqs(await bench.submit(step(bytes(250)), seq=4)) == [4]
 
