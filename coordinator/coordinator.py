@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
 from coordinator.operations.responses import Responses
@@ -65,7 +67,17 @@ class Coordinator:
 
         Return None if there are keys already.
         """
-        if self.authenticator.list_keys():
-            return None
-        key, _ = await self.authenticator.create_key(DEFAULT_TENANT, role=Role.ADMIN, is_local=True)
+        return None if self.authenticator.list_keys() else await self.new_admin_key()
+
+    async def new_admin_key(self) -> str:
+        """Create an administrator's key for this machine and return it: of a tenant that may call."""
+        names = itertools.chain([DEFAULT_TENANT], (f"operator-{number}" for number in itertools.count(1)))
+        key, _ = await self.authenticator.create_key(
+            next(filter(self._may_call, names)), role=Role.ADMIN, is_local=True
+        )
         return key
+
+    def _may_call(self, tenant: str) -> bool:
+        """Return whether a tenant's keys are of use; also for a tenant that does not exist yet."""
+        row = self.core.store.tenants.named(tenant)
+        return row is None or not self.core.accounts.is_held(row.tenant_id)

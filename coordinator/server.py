@@ -19,7 +19,7 @@ from typing import Any
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
 from coordinator.base.memory import Collections, return_large_blocks
-from coordinator.coordinator import DEFAULT_TENANT, Coordinator
+from coordinator.coordinator import Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
@@ -27,7 +27,6 @@ from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
 from coordinator.serving import READY_FILE, Serving
 from coordinator.storage.database import StorageError
-from coordinator.tenants.principals import Role
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
 
@@ -142,15 +141,14 @@ class Server:
 
     async def _write_key(self) -> list[str]:
         """Write address and key to the credentials file, for clients on this machine; return lines for the operator."""
-        authenticator = self._coordinator.authenticator
         key = await self._coordinator.first_admin_key()
         if key is None and self._config.is_new_key_wanted:
-            key, _ = await authenticator.create_key(DEFAULT_TENANT, role=Role.ADMIN, is_local=True)
+            key = await self._coordinator.new_admin_key()
         if key is not None:
             self._key = key
             path = write_credentials(Credentials(url=self.url, api_key=key, note=LOCAL_KEY_NOTE))
             return [
-                f"A new key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
+                f"A new key (tenant '{self._tenant_of(key)}') is in {path}, and nowhere else.",
                 f"It is {LOCAL_KEY_NOTE}.",
                 "Programs on this machine find it there: tinkerpool.ServiceClient().",
                 "Other programs send it with every call, in the metadata 'authorization: Bearer <key>'.",
@@ -165,6 +163,9 @@ class Server:
             f"{credentials_file()} has no key of this pool. Use an existing one, with --api-key or "
             "TINKERPOOL_API_KEY, or start with --new-key to create another."
         ]
+
+    def _tenant_of(self, key: str) -> str:
+        return self._coordinator.authenticator.authenticate(key).tenant_name
 
     def _is_ours(self, key: str) -> bool:
         try:

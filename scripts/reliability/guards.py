@@ -337,6 +337,41 @@ GUARDS = (
         after="        is_unsettled = False\n",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),
+    Guard(
+        name="least role of a call",
+        file="coordinator/tenants/keys.py",
+        before="        if not role.covers(least):\n",
+        after="        if False:\n",
+        tests=("tests/unit/doors/test_roles.py",),
+    ),
+    Guard(
+        name="expiry of a key",
+        file="coordinator/tenants/keys.py",
+        before="        if row.expires_at is not None and row.expires_at <= self._wall():\n",
+        after="        if False:\n",
+        tests=("tests/unit/tenants/test_keys.py",),
+    ),
+    Guard(
+        name="an administrator remains",
+        file="coordinator/storage/access/admins.py",
+        before="    if had_admin and not _has_admin(db):\n",
+        after="    if False:\n",
+        tests=("tests/unit/tenants/test_keys.py", "-k", "administrator"),
+    ),
+    Guard(
+        name="queued work of a suspended tenant waits",
+        file="coordinator/scheduling/ready_set.py",
+        before=" and not self._is_held(log.tenant_id)\n        return",
+        after="\n        return",
+        tests=("tests/integration/cycles/test_suspension.py",),
+    ),
+    Guard(
+        name="usage of a tenant that is gone",
+        file="coordinator/storage/tenants.py",
+        before='        f" SELECT ?, ?, 1, ?, ? WHERE {IS_TENANT}"\n',
+        after='        " SELECT ?, ?, 1, ?, ? WHERE ? != 0"\n',
+        tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "usage"),
+    ),
 )
 
 

@@ -17,6 +17,7 @@ _PARAM = "param"
 _CODES = {
     "API_KEY_MISSING": "invalid_api_key",
     "API_KEY_INVALID": "invalid_api_key",
+    "API_KEY_EXPIRED": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
     "RATE_LIMITED": "rate_limit_exceeded",
     "SAMPLES_FULL": "rate_limit_exceeded",

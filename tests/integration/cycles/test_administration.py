@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coordinator.base.errors import Code
 from coordinator.tenants.keys import GRACE_S_DEFAULT
-from coordinator.tenants.principals import Principal, Role
+from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tinkerpool.v1 import admin_pb2
@@ -107,3 +107,17 @@ async def test_a_result_that_a_key_for_reading_fetches_does_not_count_as_fetched
         await pool.forward_backward(adapter, 3, 4)  # a write that others ride on
         rows = query(tmp_path, "SELECT seq FROM operations WHERE fetched_service_s IS NOT NULL ORDER BY seq")
         assert [row["seq"] for row in rows] == [1]
+
+
+async def test_the_operators_new_key_is_of_a_tenant_that_may_call(tmp_path: Path) -> None:
+    """Otherwise a pool whose default tenant is suspended, and whose other keys are lost, could not be administered."""
+    async with running_pool(tmp_path) as pool:
+        keys, key = pool.coordinator.authenticator, await pool.coordinator.first_admin_key()
+        assert key is not None
+        boss = await administrator(pool)
+        await pool.service.suspend_tenant(boss, admin_pb2.SuspendTenantRequest(tenant="default"))
+        new = await pool.coordinator.new_admin_key()
+        assert keys.admit(new, Caller(is_local=True), Role.ADMIN).tenant_name == "operator-1"
+        await pool.service.resume_tenant(boss, admin_pb2.ResumeTenantRequest(tenant="default"))
+        newer = await pool.coordinator.new_admin_key()
+        assert keys.admit(newer, Caller(is_local=True), Role.ADMIN).tenant_name == "default"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.database import DiskFullError
 from coordinator.storage.rows import FileUse
 from coordinator.storage.tenants import add_file_use, add_month, add_usage
 from coordinator.tenants.principals import Caller, Principal, Role
@@ -138,6 +141,26 @@ async def test_weights_that_a_deleted_tenant_published_stay_with_those_who_loade
         gone = checkpoints_pb2.GetCheckpointRequest(path=path)
         assert (await refusal(pool.service.get_checkpoint(await pool.principal("bob"), gone))).code is Code.NOT_FOUND
         assert pool.store.tenants.named("alice") is not None, "its adapter's spec is needed"
+
+
+async def test_a_tenant_is_deleted_although_the_disk_is_full(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, **SOON) as pool:
+        boss, adapter = await administrator(pool), await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 4))
+        await pool.save(adapter, 2, "kept")
+        database, write = pool.store.database, pool.store.database.write
+
+        def full(*args: Any, is_deletion: bool = False, **options: Any) -> asyncio.Future[Any]:
+            if is_deletion:
+                return write(*args, is_deletion=True, **options)
+            refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            refused.set_exception(DiskFullError("no room"))
+            return refused
+
+        with mock.patch.object(database, "write", full):  # a real full disk takes deletions alone, too
+            await delete(pool, boss)
+            await until_gone(pool)
+        assert folders(tmp_path) == 0
 
 
 async def test_a_tenant_that_is_being_deleted_gets_no_key_and_cannot_be_resumed(tmp_path: Path) -> None:
