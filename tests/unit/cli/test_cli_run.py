@@ -172,6 +172,31 @@ def test_a_new_tenants_key_is_accepted_until_it_is_revoked(served: Terminal, her
 
 
 @pytest.mark.xdist_group("cli_run")
+def test_the_pools_own_key_is_rotated_where_the_pool_wrote_it_and_a_tenant_comes_and_goes(
+    served: Terminal, here: Here
+) -> None:
+    file = served.home / FILE_NAME
+    old = json.loads(file.read_text())
+    assert here(served.home, "key", "rotate", "--grace", "0").code == 0
+    new = json.loads(file.read_text())
+    assert (new["url"], new["note"]) == (old["url"], old["note"])
+    assert new["api_key"] != old["api_key"]
+    assert here(served.home, "usage", TINKERPOOL_API_KEY=old["api_key"]).code == 1
+    key = here(served.home, "key", "create", "carol", "--role", "read-only", "--expires", "1h").out.strip()
+    assert here(served.home, "checkpoint", "list", TINKERPOOL_API_KEY=key).code == 0
+    assert here(served.home, "tenant", "suspend", "carol", "--reason", "a test").code == 0
+    refused = here(served.home, "checkpoint", "list", TINKERPOOL_API_KEY=key)
+    assert (refused.code, "suspended (a test)" in refused.err) == (1, True)
+    assert here(served.home, "tenant", "resume", "carol").code == 0
+    assert here(served.home, "checkpoint", "list", TINKERPOOL_API_KEY=key).code == 0
+    assert here(served.home, "tenant", "delete", "carol", "--yes").code == 0
+    refused = here(served.home, "checkpoint", "list", TINKERPOOL_API_KEY=key)
+    assert (refused.code, "is being deleted" in refused.err) == (1, True)
+    audit = here(served.home, "audit", "--subject", "carol", "--act", "tenant").out
+    assert all(f"tenant.{act}" in audit for act in ("create", "suspend", "resume", "delete")), audit
+
+
+@pytest.mark.xdist_group("cli_run")
 def test_watch_ends_quietly_at_ctrl_c(served: Terminal) -> None:
     watch = subprocess.Popen(
         [sys.executable, "-m", "tinkerpool.cli", "watch"],
