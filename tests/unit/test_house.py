@@ -77,6 +77,7 @@ print(*sorted(set(unwanted) & sys.modules.keys()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [

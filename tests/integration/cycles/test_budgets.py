@@ -26,6 +26,7 @@ RATE = 1000.0
 T = TypeVar("T")
 
 
+@pytest.mark.slow
 async def test_hundreds_of_saves_of_one_tenant_do_not_delay_a_neighbours_step(tmp_path: Path) -> None:
     async with running_pool(tmp_path, linger_s=0.0) as pool:
         hostile, neighbour = await pool.adapter(), await pool.adapter("bob")

@@ -104,6 +104,7 @@ def shares(
     return {tenant: tokens[tenant] / mean for tenant in TENANTS}, num_passes
 
 
+@pytest.mark.slow
 def test_over_a_hundred_cycles_tenants_train_by_their_weights_whatever_the_size_of_their_requests(
     tmp_path: Path,
 ) -> None:
@@ -113,12 +114,14 @@ def test_over_a_hundred_cycles_tenants_train_by_their_weights_whatever_the_size_
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 
 
+@pytest.mark.slow
 def test_tenants_sample_by_their_weights_whatever_the_size_of_their_requests(tmp_path: Path) -> None:
     found, _ = shares(tmp_path, TimedPool(0.01, 0.0001), sample, 1, 2.0, 5.0, samples_per_worker_max=8)
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "num_clients", "counted_s", "config"),
     [(train, 3, 2.2, {"cycle_tokens_max": 48}), (sample, 1, 5.0, {"samples_per_worker_max": 8})],
@@ -133,6 +136,7 @@ def test_a_new_weight_holds_at_once(
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_small_tenants_step_beside_one_that_fills_every_cycle_takes_twice_that_alone_and_the_budget_of_a_cycle(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +174,7 @@ def test_a_small_tenants_step_beside_one_that_fills_every_cycle_takes_twice_that
     assert most > 10 * 16, "the large tenant makes progress"
 
 
+@pytest.mark.slow
 def test_a_small_tenants_sample_beside_one_that_fills_the_slots_with_equal_ones_takes_no_longer_than_alone(
     tmp_path: Path,
 ) -> None:

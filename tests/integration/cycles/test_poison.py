@@ -52,6 +52,7 @@ async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path:
     )
 
 
+@pytest.mark.slow
 async def test_only_the_sample_that_crashes_its_worker_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, base = await pool.adapter(), await pool.sampler(await pool.session())

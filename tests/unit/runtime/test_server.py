@@ -147,6 +147,7 @@ async def test_a_later_start_keeps_the_key_and_updates_the_address(start: Start)
     assert (await status(second.url, key)).epoch == 2
 
 
+@pytest.mark.slow
 async def test_a_lost_key_is_reported_and_replaced_only_on_request(start: Start) -> None:
     await end((await start()).task)
     elsewhere = Credentials(url="http://elsewhere:1", api_key="tp_of_another_pool")
@@ -161,6 +162,7 @@ async def test_a_lost_key_is_reported_and_replaced_only_on_request(start: Start)
     assert credentials_file().with_name("credentials.1.json").exists()
 
 
+@pytest.mark.slow
 async def test_two_pools_of_one_user_keep_their_own_keys(start: Start, tmp_path: Path) -> None:
     keys = []
     for name in ("a", "b", "a", "b"):
