@@ -7,20 +7,24 @@ the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
 from coordinator.doors.http.connections import WITH_KEY
-from coordinator.doors.http.responses import num_retries, with_room
+from coordinator.doors.http.responses import ReadResponse, num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
+from coordinator.operations.responses import UNCOUNTED_BYTES
 from coordinator.tenants.principals import Role
 
 PREFIX = "/api/v1"
@@ -85,9 +89,9 @@ def make_app(door: DoorContext) -> Starlette:
     """Make the ASGI application."""
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [
-        Route(path, _guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
+        Route(path, _Guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
     ]
-    routes.append(Route("/{path:path}", _guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
+    routes.append(Route("/{path:path}", _Guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
     return Starlette(
@@ -106,46 +110,53 @@ def _openai_routes(door: DoorContext) -> list[BaseRoute]:
         (METHODS, "/{path:path}", openai.unknown, Role.READ_ONLY),
     )
     return [
-        Route(path, _guarded(handler, door, least, openai_error_response), methods=methods)
+        Route(path, _Guarded(handler, door, least, openai_error_response), methods=methods)
         for methods, path, handler, least in handlers
     ]
 
 
-def _guarded(
-    handler: Handler, door: DoorContext, least: Role, to_response: ErrorResponse = error_response
-) -> Callable[[Request], Awaitable[Response]]:
-    """Admit a call whose key has at least a role, then run its handler; turn exceptions into responses."""
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """Admits a call whose key has at least a role, then runs its handler; turns exceptions into responses."""
 
-    async def respond(request: Request) -> Response:
-        try:
-            door.gate.check_open()
-            key = api_key(request)
-            if not key:
-                raise ServiceError(
-                    Code.UNAUTHENTICATED,
-                    "API_KEY_MISSING",
-                    "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
-                    "or as a bearer token",
-                )
-            principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), least)
-            request.scope[WITH_KEY] = True
-            room = door.backend.responses.room(principal.tenant_id)
+    handler: Handler
+    door: DoorContext
+    least: Role
+    to_response: ErrorResponse = error_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a call. What it holds for its response is given back when that was sent."""
+        request = Request(scope, receive, send)
+        with ExitStack() as held:
             try:
-                with (
-                    door.backend.authenticator.while_valid(principal),
-                    door.bodies.of_call(principal.tenant_id) as held,
-                ):
-                    response = await handler(Call(request, principal, door, held, room))
-                return with_room(response, room)
-            except BaseException:
-                room.close()
-                raise
-        except ClientDisconnect:
-            return Response(status_code=499)  # the client has left: never sent
-        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return to_response(error, f"{request.method} {request.url.path}", num_retries(request))
+                response = await self._respond(request, held)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # the client has left: never sent
+            except Exception as error:  # noqa: BLE001  # from here its text would reach the client
+                name = f"{request.method} {request.url.path}"
+                response = self.to_response(error, name, num_retries(request))
+            await response(scope, receive, send)
 
-    return respond
+    async def _respond(self, request: Request, held: ExitStack) -> Response:
+        door = self.door
+        door.gate.check_open()
+        key = api_key(request)
+        if not key:
+            raise ServiceError(
+                Code.UNAUTHENTICATED,
+                "API_KEY_MISSING",
+                "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key or as "
+                "a bearer token",
+            )
+        principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), self.least)
+        request.scope[WITH_KEY] = True
+        held.enter_context(door.running.counted(principal.tenant_id))
+        room = held.enter_context(door.backend.responses.room(principal.tenant_id))
+        with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as body:
+            response = await self.handler(Call(request, principal, door, body, room))
+        num_bytes = len(getattr(response, "body", b""))  # a stream has none yet
+        room.fit(num_bytes)
+        return ReadResponse(response) if num_bytes > UNCOUNTED_BYTES else response
 
 
 async def _unknown(call: Call) -> Response:

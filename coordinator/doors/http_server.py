@@ -24,7 +24,7 @@ from coordinator.doors.http.bodies import Bodies
 from coordinator.doors.http.calls import DoorContext, Gate
 from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
-from coordinator.doors.http.places import Places, Polls
+from coordinator.doors.http.places import Places, Polls, RunningCalls
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
 from coordinator.doors.tls import TlsFiles
@@ -89,6 +89,7 @@ class HttpDoor:
                 gate=self._gate,
                 downloads=Downloads(self._time),
                 polls=Polls(max(1, num_max // POLLS_DIVISOR)),
+                running=RunningCalls(num_max),
                 bodies=Bodies(config),
                 tokenizers=tokenizers,
                 time=self._time,

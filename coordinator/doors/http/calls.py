@@ -18,7 +18,7 @@ from coordinator.doors.door import Backend
 from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
 from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
-from coordinator.doors.http.places import Polls
+from coordinator.doors.http.places import Polls, RunningCalls
 from coordinator.doors.peers import is_this_machine
 from coordinator.operations.responses import Room
 from coordinator.service import Service
@@ -66,6 +66,7 @@ class DoorContext:
     gate: Gate
     downloads: Downloads
     polls: Polls
+    running: RunningCalls
     bodies: Bodies
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""

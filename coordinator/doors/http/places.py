@@ -1,4 +1,4 @@
-"""Places: which connections may stay open, and which long polls may wait, when there are more than there is room for.
+"""Places: which connections may stay open, which long polls may wait, and how many calls of a tenant may run.
 
 A place is taken when a connection is accepted, before its TLS handshake and its first request. When all are taken, idle
 connections give way to new ones. Does not depend on sockets or on the protocol.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
+
+from coordinator.base.errors import Quota, busy
 
 _log = logging.getLogger(__name__)
 
@@ -142,6 +144,32 @@ class Polls:
             self._count -= 1
         if not polls:
             self._waiting.pop(tenant_id, None)
+
+
+class RunningCalls:
+    """The calls that run, by tenant: one has at most three quarters of the places that the others leave.
+
+    So every further tenant finds places, and one with all the long polls of the door can still make short calls.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._counts: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, tenant_id: str) -> Iterator[None]:
+        """Count a call until the block ends. Raises ServiceError CALLS_BUSY if its tenant has too many."""
+        num_own = self._counts[tenant_id]
+        num_max = max(1, (self._num_places - self._counts.total() + num_own) * 3 // 4)
+        if num_own >= num_max:
+            raise busy("CALLS_BUSY", Quota("calls of yours that run", num_own, num_max), "wait for some calls to end")
+        self._counts[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._counts[tenant_id] -= 1
+            if not self._counts[tenant_id]:
+                del self._counts[tenant_id]
 
 
 class Report:

@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.responses import UNCOUNTED_BYTES, Room
 
 T = TypeVar("T")
 
@@ -87,33 +86,21 @@ class PiecewiseJson(JSONResponse):
         return encode_json(content)
 
 
-class HeldResponse(Response):
-    """A response that gives back its room when most of its body was read."""
+class ReadResponse(Response):
+    """A response that ends when most of its body was read."""
 
-    def __init__(self, response: Response, room: Room) -> None:
-        """Send `response`, which `room` holds."""
+    def __init__(self, response: Response) -> None:
+        """Send `response`."""
         self.status_code = response.status_code
         self.background = None
         self.body = response.body
         self.raw_headers = response.raw_headers
-        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. The server waits before the end of the body until the client has read most of it."""
-        with self._room:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def with_room(response: Response, room: Room) -> Response:
-    """Return a response that is sent within its room. A stream, which has no body yet, needs none.
-
-    Raises ServiceError CALLS_BUSY if there is no room for a body that was made without.
-    """
-    num_bytes = len(getattr(response, "body", b""))
-    room.fit(num_bytes)
-    return HeldResponse(response, room) if num_bytes > UNCOUNTED_BYTES else response
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:

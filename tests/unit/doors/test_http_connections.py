@@ -16,13 +16,14 @@ import httpx
 import pytest
 
 from coordinator.base.config import HttpConfig
+from coordinator.base.errors import ServiceError
 from coordinator.doors.http import connections, places
 from coordinator.doors.http.connections import Listener
-from coordinator.doors.http.places import Places, Polls, Report
+from coordinator.doors.http.places import Places, Polls, Report, RunningCalls
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService, KeysByName
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sessions_pb2
@@ -39,11 +40,13 @@ Open = Callable[..., Awaitable[HttpDoor]]
 async def opened() -> AsyncIterator[Open]:
     doors: list[HttpDoor] = []
 
-    async def open_one(service: Any = None, **options: Any) -> HttpDoor:
+    async def open_one(service: Any = None, keys: Any = None, **options: Any) -> HttpDoor:
         settings = {"is_remote": True, "allow_plaintext": True, "connections_max": NUM_MAX} | options
         doors.append(HttpDoor(HttpConfig(port=0, **settings)))
         doors[-1].bind()
-        await doors[-1].start(FakeBackend(service or FakeService(get_capabilities=CAPABILITIES)), Path("nowhere"))
+        await doors[-1].start(
+            FakeBackend(service or FakeService(get_capabilities=CAPABILITIES), keys=keys), Path("nowhere")
+        )
         return doors[-1]
 
     yield open_one
@@ -109,7 +112,7 @@ async def test_tls_handshakes_that_are_never_begun_give_way_and_are_ended_in_tim
         assert (await client.get(CAPABILITIES_PATH)).status_code == 200
 
 
-async def test_connections_with_running_calls_keep_their_places_and_new_ones_wait_for_a_place(opened: Open) -> None:
+async def test_a_call_above_those_that_its_tenant_may_run_is_refused_with_a_delay(opened: Open) -> None:
     may_go, running = asyncio.Event(), asyncio.Semaphore(0)
 
     async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
@@ -119,9 +122,32 @@ async def test_connections_with_running_calls_keep_their_places_and_new_ones_wai
 
     door = await opened(FakeService(get_capabilities=slow))
     async with client_of(door) as client:
-        calls = [asyncio.create_task(client.get(CAPABILITIES_PATH)) for _ in range(NUM_MAX)]
+        calls = [asyncio.create_task(client.get(CAPABILITIES_PATH)) for _ in range(NUM_MAX * 3 // 4)]
         for _ in calls:
             await running.acquire()
+        refused = await client.get(CAPABILITIES_PATH)
+        assert (refused.status_code, refused.json()["reason"]) == (429, "CALLS_BUSY")
+        assert refused.headers["retry-after"]
+        may_go.set()
+        assert {(await call).status_code for call in calls} == {200}
+        assert (await client.get(CAPABILITIES_PATH)).status_code == 200
+
+
+async def test_connections_with_running_calls_keep_their_places_and_new_ones_wait_for_a_place(opened: Open) -> None:
+    may_go, running = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
+        running.release()
+        await may_go.wait()
+        return CAPABILITIES
+
+    door = await opened(FakeService(get_capabilities=slow), KeysByName())
+    async with client_of(door) as client:
+        calls = []
+        for tenant in (*"aaaaaa", "b", "c"):  # each as many as it may have
+            calls.append(asyncio.create_task(client.get(CAPABILITIES_PATH, headers={"x-api-key": tenant})))
+            await running.acquire()
+        assert len(calls) == NUM_MAX
         async with client_of(door) as another:
             waiting = asyncio.create_task(another.get("/healthz"))
             await asyncio.sleep(0.2)
@@ -231,16 +257,38 @@ async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:
     door = await opened(service, poll_s=60)
     async with client_of(door, limits=httpx.Limits(max_connections=None)) as client:
         path = f"{PREFIX}/retrieve_future"
-        polls = [asyncio.create_task(client.post(path, json={"request_id": "a:1"})) for _ in range(NUM_MAX)]
-        await until(lambda: len(service.calls) == NUM_MAX)
+        num_polls = NUM_MAX * 3 // 4 - 1  # one call less than a tenant may have
+        polls = [asyncio.create_task(client.post(path, json={"request_id": "a:1"})) for _ in range(num_polls)]
+        await until(lambda: len(service.calls) == num_polls)
         async with client_of(door) as another:
             assert (await another.get(CAPABILITIES_PATH)).status_code == 200
-        await until(lambda: sum(poll.done() for poll in polls) == NUM_MAX // 2)
+        await until(lambda: sum(poll.done() for poll in polls) == num_polls - NUM_MAX // 2)
         early = [await poll for poll in polls if poll.done()]
         assert {(response.status_code, response.json()["type"]) for response in early} == {(408, "try_again")}
         for poll in polls:
             poll.cancel()
         await asyncio.gather(*polls, return_exceptions=True)
+
+
+def test_tenants_that_hold_all_that_they_may_leave_places_for_others() -> None:
+    running, num_taken = RunningCalls(64), list[int]()
+    with contextlib.ExitStack() as held:
+        for tenant in ("a", "b", "c"):
+            calls = held.enter_context(contextlib.ExitStack())
+            num = 0
+            with contextlib.suppress(ServiceError):
+                while True:
+                    calls.enter_context(running.counted(tenant))
+                    num += 1
+            num_taken.append(num)
+        assert num_taken == [48, 12, 3]
+        with pytest.raises(ServiceError, match="calls of yours that run: 3 in use, at most 3") as refused:
+            held.enter_context(running.counted("c"))
+        assert refused.value.retry_delay_s
+        held.enter_context(running.counted("d"))
+    with contextlib.ExitStack() as held:  # what they held is free again
+        for _ in range(48):
+            held.enter_context(running.counted("a"))
 
 
 async def test_refused_connections_are_logged_in_sum(caplog: pytest.LogCaptureFixture) -> None:
