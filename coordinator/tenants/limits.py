@@ -1,7 +1,7 @@
 """The limits of every tenant: the pool's defaults, with what an administrator set for one tenant.
 
-The only owner of a tenant's limits in memory. Everybody who checks a limit asks at that moment, so that a change holds
-at once; what was accepted before is not looked at again. Does not depend on what is limited.
+The only owner of a tenant's limits in memory. A check reads the limit at that moment, so that a change holds at once;
+operations that were accepted before are not checked again. Does not depend on what is limited.
 
 Main invariant: a change is in memory only once it is durable.
 """
