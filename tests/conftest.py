@@ -23,8 +23,10 @@ os.environ |= {
 os.environ.pop("RAY_ADDRESS", None)
 
 # A session of the SDK whose pool a test has killed keeps sending heartbeats in its thread and logs each failure until
-# the process ends, also after pytest's last line. Without a handler Python would write that to stderr.
+# the process ends, also after pytest's last line and during other tests. Without a handler Python would write that to
+# stderr; with propagation a test that reads the log would see another test's session.
 logging.getLogger("tinker").addHandler(logging.NullHandler())
+logging.getLogger("tinker").propagate = False
 
 # Deadlines fail on a busy machine without a bug. The examples are the same in every run;
 # look for new ones with `make test ARGS="--hypothesis-profile=search"`.
