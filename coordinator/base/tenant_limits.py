@@ -63,7 +63,8 @@ class TenantLimits:
     """Most bytes of checkpoints: a thousand states of rank 32 of a model of 8 billion parameters."""
     operations_per_s: float | None = 1000.0
     """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
-    acknowledges. The operation that others wait for is always accepted, and counted."""
+    acknowledges. The operation that others wait for is always accepted, and counted. So are, one each, the creations
+    of sessions, adapters and samplers: each costs a sync to disk, as an operation does."""
     tokens_per_s: float | None = None
     """Tokens of operations that are accepted a second on average, and ten times as many at once; a sample counts with
     the most that it may compute. Unlimited: the scheduler divides the pool by weight, and a queue has its ceilings."""
@@ -92,7 +93,7 @@ LABELS: Mapping[str, str] = {
     "samplers_max": "samplers of yours",
     "checkpoints_max": "checkpoints of yours",
     "stored_bytes_max": "bytes of your checkpoints",
-    "operations_per_s": f"operations of yours within {BURST_S:g} s",
+    "operations_per_s": f"operations and creations of yours within {BURST_S:g} s",
     "tokens_per_s": f"tokens of yours within {BURST_S:g} s",
     "tokens_per_month": "tokens of yours in this month (UTC), with the most that unfinished operations may take",
 }

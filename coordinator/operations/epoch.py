@@ -46,6 +46,7 @@ class Registers:
     holdings: Holdings
     ceilings: Ceilings
     streams: Streams
+    rates: Rates
 
 
 def open_registers(context: Context, store: Store) -> Registers:
@@ -69,4 +70,5 @@ def open_registers(context: Context, store: Store) -> Registers:
         holdings=holdings,
         ceilings=ceilings,
         streams=Streams(quotas),
+        rates=rates,
     )

@@ -121,6 +121,7 @@ class Core:
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
         self.admission, self.quotas = registers.admission, registers.quotas
         self.holdings, self.ceilings, self.streams = registers.holdings, registers.ceilings, registers.streams
+        self.rates = registers.rates
         self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 

@@ -65,6 +65,7 @@ class AdapterUseCases(UseCases):
         model, spec = self._spec(request, source)
         self._check_permitted(principal, model.name, spec.rank)
         with self._core.registry.reserving(principal.tenant_id, self._core.quotas):
+            self._core.rates.take_creation(principal.tenant_id)
             index = session.take_adapter_index(request.index if request.HasField("index") else None)
             adapter_id = names.adapter_id(session.session_id, index)
             spec = replace(spec, adapter_id=adapter_id)

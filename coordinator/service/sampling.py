@@ -59,6 +59,7 @@ class SamplingUseCases(UseCases):
         try:
             adding = self._core.ceilings.adding_sampler(principal.tenant_id, session.session_id)
             with session.reserving(index), adding:
+                self._core.rates.take_creation(principal.tenant_id)
                 row = SamplerRow(
                     sampler_id=sampler_id,
                     tenant_id=principal.tenant_id,

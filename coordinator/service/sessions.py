@@ -110,6 +110,7 @@ class SessionUseCases(UseCases):
             created_at=core.time.wall(),
         )
         with core.sessions.reserving(tenant_id, core.quotas):
+            core.rates.take_creation(tenant_id)
             await core.store.sessions.insert(row)
             core.sessions.add(session_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))

@@ -1,5 +1,7 @@
 """Rates of tenants: token buckets of operations and of tokens through the base model.
 
+The creation of a session, adapter or sampler counts as one operation: it costs a sync to disk, as an operation does.
+
 A bucket holds what its rate gives in `BURST_S` seconds, and is full at the start of an epoch. A request is accepted if
 the bucket has its amount. One that is larger than a full bucket is accepted when the bucket is full, and takes the
 bucket below zero: so it waits once, never for good, and on average the rate holds. A refusal has the exact delay after
@@ -47,6 +49,11 @@ class Rates:
         """Take the amounts of an accepted request, also of one that the buckets have too little for."""
         self._draw(tenant_id, "operations_per_s", num_operations)
         self._draw(tenant_id, "tokens_per_s", num_tokens)
+
+    def take_creation(self, tenant_id: str) -> None:
+        """Take one operation for something that is created. Raises ServiceError RATE_LIMITED with a delay."""
+        self.check(tenant_id, 1, 0)
+        self.draw(tenant_id, 1, 0)
 
     def _check(self, tenant_id: str, name: str, amount: int) -> None:
         rate: float | None = getattr(self._quotas.of(tenant_id), name)

@@ -136,5 +136,30 @@ def test_page_of_errors_names_every_reason_that_a_client_can_see_and_no_other() 
     assert named <= {text for tree in trees for text in strings(tree)} | items
 
 
+def raised(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Return the reasons of refusals that a syntax tree makes, each with whether it is made with a retry delay."""
+    for each in ast.walk(node):
+        if not isinstance(each, ast.Call):
+            continue
+        name = each.func.id if isinstance(each.func, ast.Name) else getattr(each.func, "attr", "")
+        if name not in REFUSALS | {"full", "__init__"} - {"OperationError"}:
+            continue
+        has_delay = name in {"busy", "full"} or any(keyword.arg == "retry_delay_s" for keyword in each.keywords)
+        given = [*each.args, *(keyword.value for keyword in each.keywords if keyword.arg == "reason")]
+        for text in (text for expression in given for text in strings(expression)):
+            if re.fullmatch(r"[A-Z][A-Z_]{3,}", text):
+                yield text, has_delay
+
+
+def test_a_refusal_is_made_with_a_retry_delay_exactly_if_the_page_of_errors_says_that_waiting_helps() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^## Refusals with a retry delay$(.*?)^## ", page, flags=re.MULTILINE | re.DOTALL)
+    waiting_helps = set(re.findall(r"^\| `([A-Z_]+)` \|", table, flags=re.MULTILINE))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "coordinator").rglob("*.py")]
+    made = {each for tree in trees for each in raised(tree)}
+    assert {reason for reason, has_delay in made if has_delay} == waiting_helps
+    assert not {reason for reason, has_delay in made if not has_delay} & waiting_helps
+
+
 def test_page_of_configuration_is_generated_from_the_settings() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `.venv/bin/python -m scripts.generate_configuration`"

@@ -72,9 +72,10 @@ class AdapterServiceServicer(object):
         (session_id, index) or by request_id: the same call again returns the same adapter.
 
         NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
-        or alpha out of range. FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id
-        with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some. UNAVAILABLE: that
-        adapter is being created or deleted at this moment, or the pool is shutting down; try again.
+        or alpha out of range. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
+        have. PERMISSION_DENIED: the tenant may not use the base model or the rank. ALREADY_EXISTS: the same index or
+        request_id with other contents. RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was
+        consumed). UNAVAILABLE: that adapter is being deleted at this moment, or the pool is shutting down; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

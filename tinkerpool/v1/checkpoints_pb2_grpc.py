@@ -163,8 +163,9 @@ class CheckpointServiceServicer(object):
         and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
         NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
-        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
-        of adapters is used up.
+        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended, or the tenant has as many
+        adapters, sessions, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: above the tenant's rate of
+        operations (RetryInfo; the same call again continues).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

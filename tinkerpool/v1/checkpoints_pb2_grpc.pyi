@@ -80,8 +80,9 @@ class CheckpointServiceStub:
     and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
     NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
-    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
-    of adapters is used up.
+    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended, or the tenant has as many
+    adapters, sessions, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: above the tenant's rate of
+    operations (RetryInfo; the same call again continues).
     """
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
@@ -142,8 +143,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
     NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
-    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
-    of adapters is used up.
+    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended, or the tenant has as many
+    adapters, sessions, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: above the tenant's rate of
+    operations (RetryInfo; the same call again continues).
     """
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
@@ -249,8 +251,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
         NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
-        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
-        of adapters is used up.
+        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended, or the tenant has as many
+        adapters, sessions, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: above the tenant's rate of
+        operations (RetryInfo; the same call again continues).
         """
 
     @_abc_1.abstractmethod

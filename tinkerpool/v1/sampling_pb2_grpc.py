@@ -70,7 +70,9 @@ class SamplingServiceServicer(object):
         (session_id, index) or by request_id.
 
         NOT_FOUND: no such session, checkpoint or base model. INVALID_ARGUMENT: not exactly one of the two is named.
-        FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id with other contents.
+        FAILED_PRECONDITION: the session has ended, or the tenant has as many samplers as it may have. PERMISSION_DENIED: the
+        tenant may not use the base model. ALREADY_EXISTS: the same index or request_id with other contents.
+        RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,8 +93,9 @@ class SamplingServiceServicer(object):
         Idempotent by (sampler_id, seq) or by request_id.
 
         NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
-        ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full (RetryInfo).
-        FAILED_PRECONDITION: the sampler's session has ended. UNAVAILABLE: shutting down; try again.
+        ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
+        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
+        the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

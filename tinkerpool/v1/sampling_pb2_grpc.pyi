@@ -41,7 +41,9 @@ class SamplingServiceStub:
     (session_id, index) or by request_id.
 
     NOT_FOUND: no such session, checkpoint or base model. INVALID_ARGUMENT: not exactly one of the two is named.
-    FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id with other contents.
+    FAILED_PRECONDITION: the session has ended, or the tenant has as many samplers as it may have. PERMISSION_DENIED: the
+    tenant may not use the base model. ALREADY_EXISTS: the same index or request_id with other contents.
+    RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
     """
     GetSampler: _grpc.UnaryUnaryMultiCallable[_sampling_pb2.GetSamplerRequest, _sampling_pb2.GetSamplerResponse]
     """Returns a sampler. Reads only.
@@ -54,8 +56,9 @@ class SamplingServiceStub:
     Idempotent by (sampler_id, seq) or by request_id.
 
     NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
-    ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full (RetryInfo).
-    FAILED_PRECONDITION: the sampler's session has ended. UNAVAILABLE: shutting down; try again.
+    ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
+    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
+    the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
     """
     StreamSample: _grpc.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
@@ -78,7 +81,9 @@ class SamplingServiceAsyncStub(SamplingServiceStub):
     (session_id, index) or by request_id.
 
     NOT_FOUND: no such session, checkpoint or base model. INVALID_ARGUMENT: not exactly one of the two is named.
-    FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id with other contents.
+    FAILED_PRECONDITION: the session has ended, or the tenant has as many samplers as it may have. PERMISSION_DENIED: the
+    tenant may not use the base model. ALREADY_EXISTS: the same index or request_id with other contents.
+    RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
     """
     GetSampler: _aio.UnaryUnaryMultiCallable[_sampling_pb2.GetSamplerRequest, _sampling_pb2.GetSamplerResponse]  # type: ignore[assignment]
     """Returns a sampler. Reads only.
@@ -91,8 +96,9 @@ class SamplingServiceAsyncStub(SamplingServiceStub):
     Idempotent by (sampler_id, seq) or by request_id.
 
     NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
-    ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full (RetryInfo).
-    FAILED_PRECONDITION: the sampler's session has ended. UNAVAILABLE: shutting down; try again.
+    ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
+    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
+    the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
     """
     StreamSample: _aio.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]  # type: ignore[assignment]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
@@ -118,7 +124,9 @@ class SamplingServiceServicer(metaclass=_abc_1.ABCMeta):
         (session_id, index) or by request_id.
 
         NOT_FOUND: no such session, checkpoint or base model. INVALID_ARGUMENT: not exactly one of the two is named.
-        FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id with other contents.
+        FAILED_PRECONDITION: the session has ended, or the tenant has as many samplers as it may have. PERMISSION_DENIED: the
+        tenant may not use the base model. ALREADY_EXISTS: the same index or request_id with other contents.
+        RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
         """
 
     @_abc_1.abstractmethod
@@ -143,8 +151,9 @@ class SamplingServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent by (sampler_id, seq) or by request_id.
 
         NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
-        ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full (RetryInfo).
-        FAILED_PRECONDITION: the sampler's session has ended. UNAVAILABLE: shutting down; try again.
+        ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
+        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
+        the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
         """
 
     @_abc_1.abstractmethod

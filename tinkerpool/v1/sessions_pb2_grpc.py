@@ -100,6 +100,7 @@ class SessionServiceServicer(object):
         """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
         INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
+        RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

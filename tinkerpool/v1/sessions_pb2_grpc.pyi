@@ -47,6 +47,7 @@ class SessionServiceStub:
     """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
     INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
+    RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
@@ -90,6 +91,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
     INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
+    RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
@@ -148,6 +150,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
 
         INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
+        RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
         """
 
     @_abc_1.abstractmethod

@@ -40,9 +40,9 @@ class TrainingServiceStub(object):
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def __init__(self, channel):
@@ -98,9 +98,9 @@ class TrainingServiceServicer(object):
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def Forward(self, request, context):
@@ -207,9 +207,9 @@ class TrainingService(object):
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @staticmethod

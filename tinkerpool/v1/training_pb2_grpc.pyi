@@ -41,9 +41,9 @@ class TrainingServiceStub:
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @_typing.overload
@@ -88,9 +88,9 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -131,9 +131,9 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
     NOT_FOUND: no such adapter (or it is another tenant's). INVALID_ARGUMENT: the request is malformed; the message names
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
-    RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
-    far beyond the next one. UNAVAILABLE: shutting down; try again.
+    RESOURCE_EXHAUSTED: the queue is full, or above a rate of the tenant (with RetryInfo: nothing was consumed, try again
+    after the delay). FAILED_PRECONDITION: the gradient window is too large, a ceiling or budget of the tenant is used up,
+    or (SEQ_TOO_FAR, nothing consumed) seq is far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @_abc_1.abstractmethod

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -81,6 +81,9 @@ class _Rpc:
     """Whether the request may have data for training or sampling."""
     least: Role
     """The least role of its callers."""
+    ends_with_key: bool
+    """Whether a running call ends with its key. A call of AdminService may end its own key: its response, which may
+    have the successor, is sent nevertheless."""
 
     def parse(self, body: bytes) -> Message:
         """Return the request message. Raises ServiceError INVALID_ARGUMENT."""
@@ -117,6 +120,10 @@ class _Entrance:
             return self.backend.authenticator.admit(_api_key(context), caller_of(context, self._host), rpc.least)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             await abort(context, to_refusal(error, rpc.name))
+
+    def while_valid(self, rpc: _Rpc, principal: Principal) -> AbstractContextManager[None]:
+        """Return a block that raises ServiceError when the caller's key ends meanwhile, if that is to end the call."""
+        return self.backend.authenticator.while_valid(principal) if rpc.ends_with_key else nullcontext()
 
     def received(self, rpc: _Rpc, principal: Principal, context: Context) -> AbstractAsyncContextManager[Received]:
         """Return a block that has the call's request, and holds its bytes."""
@@ -165,6 +172,7 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
         is_streaming=method.server_streaming,
         is_large=_has_tensors(method.input_type),
         least=LEAST_ROLES[use_case_name(method)],
+        ends_with_key=method.containing_service.name != "AdminService",
     )
 
 
@@ -206,7 +214,11 @@ def _unary(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes
 
     async def handle(_bodies: object, context: Context) -> bytes:
         principal = await entrance.admitted(rpc, context)
-        return await _respond(rpc, context, receive_and_run(principal, context))
+        try:
+            with entrance.while_valid(rpc, principal):
+                return await _respond(rpc, context, receive_and_run(principal, context))
+        except ServiceError as error:  # the key has ended meanwhile
+            await abort(context, error)
 
     return grpc.stream_unary_rpc_method_handler(handle)  # a stream of one request, which is read once there is room
 
@@ -225,7 +237,7 @@ def _streaming(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, b
         principal = await entrance.admitted(rpc, context)
         receiving = entrance.received(rpc, principal, context)
         try:
-            with entrance.backend.authenticator.while_valid(principal):
+            with entrance.while_valid(rpc, principal):
                 async with AsyncExitStack() as held:
                     received = await _respond(rpc, context, held.enter_async_context(receiving))
                     responses = await held.enter_async_context(aclosing(run(principal, received)))  # type: ignore[type-var]

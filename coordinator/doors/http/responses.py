@@ -59,11 +59,12 @@ def headers_of(error: ServiceError, num_retries: int = 0) -> dict[str, str]:
     """Return the headers of a refusal: the delay before a retry, where a retry makes sense.
 
     The delay doubles with each retry that the client has made, up to `RETRY_S_MAX`: some calls of the Tinker SDK are
-    given up after 10 retries, which last five minutes so.
+    given up after 10 retries, which last five minutes so. A longer delay of a rate is also sent as `RETRY_S_MAX`: the
+    SDKs ignore what is longer, and would give up sooner. The message has the whole delay.
     """
     if error.retry_delay_s is None:
         return {}
-    delay_s = min(error.retry_delay_s * 2 ** min(num_retries, 10), max(RETRY_S_MAX, error.retry_delay_s))
+    delay_s = min(error.retry_delay_s * 2 ** min(num_retries, 10), RETRY_S_MAX)
     return {"retry-after": str(math.ceil(delay_s)), "retry-after-ms": str(round(delay_s * 1000))}
 
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.tenants.principals import Principal, Role
 from tests.support.toy_pool import ToyPool, running_pool
-from tinkerpool.v1 import limits_pb2, operations_pb2, pool_pb2, sampling_pb2
+from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
 
 RESERVED = 4 * 3 * 8 * 6
 """Bytes that a save of the toy's rank 8 reserves: weights and two moments."""
@@ -325,6 +325,54 @@ async def test_a_rate_of_tokens_delays_passes_and_samples_and_no_step_or_save(tm
             assert error.retry_delay_s > 80
         names += [await pool.optim_step(adapter, 2), await pool.submit_save(adapter, 3, "a")]
         assert not any(operation.HasField("error") for operation in await pool.wait(*names))
+
+
+async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats_and_deletions_do_not(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        alice, service = await pool.principal(), pool.service
+        await set_limits(pool, "alice", operations_per_s=0.3)  # three at once
+        first = sessions_pb2.CreateSessionRequest(request_id="first")
+        session_id = (await service.create_session(alice, first)).session.session_id
+        adapter = adapters_pb2.CreateAdapterRequest(session_id=session_id, base_model="toy", rank=8, request_id="a")
+        adapter_id = (await service.create_adapter(alice, adapter)).adapter.adapter_id
+        sampler = sampling_pb2.CreateSamplerRequest(session_id=session_id, base_model="toy", index=0)
+        await service.create_sampler(alice, sampler)
+        later = (
+            (service.create_session, sessions_pb2.CreateSessionRequest(request_id="second")),
+            (
+                service.create_adapter,
+                adapters_pb2.CreateAdapterRequest(session_id=session_id, base_model="toy", rank=8),
+            ),
+            (
+                service.create_sampler,
+                sampling_pb2.CreateSamplerRequest(session_id=session_id, base_model="toy", index=1),
+            ),
+        )
+        for call, request in later:
+            error = await refusal(call(alice, request))
+            assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
+            assert error.retry_delay_s is not None
+            assert 0 < error.retry_delay_s <= 1 / 0.3
+        repeats = (
+            (service.create_session, first),
+            (service.create_adapter, adapter),
+            (service.create_sampler, sampler),
+        )
+        for call, request in repeats:
+            await call(alice, request)
+        await service.heartbeat(alice, sessions_pb2.HeartbeatRequest(session_id=session_id))
+        now = await used(pool)
+        assert (now["sessions_max"], now["adapters_max"], now["samplers_max"]) == (1, 1, 1), "a refusal takes no room"
+        await set_limits(pool, "alice", operations_per_s="")
+        second, next_adapter, _ = [await call(alice, request) for call, request in later]
+        assert next_adapter.adapter.adapter_id == f"{session_id}:train:1", "a refusal takes no number"
+        await set_limits(pool, "alice", operations_per_s=0.001, adapters_max=2)
+        error = await refusal(service.create_adapter(alice, later[1][1]))
+        assert (error.reason, error.retry_delay_s) == ("ADAPTER_QUOTA", None), "waiting would not clear it"
+        await service.delete_adapter(alice, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter_id))
+        await pool.finish_session(second.session.session_id)
 
 
 async def test_only_permitted_base_models_and_ranks_are_used_for_something_new(tmp_path: Path) -> None:

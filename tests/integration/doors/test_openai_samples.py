@@ -237,15 +237,16 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
 
 def test_a_rate_is_a_429_with_both_headers_and_a_budget_a_403_without(tmp_path: Path) -> None:
     with (
-        pool_of_words(tmp_path / "rate", tenant_limits=TenantLimits(operations_per_s=0.1)) as pool,
+        pool_of_words(tmp_path / "rate", tenant_limits=TenantLimits(operations_per_s=0.3)) as pool,
         client_of(pool) as client,
     ):
+        # Its session, its sampler and its sample are the three operations that may come at once.
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices
         with pytest.raises(openai.RateLimitError) as limited:
             client.completions.create(model="toy", prompt="w1", max_tokens=2)
         headers = limited.value.response.headers
         assert limited.value.code == "rate_limit_exceeded"
-        assert (int(headers["retry-after"]), 9000 < int(headers["retry-after-ms"]) <= 10_000) == (10, True)
+        assert (int(headers["retry-after"]), 1000 < int(headers["retry-after-ms"]) <= 3334) == (4, True)
     with (
         pool_of_words(tmp_path / "budget", tenant_limits=TenantLimits(tokens_per_month=1)) as pool,
         client_of(pool) as client,

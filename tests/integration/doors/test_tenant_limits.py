@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import tinker
 
 import tinkerpool
 from coordinator.tenants.principals import Role
-from tests.support.doors.sdk import Wire
+from tests.support.doors.sdk import LEAKS, Wire, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tinkerpool.cli.main import main
 from tinkerpool.errors import FailedPrecondition
@@ -51,7 +52,8 @@ def test_over_http_a_rate_is_a_429_with_both_headers_and_a_ceiling_a_403_without
     pool: RestartablePool, wire: Callable[[str], Wire], admin: Callable[..., str]
 ) -> None:
     wired = wire("hasty")
-    model = wired.model(wired.session())
+    session = wired.session()
+    model = wired.model(session)
     admin("tenant", "limit", "hasty", "operations_per_s=0.1", "adapters_max=1")
     wired.ok("/optim_step", step(model, 1))
     refused = wired.post("/optim_step", step(model, 2))
@@ -59,16 +61,37 @@ def test_over_http_a_rate_is_a_429_with_both_headers_and_a_ceiling_a_403_without
     assert 9000 < int(refused.headers["retry-after-ms"]) <= 10_000
     assert refused.headers["retry-after"] == "10"
     assert {"limit", "usage", "maximum"} <= refused.json().keys()
-    session = wired.session()
+    created = wired.post("/create_session", {"tags": [], "sdk_version": "0.38.0"})
+    assert (created.status_code, created.json()["reason"]) == (429, "RATE_LIMITED"), "a creation is an operation"
+    assert int(created.headers["retry-after-ms"]) > 9000
     ceiling = wired.post(
         "/create_model",
-        {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 8}, "type": "create"},
+        {"session_id": session, "model_seq_id": 1, "base_model": "toy", "lora_config": {"rank": 8}, "type": "create"},
     )
     assert (ceiling.status_code, ceiling.json()["reason"]) == (403, "ADAPTER_QUOTA")
     assert not {"retry-after", "retry-after-ms"} & ceiling.headers.keys()
     assert "tinkerpool tenant limit hasty adapters_max=NUMBER" in ceiling.json()["detail"]
     for path, body in (("/session_heartbeat", {"session_id": session}), ("/cancel_future", {"request_id": "x:1"})):
         assert wired.post(path, body).status_code == 200, "no rate refuses it"
+
+
+@LEAKS
+def test_the_sdk_waits_until_it_may_create_a_session_a_model_and_a_sampling_client(
+    pool: RestartablePool, wire: Callable[[str], Wire], admin: Callable[..., str]
+) -> None:
+    wired = wire("eager")
+    admin("tenant", "limit", "eager", "operations_per_s=1")
+    refused = False
+    while not refused:
+        created = wired.post("/create_session", {"tags": [], "sdk_version": "0.38.0"})
+        refused = created.status_code == 429
+    began = time.monotonic()
+    with sdk(pool.http_url, pool.key("eager")) as service:
+        service.create_lora_training_client("toy", rank=8).result(60)
+        prompt, params = tinker.ModelInput.from_ints([1, 2]), tinker.SamplingParams(max_tokens=2, seed=1)
+        sampler = service.create_sampling_client(base_model="toy").result(60)
+        sampler.sample(prompt, 1, params).result(60)
+        assert time.monotonic() - began > 2.9, "a session, a model, a sampling client and a sample: one a second"
 
 
 def test_the_client_waits_out_a_rate_and_raises_a_ceiling(pool: RestartablePool, admin: Callable[..., str]) -> None:

@@ -99,6 +99,14 @@ async def test_the_delay_doubles_with_each_retry_of_a_call(
     assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == (seconds, milliseconds)
 
 
+async def test_a_delay_that_the_sdks_would_ignore_is_sent_as_the_longest_that_they_accept(opened: Open) -> None:
+    slow = busy("RATE_LIMITED", Quota("operations", 10, 10), "send less at once", delay_s=1000.0)
+    _, client = await opened(FakeService(create_session=slow))
+    response = await client.post("/create_session", json={})
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("60", "60000")
+    assert "after 1000 s at the earliest" in response.json()["detail"]
+
+
 async def test_an_internal_error_is_logged_and_not_sent(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     _, client = await opened(FakeService(get_capabilities=RuntimeError("the secret of the house")))
     response = await client.get("/get_server_capabilities")

@@ -22,8 +22,8 @@ from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService
+from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, checkpoints_pb2, checkpoints_pb2_grpc, operations_pb2_grpc
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import operations_pb2_grpc
 
 WAIT_OPERATIONS = "/tinkerpool.v1.OperationService/WaitOperations"
 
@@ -93,6 +93,39 @@ async def test_a_revoked_keys_stream_ends_although_its_client_reads_nothing(
     async with asyncio.timeout(60):
         await waits.ended.wait()
     await connection.close()
+
+
+async def test_a_running_call_without_a_stream_ends_with_its_key_but_one_that_ends_its_own_key_responds(
+    keys: Authenticator,
+) -> None:
+    begun = asyncio.Event()
+
+    async def copy(_principal: Principal, _request: Message) -> Message:
+        begun.set()
+        forever: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await forever
+
+    async def rotate(principal: Principal, _request: Message) -> Message:
+        await keys.revoke_key(principal.key_id)
+        await asyncio.sleep(0)  # a cancelled call would end here
+        return admin_pb2.RotateApiKeyResponse(key="the successor")
+
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeBackend(FakeService(copy_checkpoint=copy, rotate_api_key=rotate), keys=keys))
+    key, _ = await keys.create_key("alice")
+    metadata = (("authorization", f"Bearer {key}"),)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        checkpoints: Any = checkpoints_pb2_grpc.CheckpointServiceStub(channel)
+        admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        copying = checkpoints.CopyCheckpoint(checkpoints_pb2.CopyCheckpointRequest(), metadata=metadata)
+        await begun.wait()
+        rotated = await admin.RotateApiKey(admin_pb2.RotateApiKeyRequest(), metadata=metadata)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await copying
+    assert rotated.key == "the successor"
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await door.stop(0.1)
 
 
 async def test_a_revoked_keys_long_poll_over_http_ends_with_unauthorized(keys: Authenticator, waits: Waits) -> None:

@@ -308,7 +308,7 @@ async def test_a_rate_refuses_with_the_exact_delay_consumes_no_seq_and_never_ref
         assert (refused.code, refused.reason, refused.retry_delay_s) == (
             Code.RESOURCE_EXHAUSTED, "RATE_LIMITED", 3.334
         )  # fmt: skip
-    with pytest.raises(ServiceError, match="operations of yours within 10 s: 3 in use, at most 3"):
+    with pytest.raises(ServiceError, match="operations and creations of yours within 10 s: 3 in use, at most 3"):
         await bench.sample(1)
     assert seqs(await bench.submit(step(), seq=4)) == [4], "a repeat is free"
     assert bench.logged() == [1, 3, 4]

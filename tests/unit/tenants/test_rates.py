@@ -54,6 +54,17 @@ async def test_a_burst_is_accepted_and_then_the_rate(bench: Bench) -> None:
     assert bench.refusal(1).reason == "RATE_LIMITED", "an idle tenant saves up no more than a burst"
 
 
+async def test_a_creation_is_one_operation_and_is_counted_only_if_it_is_accepted(bench: Bench) -> None:
+    for _ in range(int(2 * BURST_S)):
+        bench.rates.take_creation(TENANT)
+    for _ in range(3):
+        with pytest.raises(ServiceError) as refused:
+            bench.rates.take_creation(TENANT)
+        assert (refused.value.reason, refused.value.retry_delay_s) == ("RATE_LIMITED", 0.5)
+    bench.time.now += 0.5
+    bench.rates.take_creation(TENANT)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7, 333, 1000])
 async def test_the_same_request_is_accepted_after_exactly_the_delay_and_not_before(
     bench: Bench, num_tokens: int
