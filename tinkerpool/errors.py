@@ -2,6 +2,7 @@
 
     TinkerpoolError
     ├── ConfigurationError (ValueError)     no key, a malformed URL
+    ├── ExportError (ValueError)            a checkpoint cannot be exported in this format, or the result is wrong
     ├── ClientClosed                        the client was closed, or belongs to another process
     ├── ApiError                            the service refused a call; one class for each canonical code
     │   ├── InvalidArgument (ValueError)
@@ -62,6 +63,10 @@ class TinkerpoolError(Exception):
 
 class ConfigurationError(TinkerpoolError, ValueError):
     """The client's arguments or environment cannot work; nothing was sent."""
+
+
+class ExportError(TinkerpoolError, ValueError):
+    """A checkpoint cannot be exported as asked, or the result failed its check. No directory is left."""
 
 
 class ClientClosed(TinkerpoolError):

@@ -432,6 +432,9 @@ class SupportedModel:
     """Parameters of the frozen model."""
     num_workers: int
     """Number of live workers."""
+    has_tied_unembedding: bool | None = None
+    """Whether the unembedding has the weights of the embedding, so that merging a trained unembedding must untie them.
+    None: the pool does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

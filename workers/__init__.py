@@ -1,4 +1,4 @@
 """The workers: devices and arithmetic. Imports run down this line of rooms, and import-linter checks it:
 
-pool -> engine -> selftest -> training | sampling -> bank -> model -> rows | host -> contract
+pool | export -> engine -> selftest -> training | sampling -> bank -> model -> rows | host -> contract
 """

@@ -227,6 +227,7 @@ class AdapterUseCases(UseCases):
             raise ServiceError(
                 Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row.adapter_id} is being deleted", retry_delay_s=1.0
             )
+        model = self._core.fleet.models.get(row.base_model)
         return pb.Adapter(
             adapter_id=row.adapter_id,
             base_model=row.base_model,
@@ -241,4 +242,5 @@ class AdapterUseCases(UseCases):
             user_metadata=metadata_of(row),
             create_time=timestamp(row.created_at),
             session_id=row.session_id,
+            trains_tied_unembedding=row.train_unembed and model is not None and model.has_tied_unembedding,
         )

@@ -59,6 +59,7 @@ class SessionUseCases(UseCases):
                     num_workers=len(self._core.fleet.live(model.name)),
                     eos_token_ids=model.eos_token_ids,
                     fingerprint=model.fingerprint,
+                    has_tied_unembedding=model.has_tied_unembedding,
                 )
                 for model in self._core.fleet.models.values()
             ],

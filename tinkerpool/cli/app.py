@@ -70,7 +70,7 @@ def build() -> typer.Typer:
     app.add_typer(
         checkpoints.app,
         name="checkpoint",
-        help="Your checkpoints: list, save, export for PEFT, delete.",
+        help="Your checkpoints: list, save, export, delete.",
         rich_help_panel=THINGS_PANEL,
     )
     app.add_typer(keys.app, name="key", help="API keys: create, list, rotate, revoke.", rich_help_panel=ADMIN_PANEL)

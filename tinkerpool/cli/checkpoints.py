@@ -27,16 +27,24 @@ from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import (
     DELETE_CHECKPOINT,
     EXPORT_CHECKPOINT,
+    GET_CAPABILITIES,
     LIST_CHECKPOINTS,
     SAVE_STATE,
     WAIT_OPERATIONS,
 )
 from tinkerpool.client.calls.transport import Transport
+from tinkerpool.client.export import Exporter, ExportFormat
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest
+from tinkerpool.v1.sessions_pb2 import GetCapabilitiesRequest, GetCapabilitiesResponse
 
 app = typer.Typer(no_args_is_help=True)
+_LOADERS = {
+    ExportFormat.PEFT: "peft.PeftModel.from_pretrained(base, {directory!r}) loads it.",
+    ExportFormat.MERGED: "transformers.AutoModelForCausalLM.from_pretrained({directory!r}) loads it.",
+    ExportFormat.VLLM: "an adapter without the unembedding.",
+}
 PathArgument = Annotated[str, typer.Argument(help="The path in `tinkerpool checkpoint list`, tinker://...")]
 
 
@@ -106,24 +114,50 @@ def save(
 def export(
     path: PathArgument,
     directory: Annotated[Path, typer.Argument(help="A new directory.", file_okay=False)],
+    export_format: Annotated[
+        ExportFormat,
+        typer.Option("--format", help="An adapter for PEFT, a merged model, or an adapter within vLLM's rules."),
+    ] = ExportFormat.PEFT,
+    base_model: Annotated[
+        str,
+        typer.Option(
+            "--base-model",
+            metavar="PATH_OR_NAME",
+            help="The base model: a directory, or ORGANISATION/MODEL. Default: the pool's name for it.",
+            show_default=False,
+        ),
+    ] = "",
+    whole_unembedding: Annotated[
+        bool,
+        typer.Option(
+            "--whole-unembedding",
+            help="With peft: write a trained unembedding whole, so that merge_and_unload() is right. Needs base files.",
+        ),
+    ] = False,
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:
-    """Write a checkpoint as a PEFT directory, which PEFT, transformers and vLLM load."""
+    """Write a checkpoint as a directory that PEFT, transformers or vLLM loads."""
     _check_path(path)
     target = find_target(url, api_key)
     try:
+        exporter = Exporter(
+            checkpoint=path, format=export_format, base_model=base_model, whole_unembedding=whole_unembedding
+        )
         with ArchiveFile(directory) as archive:
 
-            async def fetch(transport: Transport) -> None:
+            async def fetch(transport: Transport) -> GetCapabilitiesResponse:
+                pool = await transport.call(GET_CAPABILITIES, GetCapabilitiesRequest(), timeout_s=TIMEOUT_S)
                 async for response in transport.stream(EXPORT_CHECKPOINT, pb.ExportCheckpointRequest(path=path)):
                     archive.write(response.data)
+                return pool
 
-            ask(target, fetch)
-            archive.unpack()
+            exporter.finish(archive, ask(target, fetch))
     except (OSError, ValueError) as error:
         raise CliError(str(error)) from None
-    show.note(f"Wrote {directory}: peft.PeftModel.from_pretrained(base, {str(directory)!r}) loads it.")
+    show.note(f"Wrote {directory}: {_LOADERS[export_format].format(directory=str(directory))}")
+    for note in exporter.notes:
+        show.note(note)
 
 
 @app.command()

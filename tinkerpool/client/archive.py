@@ -1,4 +1,4 @@
-"""Unpacks a tar archive from the pool into a directory, whole or not at all. Paths in it are not trusted."""
+"""Makes a directory of a tar archive from the pool, whole or not at all. Paths in the archive are not trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Self
 
 
 class ArchiveFile:
-    """Collects an archive next to `directory`, then unpacks it there. A context manager, which removes the rest."""
+    """Collects an archive in a folder next to `directory`, where it is unpacked and may be changed, before the result
+    gets that name. A context manager, which removes the folder."""
 
     def __init__(self, directory: Path) -> None:
         """Raises FileExistsError if the directory exists and is not empty."""
@@ -19,8 +20,9 @@ class ArchiveFile:
             raise FileExistsError(f"{directory} exists and is not an empty directory: choose another one")
         self._directory = directory
         directory.parent.mkdir(parents=True, exist_ok=True)
-        self._work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-        self._file = (self._work / "archive.tar").open("w+b")
+        self.work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+        """The folder; on the disk of the directory."""
+        self._file = (self.work / "archive.tar").open("w+b")
 
     def __enter__(self) -> Self:
         return self
@@ -29,15 +31,18 @@ class ArchiveFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        shutil.rmtree(self._work, ignore_errors=True)
+        shutil.rmtree(self.work, ignore_errors=True)
 
     def write(self, data: bytes) -> None:
         """Append the next bytes of the archive."""
         self._file.write(data)
 
-    def unpack(self) -> None:
-        """Create the directory. Raises ValueError for an archive with anything but plain files inside it."""
-        content = self._work / "content"
+    def unpack(self) -> Path:
+        """Return a directory in the folder with the archive's files.
+
+        Raises ValueError for an archive with anything but plain files inside it.
+        """
+        content = self.work / "content"
         content.mkdir()
         self._file.seek(0)
         try:
@@ -46,6 +51,10 @@ class ArchiveFile:
                     self._unpack_member(archive, member, content)
         except tarfile.TarError as error:
             raise ValueError(f"the pool sent a broken archive: {error}") from error
+        return content
+
+    def publish(self, content: Path) -> None:
+        """Give a complete directory in the folder its final name."""
         if self._directory.exists():
             self._directory.rmdir()
         content.rename(self._directory)

@@ -6,6 +6,8 @@ message of the contract.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -21,11 +23,13 @@ from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
+from tinkerpool.client.export import Exporter
 from tinkerpool.errors import ApiError
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
 
 T = TypeVar("T")
+_log = logging.getLogger("tinkerpool")
 PAGE_SIZE_MAX = 1000
 
 
@@ -103,13 +107,43 @@ class RestClient:
         )
         return self._start(self._checkpoint(methods.COPY_CHECKPOINT, request))
 
-    def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[Path]:
-        """Write a checkpoint as a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`); returns it.
+    def export_checkpoint(
+        self,
+        tinker_path: str,
+        directory: str | Path,
+        *,
+        format: str = "peft",  # noqa: A002 - as in the command
+        base_model: str | Path | None = None,
+        whole_unembedding: bool = False,
+    ) -> APIFuture[Path]:
+        """Write a checkpoint as a directory that other programs load; returns it. See docs/export.md.
 
-        The directory is created whole or not at all. Raises FileExistsError if it exists and is not empty, NotFound,
-        and DataLoss if the pool's file is damaged.
+        The directory is created whole or not at all. What whoever loads it must know is in its `tinkerpool.json`, and
+        in the log.
+
+        Args:
+            tinker_path: the checkpoint.
+            directory: a new one.
+            format: "peft", an adapter for PEFT; "merged", a model with the adapter merged into it; or "vllm", an
+                adapter within vLLM's rules. Merging needs `tinkerpool[pool]` and the base model's files.
+            base_model: a directory, or a name in the hub. None: the pool's name for it.
+            whole_unembedding: with "peft": write a trained unembedding whole, so that PEFT's `merge_and_unload` is
+                right also where the base model ties it to the embedding. Needs what merging needs.
+
+        Raises:
+            ExportError: the format cannot hold this adapter, something is missing, or the check of a merged model
+                failed.
+            FileExistsError: the directory exists and is not empty.
+            NotFound: there is no such checkpoint.
+            DataLoss: the pool's file is damaged.
         """
-        return self._start(self._export(tinker_path, Path(directory)))
+        exporter = Exporter(
+            checkpoint=tinker_path,
+            format=format,
+            base_model=str(base_model or ""),
+            whole_unembedding=whole_unembedding,
+        )
+        return self._start(self._export(exporter, Path(directory)))
 
     def list_sessions(self, limit: int = 20, offset: int = 0) -> APIFuture[types.ListSessionsResponse]:
         """List the ids of your live sessions, newest first."""
@@ -201,9 +235,19 @@ class RestClient:
         """`copy_weights`, awaited."""
         return await self.copy_weights(tinker_path, ttl_seconds=ttl_seconds)
 
-    async def export_checkpoint_async(self, tinker_path: str, directory: str | Path) -> Path:
+    async def export_checkpoint_async(
+        self,
+        tinker_path: str,
+        directory: str | Path,
+        *,
+        format: str = "peft",  # noqa: A002 - as in the command
+        base_model: str | Path | None = None,
+        whole_unembedding: bool = False,
+    ) -> Path:
         """`export_checkpoint`, awaited."""
-        return await self.export_checkpoint(tinker_path, directory)
+        return await self.export_checkpoint(
+            tinker_path, directory, format=format, base_model=base_model, whole_unembedding=whole_unembedding
+        )
 
     async def list_sessions_async(self, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
         """`list_sessions`, awaited."""
@@ -265,9 +309,10 @@ class RestClient:
         request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
         await self._connection.call(methods.DELETE_CHECKPOINT, request)
 
-    async def _export(self, path: str, directory: Path) -> Path:
+    async def _export(self, exporter: Exporter, directory: Path) -> Path:
+        pool = await self._connection.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest())
         backoff = self._connection.start_retries()
-        request = checkpoints_pb2.ExportCheckpointRequest(path=path)
+        request = checkpoints_pb2.ExportCheckpointRequest(path=exporter.checkpoint)
         while True:
             with ArchiveFile(directory) as archive:
                 try:
@@ -277,7 +322,9 @@ class RestClient:
                 except ApiError as error:  # a broken stream starts again from the beginning
                     await self._connection.pause(backoff, error)
                 else:
-                    archive.unpack()
+                    await asyncio.to_thread(exporter.finish, archive, pool)
+                    for note in exporter.notes:
+                        _log.warning("%s: %s", directory, note)
                     return directory
 
     async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
@@ -327,6 +374,7 @@ async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilit
             max_rank=model.max_rank,
             num_params=model.num_params,
             num_workers=model.num_workers,
+            has_tied_unembedding=model.has_tied_unembedding if model.HasField("has_tied_unembedding") else None,
         )
         for model in response.base_models
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from tinkerpool.credentials import find_service
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
+_log = logging.getLogger("tinkerpool")
 
 _MakeRequest = Callable[..., adapters_pb2.CreateAdapterRequest]
 """Returns the request once base model, session and request id are known."""
@@ -84,7 +86,8 @@ class ServiceClient:
             seed: of the initial weights. None: 0.
             train_mlp: adapt the MLP projections.
             train_attn: adapt the attention projections.
-            train_unembed: adapt the unembedding.
+            train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care: a line
+                in the log of this process says so, once for each base model.
             user_metadata: labels for the adapter.
             alpha: LoRA scaling numerator. None: 32.
 
@@ -214,6 +217,8 @@ class ServiceClient:
             request_id=uuid.uuid4().hex,
         )
         response = await self._connection.call(methods.CREATE_ADAPTER, request)
+        if response.adapter.trains_tied_unembedding:
+            note_tied_unembedding(response.adapter.base_model)
         return TrainingClient(self._session, response.adapter)
 
     async def _attach(self, model_id: str) -> TrainingClient:
@@ -235,6 +240,17 @@ class ServiceClient:
     async def _close(self) -> None:
         await self._session.close()
         await self._connection.close()
+
+
+@cache  # one line a process, however many adapters a program creates
+def note_tied_unembedding(base_model: str) -> None:
+    """Log what training the unembedding of this base model means for merging."""
+    _log.warning(
+        "%s ties its unembedding to its embedding, and this adapter trains the unembedding alone: merge it with "
+        "`tinkerpool checkpoint export --format merged`, not with PEFT's merge_and_unload(), or create adapters with "
+        "train_unembed=False",
+        base_model,
+    )
 
 
 def _new_adapter(

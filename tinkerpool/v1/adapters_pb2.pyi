@@ -58,6 +58,7 @@ class Adapter(_message.Message):
     USER_METADATA_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    TRAINS_TIED_UNEMBEDDING_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """`<session id>:train:<index>`."""
     base_model: _builtins.str
@@ -80,6 +81,8 @@ class Adapter(_message.Message):
     """The last seq that is done."""
     session_id: _builtins.str
     """Session that it was created in."""
+    trains_tied_unembedding: _builtins.bool
+    """Whether it trains an unembedding that is tied to the embedding; see BaseModel.has_tied_unembedding."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """As given at creation."""
@@ -104,10 +107,11 @@ class Adapter(_message.Message):
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         session_id: _builtins.str = ...,
+        trains_tied_unembedding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "alpha", b"alpha", "applied_seq", b"applied_seq", "base_model", b"base_model", "create_time", b"create_time", "next_seq", b"next_seq", "rank", b"rank", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "alpha", b"alpha", "applied_seq", b"applied_seq", "base_model", b"base_model", "create_time", b"create_time", "next_seq", b"next_seq", "rank", b"rank", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "trains_tied_unembedding", b"trains_tied_unembedding", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

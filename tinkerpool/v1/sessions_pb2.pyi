@@ -34,6 +34,7 @@ class BaseModel(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HAS_TIED_UNEMBEDDING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to ask for."""
     num_params: _builtins.int
@@ -50,6 +51,10 @@ class BaseModel(_message.Message):
     """Live workers that serve it."""
     fingerprint: _builtins.str
     """The numerics that compute with it; bits are promised for equal fingerprints."""
+    has_tied_unembedding: _builtins.bool
+    """Whether its unembedding has the weights of its embedding (`tie_word_embeddings`). An adapter that trains the
+    unembedding changes the output side alone, so merging it must first untie the two.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sample whose request names no stop."""
@@ -66,12 +71,15 @@ class BaseModel(_message.Message):
         num_workers: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         fingerprint: _builtins.str = ...,
+        has_tied_unembedding: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding", "has_tied_unembedding", b"has_tied_unembedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding", "chunk_tokens", b"chunk_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tied_unembedding", b"has_tied_unembedding", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__has_tied_unembedding: _TypeAlias = _typing.Literal["has_tied_unembedding"]  # noqa: Y015
+    _WhichOneofArgType__has_tied_unembedding: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__has_tied_unembedding) -> _WhichOneofReturnType__has_tied_unembedding | None: ...
 
 Global___BaseModel: _TypeAlias = BaseModel  # noqa: Y015
 

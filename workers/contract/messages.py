@@ -411,6 +411,8 @@ class ModelInfo:
     """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS
     """Most sequences that the worker decodes at a time."""
+    has_tied_unembedding: bool = False
+    """Whether the unembedding has the weights of the embedding, so that merging an adapter must untie them."""
     adapter_params: Mapping[str, int] = field(default_factory=dict)
     """Parameters of an adapter of rank 1 on the modules `attn`, `mlp` and `unembed`; those of rank r are r times as
     many."""

@@ -217,6 +217,7 @@ class BaseModel:
                 are_samples_batch_invariant=are_samples_batch_invariant,
             ),
             is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
+            has_tied_unembedding=self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight,
         )
 
     def _adapter_params(self, kind: ModuleKind) -> int:

@@ -146,21 +146,22 @@ class Probe:
         positions = torch.cat([torch.arange(length, device=self.tokens.device) for length in self.lengths])
         actual = logits_of(self.tokens, positions, self.lengths).float().log_softmax(-1)
         for logprobs, own in zip(actual.split(self.lengths), self.logprobs, strict=True):
-            difference, tolerance = self._difference(logprobs, own, dtype)
+            difference, tolerance = logprob_difference(logprobs, own, dtype, self.num_layers)
             if not difference <= tolerance:
                 raise UnsupportedModelError(
                     f"the fused pass gives other log-probabilities than the model's own code (by {difference:.2g}, "
                     f"allowed are {tolerance:.2g}); this architecture has a feature that is not supported"
                 )
 
-    def _difference(self, logprobs: Tensor, own: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the difference of log-probabilities (N, V) from the model's own, and the tolerance.
 
-        In fp32 the largest difference. In bf16, in which two roundings of one value may be 2^-8 of it apart, the root
-        mean square of the differences, as a fraction of that of the log-probabilities around their mean.
-        """
-        if dtype == torch.float32:
-            return float((logprobs - own).abs().max()), TOLERANCE
-        spread = (own - own.mean(-1, keepdim=True)).square().mean().sqrt()
-        difference = (logprobs - own).square().mean().sqrt() / spread
-        return float(difference), 2.0**-8 * (ROUNDINGS_PER_LAYER * self.num_layers) ** 0.5
+def logprob_difference(actual: Tensor, expected: Tensor, dtype: torch.dtype, num_layers: int) -> tuple[float, float]:
+    """Return the difference of two forwards' log-probabilities (N, V), fp32, and how much rounding in `dtype` explains.
+
+    In fp32 the largest difference. In bf16 and fp16, in which two roundings of one value may be 2^-8 and 2^-11 of it
+    apart, the root mean square of the differences, as a fraction of that of the log-probabilities around their mean.
+    """
+    if dtype == torch.float32:
+        return float((actual - expected).abs().max()), TOLERANCE
+    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
+    difference = (actual - expected).square().mean().sqrt() / spread
+    return float(difference), torch.finfo(dtype).eps / 2 * (ROUNDINGS_PER_LAYER * num_layers) ** 0.5

@@ -127,7 +127,11 @@ def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: Servi
     [found] = rest.list_checkpoints(client.model_id).result(60).checkpoints
     assert (found.tinker_path, found.user_metadata) == (path, {"why": "test"})
     exported = rest.export_checkpoint(path, tmp_path / "peft").result(60)
-    assert {file.name for file in exported.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in exported.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tinkerpool.json",
+    }
     rest.delete_checkpoint_from_tinker_path(path).result(60)
     assert rest.list_user_checkpoints().result(60).checkpoints == []
 

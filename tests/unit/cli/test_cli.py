@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from coordinator.base.errors import Code, ServiceError, not_found
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
+from tests.support.exports import adapter_files, pieces_of, pool_of
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import (
     Credentials,
@@ -389,25 +389,21 @@ def test_checkpoint_list_does_not_truncate_paths(run: Run, service: FakeService)
     assert "1.5 MB" in done.out
 
 
-def archive(*names: str) -> list[checkpoints_pb2.ExportCheckpointResponse]:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 3
-            tar.addfile(info, io.BytesIO(b"abc"))
-    data = file.getvalue()
-    return [checkpoints_pb2.ExportCheckpointResponse(data=data[n : n + 1000]) for n in range(0, len(data), 1000)]
-
-
 def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service: FakeService, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "peft"
-    service.responses["export_checkpoint"] = list(archive("adapter_config.json", "adapter_model.safetensors"))
-    assert run("checkpoint", "export", CHECKPOINT, str(folder)).code == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    files = adapter_files(["model.layers.0.mlp.up_proj", "lm_head"], base_model="kjv-2m")
+    service.responses["get_capabilities"] = pool_of("kjv-2m", is_tied=True)
+    service.responses["export_checkpoint"] = list(pieces_of(files))
+    done = run("checkpoint", "export", CHECKPOINT, str(folder))
+    assert done.code == 0, done.err
+    assert "merge_and_unload() does not" in " ".join(done.err.split())
+    assert sorted(path.name for path in folder.iterdir()) == [*files, "tinkerpool.json"]
     assert "is not an empty directory" in run("checkpoint", "export", CHECKPOINT, str(folder)).err
 
-    service.responses["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
+    refused = run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "vllm"), "--format", "vllm")
+    assert refused.code == 1
+    assert "train_unembed=False" in " ".join(refused.err.split())
+    service.responses["export_checkpoint"] = [*pieces_of(files)[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
+from tests.support.exports import adapter_files, pieces_of, tar_of
 from tinkerpool import ServiceClient
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
@@ -32,30 +33,16 @@ def test_a_listing_is_assembled_from_its_pages(pool: FakePool, service: ServiceC
         rest.list_training_runs(limit=0).result(60)
 
 
-def tar_of(*members: tuple[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
-
-
 def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: ServiceClient, tmp_path: Path) -> None:
-    archive = tar_of(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x" * 5000))
-    pieces: list[Any] = [
-        checkpoints_pb2.ExportCheckpointResponse(data=archive[i : i + 999]) for i in range(0, len(archive), 999)
-    ]
+    files = adapter_files(["model.layers.0.mlp.up_proj"], base_model="organisation/model")
+    pieces: list[Any] = pieces_of(files)
     attempts = [[*pieces[:2], UNREACHABLE], pieces]
     pool.handlers["ExportCheckpoint"] = lambda request: attempts.pop(0)
     target = tmp_path / "deep" / "adapter"
     rest = service.create_rest_client()
     assert rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(60) == target
-    assert {path.name: path.stat().st_size for path in target.iterdir()} == {
-        "adapter_config.json": 2,
-        "adapter_model.safetensors": 5000,
-    }
+    assert {path.name for path in target.iterdir()} == {*files, "tinkerpool.json"}
+    assert (target / "adapter_model.safetensors").read_bytes() == files["adapter_model.safetensors"]
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
     with pytest.raises(FileExistsError):
         rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(60)
@@ -64,7 +51,7 @@ def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: Serv
 @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside"])
 def test_an_archive_cannot_write_outside_its_directory(tmp_path: Path, name: str) -> None:
     with ArchiveFile(tmp_path / "new") as archive:
-        archive.write(tar_of((name, b"x")))
+        archive.write(tar_of({name: b"x"}))
         with pytest.raises(ValueError, match="no plain file"):
             archive.unpack()
     assert list(tmp_path.iterdir()) == []

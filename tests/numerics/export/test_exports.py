@@ -1,0 +1,203 @@
+"""Exports compute what the engine computes: in PEFT, merged by PEFT, and merged by us."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.exports import Files, export, pool_of, vllm_refuses
+from tests.support.mini_model import build_mini_model
+from tests.support.numerics.exports import DATA, checkpoint_files, train
+from tests.support.numerics.harness import Driver
+from tinkerpool.errors import ExportError
+from workers.export.adapter import ExportedAdapter
+
+TIED = "ignore:Model has `tie_word_embeddings=True`:UserWarning"
+MERGES_TIED = "ignore:Model with `tie_word_embeddings=True`:UserWarning"
+UNTIED = "ignore:Input and output embeddings are no longer tied:UserWarning"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(TIED)]
+
+
+def engine_logprobs(driver: Driver) -> list[torch.Tensor]:
+    (result,) = driver.train(driver.backward("a", DATA))
+    return [torch.from_numpy(logprobs) for logprobs in result.logprobs]
+
+
+def difference(model: Any, expected: list[torch.Tensor]) -> float:
+    """Return the largest difference of a model's log-probabilities of `DATA` from these."""
+    largest = 0.0
+    for datum, wanted in zip(DATA, expected, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
+        actual = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        largest = max(largest, float((actual - wanted).abs().max()))
+    return largest
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, **options)
+
+
+def facts(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "tinkerpool.json").read_text())
+    return found
+
+
+def test_a_merged_model_has_the_engines_log_probabilities_of_every_architecture(
+    any_model_directory: Path, tmp_path: Path
+) -> None:
+    driver, spec = train(any_model_directory)
+    out = tmp_path / "merged"
+    export(checkpoint_files(driver, spec), out, format="merged", base_model=str(any_model_directory))
+    assert difference(load(out), engine_logprobs(driver)) < 1e-4
+    check = facts(out)["check"]
+    assert check["difference"] <= check["tolerance"] < check["adapter_effect"]
+    is_tied = driver.engine.info.has_tied_unembedding
+    assert is_tied == json.loads((any_model_directory / "config.json").read_text())["tie_word_embeddings"]
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    text = AutoTokenizer.from_pretrained(any_model_directory)("In the beginning")
+    assert AutoTokenizer.from_pretrained(out)("In the beginning")["input_ids"] == text["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def trained(model_directories: dict[str, Path]) -> tuple[Path, Files, list[torch.Tensor]]:
+    """A tied base model, an adapter of all its modules, and what the engine computes with it."""
+    driver, spec = train(model_directories["qwen3"])
+    return model_directories["qwen3"], checkpoint_files(driver, spec), engine_logprobs(driver)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_merged_model_keeps_dtype_and_shards_of_the_base_model(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    directory, files, expected = trained
+    base = tmp_path / "base"
+    load(directory, dtype=dtype).save_pretrained(base, max_shard_size="100KB")
+    num_shards = len(list(base.glob("*.safetensors")))
+    assert num_shards > 1
+    export(files, tmp_path / "merged", format="merged", base_model=str(base))
+    shards = sorted((tmp_path / "merged").glob("*.safetensors"))
+    assert len(shards) == num_shards + 1, "the untied unembedding has a file of its own"
+    tensors = [tensor for shard in shards for tensor in safetensors.torch.load_file(shard).values()]
+    assert {tensor.dtype for tensor in tensors} == {dtype}
+    assert difference(load(tmp_path / "merged", dtype="auto"), expected) < 0.3
+    assert facts(tmp_path / "merged")["check"]["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_an_unembedding_that_is_stored_although_it_is_tied_is_merged_in_its_place(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    directory, files, expected = trained
+    base = tmp_path / "base"
+    shutil.copytree(directory, base)
+    tensors = safetensors.torch.load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    export(files, tmp_path / "merged", format="merged", base_model=str(base))
+    assert [path.name for path in (tmp_path / "merged").glob("*.safetensors")] == ["model.safetensors"]
+    assert difference(load(tmp_path / "merged"), expected) < 1e-4
+
+
+def test_a_model_whose_unembedding_was_not_trained_stays_tied(
+    model_directories: dict[str, Path], tmp_path: Path
+) -> None:
+    driver, spec = train(model_directories["smollm2"], train_unembed=False)
+    out = tmp_path / "merged"
+    export(checkpoint_files(driver, spec), out, format="merged", base_model=str(model_directories["smollm2"]))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in safetensors.torch.load_file(out / "model.safetensors")
+    assert difference(load(out), engine_logprobs(driver)) < 1e-4
+
+
+def test_a_merged_model_that_computes_something_else_leaves_no_directory(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, files, _ = trained
+    add = ExportedAdapter.add_to
+
+    def add_twice(self: ExportedAdapter, module: str, weight: torch.Tensor) -> None:  # no input makes a merge wrong
+        add(self, module, weight)
+        add(self, module, weight)
+
+    monkeypatch.setattr(ExportedAdapter, "add_to", add_twice)
+    with pytest.raises(ExportError, match=r"log-probabilities of 48 tokens differ by .* explains 0\.0001"):
+        export(files, tmp_path / "out" / "merged", format="merged", base_model=str(directory))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_adapter_of_another_base_model_and_a_quantized_one_are_refused(
+    trained: tuple[Path, Files, list[torch.Tensor]], model_directories: dict[str, Path], tmp_path: Path
+) -> None:
+    directory, files, _ = trained
+    with pytest.raises(ExportError, match="of another base model"):
+        export(files, tmp_path / "merged", format="merged", base_model=str(model_directories["smollm2"]))
+    base = tmp_path / "base"
+    shutil.copytree(directory, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ExportError, match="is quantized"):
+        export(files, tmp_path / "merged", format="merged", base_model=str(base))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_peft_export_names_its_base_model_and_says_what_merging_a_tied_one_does(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, files, expected = trained
+    name = json.loads(files["adapter_config.json"])["base_model_name_or_path"]
+    monkeypatch.chdir(directory.parent)  # a relative path is written as one that resolves from everywhere
+    exporter = export(files, tmp_path / "peft", pool_of(name, is_tied=True), base_model=directory.name)
+    monkeypatch.chdir(tmp_path)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
+    assert difference(model, expected) < 1e-4
+    [note] = exporter.notes
+    assert "merge_and_unload() does not" in note
+    assert facts(tmp_path / "peft")["notes"] == [note]
+    with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
+        merged = model.merge_and_unload()
+    assert difference(merged, expected) > 0.1, "the note is needed: PEFT changes the embedding too"
+
+
+@pytest.mark.filterwarnings(UNTIED, MERGES_TIED)
+def test_peft_merges_an_adapter_with_a_whole_unembedding_right_and_saves_it(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    directory, files, expected = trained
+    exporter = export(files, tmp_path / "peft", base_model=str(directory), whole_unembedding=True)
+    assert exporter.notes == []
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
+    assert difference(model, expected) < 1e-4
+    merged = model.merge_and_unload()
+    assert difference(merged, expected) < 1e-4
+    merged.save_pretrained(tmp_path / "merged")
+    assert difference(load(tmp_path / "merged"), expected) < 1e-4
+
+
+def test_peft_merges_an_adapter_of_an_untied_base_model_right(tmp_path: Path) -> None:
+    directory = build_mini_model(tmp_path / "base", "llama")
+    driver, spec = train(directory)
+    files = checkpoint_files(driver, spec)
+    name = json.loads(files["adapter_config.json"])["base_model_name_or_path"]
+    exporter = export(files, tmp_path / "peft", pool_of(name, is_tied=False), base_model=str(directory))
+    assert exporter.notes == []
+    merged = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft").merge_and_unload()
+    assert difference(merged, engine_logprobs(driver)) < 1e-4
+
+
+def test_an_export_for_vllm_is_within_its_rules_and_has_the_same_weights_in_every_architecture(
+    any_model_directory: Path, tmp_path: Path
+) -> None:
+    driver, spec = train(any_model_directory, train_unembed=False)
+    out = tmp_path / "vllm"
+    export(checkpoint_files(driver, spec), out, format="vllm", base_model=str(any_model_directory))
+    assert vllm_refuses(out, facts(out)["max_lora_rank"]) == []
+    assert difference(peft.AutoPeftModelForCausalLM.from_pretrained(out), engine_logprobs(driver)) < 1e-4

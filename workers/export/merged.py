@@ -1,0 +1,183 @@
+"""Writes a base model with an adapter merged into it, and checks it before anybody may load it.
+
+Files are copied, and each adapted weight is changed in the copy, block by block: memory is bounded by one weight and
+its factors. A trained unembedding that is tied to the embedding gets a file of its own, and the model is untied. The
+check loads whole models, one after the other.
+
+Main invariant: the merged directory has the log-probabilities of base model and adapter, to the rounding of its dtype.
+
+Dimensions: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tinkerpool.errors import ExportError
+from workers.bank.state_files import PEFT_PREFIX
+from workers.export.adapter import WEIGHTS, ExportedAdapter
+from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
+from workers.model.pretrained import TOKENIZER_FILES, load_pretrained, logprob_difference
+
+CHECK_TOKENS = 48
+"""Tokens of the fixed prompt."""
+_COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*")
+"""Patterns of files that belong to a base model beside its weights and `config.json`."""
+
+
+def write_merged(adapter_directory: Path, base: Path, out: Path) -> dict[str, Any]:
+    """Write the merged model into `out`, a new directory; return what the check measured.
+
+    Raises ExportError if the adapter is of another model or the result computes something else, UnsupportedModelError
+    for a base model that no pool serves, OSError.
+    """
+    adapter = ExportedAdapter(adapter_directory)
+    plan = _MergePlan(adapter, base)
+    out.mkdir()
+    plan.write(out)
+    return _check(adapter, base, out, plan.dtype)
+
+
+def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
+    """Replace the LoRA matrices of an adapter's unembedding by the whole weight, as PEFT's `modules_to_save`.
+
+    Raises ExportError if the adapter is of another model, OSError.
+    """
+    adapter = ExportedAdapter(adapter_directory)
+    plan = _MergePlan(adapter, base)
+    tensors = safetensors.torch.load_file(adapter_directory / WEIGHTS)
+    prefix = f"{PEFT_PREFIX}{plan.unembedding}"
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}.lora_")}
+    whole = {f"{prefix}.weight": plan.merged_unembedding()}
+    safetensors.torch.save_file(kept | whole, adapter_directory / WEIGHTS, {"format": "pt"})
+
+
+class _MergePlan:
+    """Where each change of a merge belongs."""
+
+    def __init__(self, adapter: ExportedAdapter, base: Path) -> None:
+        """Raises ExportError, OSError."""
+        self._adapter = adapter
+        self._base = base
+        self._config = read_config(base)
+        self._tensors = read_tensors(base)
+        self.unembedding, embedding, is_tied = _embeddings(base)
+        self._unties = is_tied and self.unembedding in adapter.modules
+        self._has_own_file = self._unties and f"{self.unembedding}.weight" not in self._tensors
+        self._weights: dict[str, StoredTensor] = {}
+        """The tensor that each adapted module's weight is, or is a copy of."""
+        for module in adapter.modules:
+            name = f"{embedding if self._has_own_file and module == self.unembedding else module}.weight"
+            stored = self._tensors.get(name)
+            if stored is None or stored.shape != adapter.shape(module):
+                found = "no such tensor" if stored is None else f"shape {stored.shape}"
+                raise ExportError(
+                    f"the adapter is of another base model than {base}: it needs {name} of shape "
+                    f"{adapter.shape(module)}, and the files have {found}"
+                )
+            self._weights[module] = stored
+        dtypes = {stored.torch_dtype for stored in self._weights.values()}
+        if len(dtypes) > 1:
+            raise ExportError(f"the base model's weights are of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
+        (self.dtype,) = dtypes
+
+    def write(self, out: Path) -> None:
+        """Write the model's files."""
+        for pattern in _COPIED:
+            for found in self._base.glob(pattern):
+                shutil.copyfile(found, out / found.name)
+        config = self._config | ({"tie_word_embeddings": False} if self._unties else {})
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        names = _new_names(sorted({stored.file for stored in self._tensors.values()}), has_own_file=self._has_own_file)
+        for file, name in names.items():
+            if file:
+                shutil.copyfile(self._base / file, out / name)
+        for module, stored in self._weights.items():
+            if not (self._has_own_file and module == self.unembedding):
+                with mapped(out / names[stored.file], stored, is_writable=True) as weight:
+                    self._adapter.add_to(module, weight)
+        if self._has_own_file:
+            whole = {f"{self.unembedding}.weight": self.merged_unembedding()}
+            safetensors.torch.save_file(whole, out / names[""], {"format": "pt"})
+        if len(names) > 1:
+            self._write_index(out, names)
+
+    def merged_unembedding(self) -> Tensor:
+        """Return the weight (V, D) of the unembedding with the adapter, in memory."""
+        stored = self._weights[self.unembedding]
+        with mapped(self._base / stored.file, stored, is_writable=False) as weight:
+            merged = weight.clone()
+        self._adapter.add_to(self.unembedding, merged)
+        return merged
+
+    def _write_index(self, out: Path, names: dict[str, str]) -> None:
+        files = {name: names[stored.file] for name, stored in self._tensors.items()}
+        if self._has_own_file:
+            files[f"{self.unembedding}.weight"] = names[""]
+        total = sum((out / name).stat().st_size for name in names.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _new_names(files: list[str], *, has_own_file: bool) -> dict[str, str]:
+    """Return the names of merged files by those of the base model's; "" is the file of an untied unembedding."""
+    every = [*files, ""] if has_own_file else files
+    if len(every) == 1:
+        return {files[0]: SINGLE}
+    return {file: f"model-{number:05}-of-{len(every):05}.safetensors" for number, file in enumerate(every, 1)}
+
+
+def _embeddings(base: Path) -> tuple[str, str, bool]:
+    """Return the names of unembedding and embedding, and whether they are tied, of the model without its weights."""
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    names = {module: name for name, module in model.named_modules()}
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return names[output], names[embedding], bool(config.tie_word_embeddings)
+
+
+@torch.no_grad()
+def _check(adapter: ExportedAdapter, base: Path, merged: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare the log-probabilities of a fixed prompt. Raises ExportError if they differ by more than rounding."""
+    model = load_pretrained(base, "cpu", dtype)
+    num_layers = int(model.config.num_hidden_layers)
+    num_tokens = min(CHECK_TOKENS, int(model.config.max_position_embeddings))
+    tokens = (torch.arange(num_tokens) * 7919 + 13) % model.get_input_embeddings().num_embeddings
+    plain = _logprobs(model, tokens)
+    detach = adapter.attach(model)
+    expected = _logprobs(model, tokens)
+    detach()
+    del model  # before the next one is loaded
+    actual = _logprobs(load_pretrained(merged, "cpu", dtype), tokens)
+    difference, tolerance = logprob_difference(actual, expected, dtype, num_layers)
+    effect, _ = logprob_difference(plain, expected, dtype, num_layers)
+    measure = "largest difference" if dtype == torch.float32 else "root mean square, relative to the spread"
+    if not difference <= tolerance:
+        raise ExportError(
+            f"the merged model computes something else than base model and adapter: their log-probabilities of "
+            f"{num_tokens} tokens differ by {difference:.2g} ({measure}), and rounding to {dtype} explains "
+            f"{tolerance:.2g}; the adapter itself changes them by {effect:.2g}. Nothing was written: keep the adapter "
+            "separate (--format peft), and please report this with the name of the base model"
+        )
+    return {
+        "adapter_effect": effect,
+        "difference": difference,
+        "dtype": str(dtype).removeprefix("torch."),
+        "measure": f"{measure} of log-probabilities of {num_tokens} tokens",
+        "tolerance": tolerance,
+    }
+
+
+def _logprobs(model: Any, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities (N, V), fp32."""
+    logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
