@@ -115,7 +115,7 @@ def continued(
 
 def exported(service: tinkerpool.ServiceClient, path: str, folder: Path) -> dict[str, bytes]:
     written = service.create_rest_client().export_checkpoint(path, folder).result(60)
-    return {file.name: file.read_bytes() for file in written.iterdir()}
+    return {file.name: file.read_bytes() for file in written.glob("adapter_*")}
 
 
 def test_a_backup_under_load_restores_the_same_bits_and_a_continued_run_has_the_same(
