@@ -35,7 +35,7 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def as_tokens(values: Any, what: str) -> NDArray[np.int32]:
-    """Return token ids as a read-only int32 array. Raises ValueError for other numbers than 0 to 2^31 - 1."""
+    """Return token ids as a read-only int32 array. Raises ValueError for anything but numbers from 0 to 2^31 - 1."""
     array = as_array(values)
     if array.size == 0:
         array = array.astype(np.int32)
@@ -115,6 +115,23 @@ def _dtype_of(array: NDArray[Any]) -> TensorDtype:
     return "float32" if array.dtype.kind == "f" or array.size == 0 else "int64"
 
 
+def _input_ids(tokens: Any) -> Any:
+    """Return the `input_ids` of a tokenizer's output (BatchEncoding) for one text; anything else as it is.
+
+    Raises ValueError for text, and for the output for several texts.
+    """
+    if isinstance(tokens, str) or (isinstance(tokens, list | tuple) and any(isinstance(each, str) for each in tokens)):
+        raise ValueError("text where token ids are expected: encode it first, with get_tokenizer().encode(text)")
+    if not (isinstance(tokens, Mapping) and "input_ids" in tokens):
+        return tokens
+    ids = tokens["input_ids"]
+    if len(ids) and np.ndim(ids[0]):  # of a list of texts, or with return_tensors
+        if len(ids) != 1:
+            raise ValueError(f"input_ids of {len(ids)} texts where one is expected: give one text at a time")
+        ids = ids[0]
+    return ids
+
+
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class EncodedTextChunk:
     """A run of token ids."""
@@ -123,9 +140,10 @@ class EncodedTextChunk:
     """Shape (n,), read-only."""
 
     def __init__(self, tokens: Any) -> None:
-        array = as_tokens(tokens, "the tokens of a chunk")
+        """Raises ValueError for anything but token ids, or the output of a tokenizer for one text."""
+        array = as_tokens(_input_ids(tokens), "token ids")
         if array.ndim != 1:
-            raise ValueError(f"the tokens of a chunk are one sequence, got shape {array.shape}")
+            raise ValueError(f"token ids are one sequence, got shape {array.shape}: give one sequence at a time")
         object.__setattr__(self, "tokens", array)
 
     @property
@@ -149,8 +167,13 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Any) -> ModelInput:
-        """Return the input of a sequence of token ids. Raises ValueError for anything but token ids."""
+        """Return the input of a sequence of token ids, or of a tokenizer's output for one text. Raises ValueError."""
         return cls([EncodedTextChunk(tokens)])
+
+    @classmethod
+    def of(cls, tokens: ModelInput | Any) -> ModelInput:
+        """Return the input itself, or that of token ids as in `from_ints`."""
+        return tokens if isinstance(tokens, ModelInput) else cls.from_ints(tokens)
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -180,6 +203,8 @@ class ModelInput:
         return tokens
 
 
+IGNORED_TARGET = -100
+"""A target that does not count, as in transformers and torch: `cross_entropy` gives it weight 0."""
 INPUT_DTYPES: Mapping[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -199,13 +224,11 @@ class Datum:
     model_input: ModelInput
     """Token ids, n of them. Targets are shifted by the caller: input `x[:-1]`, target `x[1:]`."""
     loss_fn_inputs: Mapping[str, TensorData]
-    """Inputs of the loss by name; the first dimension is n."""
+    """Inputs of the loss by name; the first dimension is n. A target of -100 has weight 0 in `cross_entropy`."""
 
     def __init__(self, model_input: ModelInput | Any, loss_fn_inputs: Mapping[str, Any]) -> None:
-        if not isinstance(model_input, ModelInput):
-            model_input = ModelInput.from_ints(model_input)
         inputs = {name: _loss_input(name, value) for name, value in loss_fn_inputs.items()}
-        object.__setattr__(self, "model_input", model_input)
+        object.__setattr__(self, "model_input", ModelInput.of(model_input))
         object.__setattr__(self, "loss_fn_inputs", inputs)
 
 

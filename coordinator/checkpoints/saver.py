@@ -60,7 +60,7 @@ class Saver:
             operation.succeed(cycle_id, usage).save_weights_for_sampler.sampler_id = sampler.sampler_id
             return
         path = save_path(operation.target_id, request)
-        if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
+        if not request.overwrite:
             self._check_free(staged, str(path))
         row = self._checkpoint_row(path, log, operation.seq, request, state)
         if path.kind == names.SAMPLER and self.states.publishing.can_hold(log.base_model, state):
@@ -159,18 +159,25 @@ class Saver:
             if checkpoint.adapter_id not in lost:
                 self.states.holdings.add(checkpoint)
                 self.states.publishing.committed(version_of(checkpoint))
-            elif checkpoint.folder:
-                self.states.folders.checkpoints.remove(checkpoint.folder)
             else:
-                self.states.publishing.drop(version_of(checkpoint))
-        for replaced in staged.replaced_checkpoints:
-            if replaced.adapter_id not in lost:
-                if replaced.folder not in staged.gone_folders:
-                    self.states.holdings.remove(replaced)
-                self.states.folders.checkpoints.remove(replaced.folder)
+                self._discard_checkpoint(checkpoint)
+        for superseded in staged.superseded_checkpoints:
+            self._discard_checkpoint(superseded)
+        for deleted in staged.deleted_checkpoints:
+            self.states.holdings.remove(deleted)
+            self.states.publishing.deleted(version_of(deleted))
+            if deleted.folder:
+                self.states.folders.checkpoints.remove(deleted.folder)
         for adapter_id, folder in staged.replaced_snapshots:
             if adapter_id not in lost:
                 self.states.folders.snapshots.remove(folder)
+
+    def _discard_checkpoint(self, row: CheckpointRow) -> None:
+        """Drop the weights of a checkpoint whose row was not stored."""
+        if row.folder:
+            self.states.folders.checkpoints.remove(row.folder)
+        else:
+            self.states.publishing.drop(version_of(row))
 
     def _discard(self, row: SamplerRow) -> None:
         """Drop the weights of an unnamed sampler whose row was not stored."""

@@ -81,8 +81,10 @@ class Holdings:
         if not request.name:
             return Claim(num_samplers=1)
         num_bytes = _num_bytes(request, spec, model)
-        is_overwriting = isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite
-        if is_overwriting and (old := self._store.checkpoints.by_path(str(save_path(adapter_id, request)))) is not None:
+        if (
+            request.overwrite
+            and (old := self._store.checkpoints.by_path(str(save_path(adapter_id, request)))) is not None
+        ):
             return Claim(num_bytes=max(0, num_bytes - old.size_bytes))
         return Claim(num_checkpoints=1, num_bytes=num_bytes)
 

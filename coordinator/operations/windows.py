@@ -55,13 +55,10 @@ def window_closed(window: Window, role: WindowRole) -> ops_pb.OperationError:
     if role is WindowRole.STEP or window.batch != UNMARKED:
         mend = "submit the step again"
     else:
-        mend = (
-            "submit the step again after the next optim_step, or after discard_gradient, which opens the window "
-            "without a step"
-        )
+        mend = "call discard_gradient, or take an optim_step, which fails and begins a new step; then submit it again"
     return ops_pb.OperationError(
         code=Code.FAILED_PRECONDITION,
         reason="GRADIENT_WINDOW_CLOSED",
-        message=f"not run: an earlier operation of the same step failed and its gradient was dropped; "
+        message=f"not run: an earlier operation of the same step failed and the gradient of the step was dropped; "
         f"{window.closed_by.message}; {mend}",
     )

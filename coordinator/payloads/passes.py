@@ -6,7 +6,7 @@ it, and replay decodes it. `canonical_pass` returns a payload together with its 
 request is decoded once; `decode_pass` returns the same decoded form of the payload alone.
 
 Checks everything that can be checked without the model's weights, and raises ServiceError INVALID_ARGUMENT that says
-what to change. Samples have a module of their own, `samples`.
+what to change, in the words of the Python clients (`loss_fn_inputs`). Samples have a module of their own, `samples`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import invalid
+from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.payloads.canonical import serialize
 from tinkerpool.convert import DIMS_MAX, from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
@@ -35,6 +35,8 @@ Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
 PASS_BYTES, DATUM_BYTES, ARRAY_BYTES = 340, 260, 148
 """Memory of the Python objects around decoded arrays: of a request, of each datum in it, of each array. Measured with
 CPython 3.11 and numpy 2; a test compares them with tracemalloc."""
+ABANDONED_CHARS_MAX = 1_000
+"""Characters of a client's reason to give up a seq that its outcome keeps."""
 INLINE_BYTES_MAX = 1 << 20
 """Requests up to this size are decoded on the event loop, which takes some milliseconds; larger ones on a thread."""
 
@@ -125,7 +127,7 @@ def loss_name(value: int) -> str:
     except ValueError:
         name = str(value)
     if name not in LOSS_RULES:
-        raise invalid(f"loss_function {name!r} is not known: use one of {', '.join(LOSS_RULES)}", "UNKNOWN_LOSS")
+        raise invalid(f"loss_fn {name!r} is not known: use one of {', '.join(LOSS_RULES)}", "UNKNOWN_LOSS")
     return name
 
 
@@ -168,6 +170,8 @@ def _exceeds(sizes: Iterable[int]) -> bool:
 
 def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, DecodedPass]:
     """Check a forward or forward_backward; return its payload and its decoded form."""
+    if isinstance(request, training_pb2.ForwardBackwardRequest) and request.abandoned:
+        raise ServiceError(Code.CANCELLED, "ABANDONED", request.abandoned[:ABANDONED_CHARS_MAX])
     name = loss_name(request.loss_function)
     rule = LOSS_RULES[name]
     if not request.data:
@@ -179,9 +183,9 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
     for key, value in request.loss_config.items():
         if key not in rule.options:
             known = ", ".join(sorted(rule.options)) or "none"
-            raise invalid(f"loss_config {key[:80]!r} is not an option of {name} (its options: {known})")
+            raise invalid(f"loss_fn_config {key[:80]!r} is not an option of {name} (its options: {known})")
         if not math.isfinite(value):
-            raise invalid(f"loss_config {key[:80]!r} must be finite, not {value}")
+            raise invalid(f"loss_fn_config {key[:80]!r} must be finite, not {value}")
     checked = (_checked_datum(f"data[{i}]", datum, name, rule, model) for i, datum in enumerate(request.data))
     decoded = decoded_pass(name, request.loss_config, checked)
     payload = training_pb2.ForwardBackwardRequest(
@@ -235,9 +239,9 @@ def canonical_adam(adapter_id: str, adam: types_pb2.AdamParams) -> bytes:
         value = getattr(params, key)
         if not 0 <= value < limit:
             upper = "" if limit == math.inf else f" and below {limit:g}"
-            raise invalid(f"adam.{key} must be a finite number, 0 or more{upper}, not {value}")
+            raise invalid(f"adam_params.{key} must be a finite number, 0 or more{upper}, not {value}")
     if not 0 < params.eps < math.inf:
-        raise invalid(f"adam.eps must be above 0, not {params.eps}")
+        raise invalid(f"adam_params.eps must be above 0, not {params.eps}")
     filled = {key: getattr(params, key) for key in AdamParams.__dataclass_fields__}
     return serialize(training_pb2.OptimStepRequest(adapter_id=adapter_id, adam=types_pb2.AdamParams(**filled)))
 
@@ -291,7 +295,7 @@ def _checked_datum(
     where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model: ModelInfo
 ) -> tuple[NDArray[np.int32], Inputs]:
     """Check a datum; return its tokens and its loss inputs, with those that it left out filled in."""
-    tokens = checked_tokens(f"{where}.tokens", checked_array(f"{where}.tokens", datum.tokens), model)
+    tokens = checked_tokens(f"{where}.model_input", checked_array(f"{where}.model_input", datum.tokens), model)
     if len(tokens) > model.max_seq_len:
         raise invalid(
             f"{where} has {len(tokens)} tokens, but {model.name} takes at most {model.max_seq_len}: cut the sequence",
@@ -301,7 +305,7 @@ def _checked_datum(
     _check_names(where, names, loss, rule)
     inputs: dict[str, Any] = {}
     for name in sorted(names, key=lambda name: (name != "target_tokens", name)):  # the others must have its shape
-        label = f"{where}.loss_inputs[{name[:80]!r}]"
+        label = f"{where}.loss_fn_inputs[{name[:80]!r}]"
         array = checked_array(label, datum.loss_inputs[name])
         if name == "target_tokens":
             inputs[name] = checked_tokens(label, array, model, num_dims=(1, 2) if rule.allows_many_targets else (1,))
@@ -310,8 +314,8 @@ def _checked_datum(
         length = len(array) if array.ndim else 0
         if length != len(tokens):
             raise invalid(
-                f"{label} has length {length} but tokens has {len(tokens)}: give one entry per token "
-                "(position t of target_tokens is what should follow position t of tokens)",
+                f"{label} has length {length} but model_input has {len(tokens)} tokens: give one entry per token "
+                "(position t of target_tokens is what should follow position t of model_input)",
                 "LENGTH_MISMATCH",
             )
         if name != "target_tokens" and array.shape != inputs["target_tokens"].shape:
@@ -327,10 +331,12 @@ def _checked_datum(
 def _check_names(where: str, names: Iterable[str], loss: str, rule: LossRule) -> None:
     names = set(names)
     if missing := sorted(rule.required - names):
-        raise invalid(f"{where}.loss_inputs lacks {', '.join(missing)}, which {loss} needs")
+        raise invalid(f"{where}.loss_fn_inputs lacks {', '.join(missing)}, which {loss} needs")
     if unknown := sorted(names - rule.inputs):
         allowed = ", ".join(sorted(rule.inputs))
-        raise invalid(f"{where}.loss_inputs has {', '.join(unknown)}, which {loss} does not take (it takes {allowed})")
+        raise invalid(
+            f"{where}.loss_fn_inputs has {', '.join(unknown)}, which {loss} does not take (it takes {allowed})"
+        )
 
 
 def _floats(label: str, array: NDArray[Any]) -> NDArray[np.float32]:

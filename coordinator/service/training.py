@@ -221,6 +221,8 @@ def _check_name(request: SaveRequest) -> None:
         )
     if not request.name and request.ttl_seconds:
         raise invalid("ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session")
+    if not request.name and request.overwrite:
+        raise invalid("overwrite is for a checkpoint with a name: a sampler without one replaces nothing")
     if sampler is not None and not request.name and sampler.for_export:
         raise invalid("for_export is for a checkpoint with a name: give it one")
     if sampler is not None and request.name and sampler.is_inflight:

@@ -115,14 +115,15 @@ class Checkpoints(Table[CheckpointRow]):
 
     def delete(self, path: str, seq: int) -> asyncio.Future[CheckpointRow | None]:
         """Delete the checkpoint of the save `seq`. The future has its row as it was; None if it is missing."""
-        select = f"SELECT {columns(CheckpointRow)} FROM checkpoints WHERE path = ? AND seq = ?"  # noqa: S608 (our names)
+        return self._database.write(lambda db: delete_checkpoint(db, path, seq), is_deletion=True)
 
-        def write(db: Connection) -> CheckpointRow | None:
-            row = db.execute(select, (path, seq)).fetchone()
-            db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", (path, seq))
-            return typed(CheckpointRow, row) if row is not None else None
 
-        return self._database.write(write, is_deletion=True)
+def delete_checkpoint(db: Connection, path: str, seq: int) -> CheckpointRow | None:
+    """Delete the checkpoint of the save `seq`, in a transaction; return its row as it was, None if it is missing."""
+    condition = "FROM checkpoints WHERE path = ? AND seq = ?"
+    row = db.execute(f"SELECT {columns(CheckpointRow)} {condition}", (path, seq)).fetchone()
+    db.execute(f"DELETE {condition}", (path, seq))
+    return typed(CheckpointRow, row) if row is not None else None
 
 
 NEEDLESS_SAMPLER = """EXISTS (

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.storage.checkpoints import put_snapshot
+from coordinator.storage.checkpoints import delete_checkpoint, put_snapshot
 from coordinator.storage.database import Connection, Database, RetryLaterError
 from coordinator.storage.operations import finish, lost_targets
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, FileUse, SamplerRow, SnapshotRow, insert
@@ -30,20 +30,21 @@ class StagedStates:
     samplers: list[SamplerRow] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
     """Snapshots of loads: a recovery could not run a load again once its checkpoint is deleted."""
+    superseded_checkpoints: list[CheckpointRow] = field(default_factory=list)
+    """Checkpoints that a later save of the same cycle overwrites: they are never stored."""
     replaced_checkpoints: list[CheckpointRow] = field(default_factory=list)
-    """Checkpoints that are overwritten: their rows are deleted."""
-    gone_folders: set[str] = field(default_factory=set)
-    """Folders of these whose rows the commit did not find: they were deleted meanwhile, or never stored."""
+    """Stored checkpoints that are overwritten: their rows are deleted."""
+    deleted_checkpoints: list[CheckpointRow] = field(default_factory=list)
+    """Those of them that the commit has deleted, as they were then. The others were deleted meanwhile."""
     replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
     """Adapter and folder of snapshots that a load replaces: no row names the folders once this is durable."""
 
     def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
         """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
-        replaced = [each for each in self.checkpoints if each.path == row.path]
+        self.superseded_checkpoints += [each for each in self.checkpoints if each.path == row.path]
         self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
-        for each in (*replaced, *([stored] if stored is not None else [])):
-            assert each.folder, "only training states are overwritten, and their file is written before their row"
-            self.replaced_checkpoints.append(each)
+        if stored is not None and all(each.path != row.path for each in self.replaced_checkpoints):
+            self.replaced_checkpoints.append(stored)
         self.checkpoints.append(row)
 
     def has_path(self, path: str) -> bool:
@@ -150,11 +151,10 @@ class Cycles:
 
 
 def _store_states(db: Connection, states: StagedStates, lost: frozenset[str]) -> None:
-    states.gone_folders.clear()  # of an attempt that was rolled back
-    replaced = (each.folder for each in states.replaced_checkpoints if each.adapter_id not in lost)
-    for folder in replaced:
-        if not db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,)).rowcount:
-            states.gone_folders.add(folder)
+    states.deleted_checkpoints.clear()  # of an attempt that was rolled back
+    for replaced in states.replaced_checkpoints:
+        if replaced.adapter_id not in lost and (deleted := delete_checkpoint(db, replaced.path, replaced.seq)):
+            states.deleted_checkpoints.append(deleted)
     for checkpoint in states.checkpoints:
         if checkpoint.adapter_id not in lost:
             insert(db, "checkpoints", checkpoint)

@@ -85,9 +85,9 @@ class SamplingClient(Ready):
 
     def sample(
         self,
-        prompt: types.ModelInput,
-        num_samples: int,
-        sampling_params: types.SamplingParams,
+        prompt: types.ModelInput | Any,
+        num_samples: int = 1,
+        sampling_params: types.SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
@@ -98,9 +98,9 @@ class SamplingClient(Ready):
         """Continue a prompt `num_samples` times.
 
         Args:
-            prompt: p token ids, at least one.
+            prompt: p token ids, at least one: a ModelInput, a list or array, or a tokenizer's output for one text.
             num_samples: number of continuations, which share the prompt's computation.
-            sampling_params: lengths, temperature and limits of the draws.
+            sampling_params: lengths, temperature and limits of the draws. None: `SamplingParams()`.
             include_prompt_logprobs: whether to return the log-probability of each prompt token.
             topk_prompt_logprobs: number of most likely tokens to return per prompt position, at most 100.
             topk_sample_logprobs: number of most likely tokens to return per sampled position, at most 100.
@@ -112,7 +112,7 @@ class SamplingClient(Ready):
                 `topk_prompt_logprobs` cover. None: all.
 
         Raises:
-            ValueError: a number out of range, or targets that are no matrix of token ids.
+            ValueError: a number out of range, a prompt of text, or targets that are no matrix of token ids.
 
         The future raises InvalidArgument for an empty or too long prompt, for token ids outside the vocabulary, and for
         a result that would be too large; FailedPrecondition once the session has ended. `future.cancel()` frees the
@@ -134,9 +134,9 @@ class SamplingClient(Ready):
 
     async def sample_async(
         self,
-        prompt: types.ModelInput,
-        num_samples: int,
-        sampling_params: types.SamplingParams,
+        prompt: types.ModelInput | Any,
+        num_samples: int = 1,
+        sampling_params: types.SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
@@ -158,7 +158,10 @@ class SamplingClient(Ready):
         )
 
     def sample_stream(
-        self, prompt: types.ModelInput, num_samples: int, sampling_params: types.SamplingParams
+        self,
+        prompt: types.ModelInput | Any,
+        num_samples: int = 1,
+        sampling_params: types.SamplingParams | None = None,
     ) -> BackgroundStream[types.SampledToken]:
         """Continue a prompt and yield each token when it is drawn: `for token in ...` or `async for token in ...`.
 
@@ -169,7 +172,7 @@ class SamplingClient(Ready):
         return self._connection.stream_of(lambda: self._tokens(request))
 
     def compute_logprobs(
-        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+        self, prompt: types.ModelInput | Any, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
         """Return the log-probability of each prompt token, or of the last `prompt_logprobs_last_n`.
 
@@ -185,7 +188,7 @@ class SamplingClient(Ready):
         return self._connection.start(self._prompt_logprobs(request), is_cancellable=True)
 
     async def compute_logprobs_async(
-        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+        self, prompt: types.ModelInput | Any, prompt_logprobs_last_n: int | None = None
     ) -> list[float | None]:
         """`compute_logprobs`, awaited."""
         return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
@@ -228,7 +231,7 @@ class SamplingClient(Ready):
         return _copy, (self.get_sampler_handle(), self._connection.endpoint)
 
     def _request(
-        self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **details: Any
+        self, prompt: types.ModelInput | Any, num_samples: int, params: types.SamplingParams | None, **details: Any
     ) -> sampling_pb2.SampleRequest:
         """Return a request with the next seq. `details`: the fields about log-probabilities."""
         if num_samples < 1:
@@ -236,9 +239,9 @@ class SamplingClient(Ready):
         return sampling_pb2.SampleRequest(
             sampler_id=self._sampler_id,
             seq=next(self._seqs),
-            prompt=to_tensor(prompt.to_numpy()),
+            prompt=to_tensor(types.ModelInput.of(prompt).to_numpy()),
             num_samples=num_samples,
-            params=encoding.sampling_params(params),
+            params=encoding.sampling_params(types.SamplingParams() if params is None else params),
             **details,
         )
 
@@ -310,7 +313,9 @@ def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
 
 
 async def create_sampler(session: Session, *, model_path: str = "", base_model: str = "") -> SamplingClient:
-    """Create a sampler, and return its client. Raises NotFound, InvalidArgument."""
+    """Create a sampler, and return its client. Raises NotFound, InvalidArgument, ValueError for a malformed path."""
+    if model_path:
+        model_path = encoding.checkpoint_path(model_path)
     request = sampling_pb2.CreateSamplerRequest(
         session_id=await session.id(), model_path=model_path, base_model=base_model, request_id=uuid.uuid4().hex
     )

@@ -12,7 +12,7 @@ from typing import Self
 from tinkerpool import types
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.encoding import string_map
+from tinkerpool.client.calls.encoding import checkpoint_path, string_map
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import GrpcTransport, Transport
@@ -94,7 +94,7 @@ class ServiceClient:
         Raises:
             NotFound: the pool does not serve that model.
             InvalidArgument: the rank is not allowed, or all three `train_*` are false.
-            ValueError: no `base_model`, and the pool has several.
+            ValueError: no `base_model`, and the pool has several; or a rank below 1.
         """
         make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
         return self._connection.start(self._create_adapter(make_request, base_model)).result()
@@ -118,7 +118,10 @@ class ServiceClient:
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
-        """Create an adapter with a checkpoint's weights and fresh moments; return its client. Raises NotFound."""
+        """Create an adapter with a checkpoint's weights and fresh moments; return its client.
+
+        Raises NotFound, and ValueError for a malformed path.
+        """
         return self._from_state(path, user_metadata, with_optimizer=False).result()
 
     async def create_training_client_from_state_async(
@@ -130,7 +133,10 @@ class ServiceClient:
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
-        """Create an adapter with a checkpoint's weights and moments; return its client. Raises NotFound."""
+        """Create an adapter with a checkpoint's weights and moments; return its client.
+
+        Raises NotFound, and ValueError for a malformed path.
+        """
         return self._from_state(path, user_metadata, with_optimizer=True).result()
 
     async def create_training_client_from_state_with_optimizer_async(
@@ -204,7 +210,7 @@ class ServiceClient:
     ) -> APIFuture[TrainingClient]:
         make_request = partial(
             adapters_pb2.CreateAdapterRequest,
-            from_path=path,
+            from_path=checkpoint_path(path),
             with_optimizer=with_optimizer,
             user_metadata=string_map(user_metadata),
         )
@@ -262,6 +268,8 @@ def _new_adapter(
     user_metadata: Mapping[str, str] | None,
     alpha: float | None,
 ) -> _MakeRequest:
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be a power of two, at least 1, got {rank}; leave it out for the default of 32")
     return partial(
         adapters_pb2.CreateAdapterRequest,
         rank=rank or 0,

@@ -42,7 +42,8 @@ class TrainingClient(Ready):
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute log-probabilities and the loss; change nothing. A large batch is sent as several requests.
 
-        Raises ValueError for an empty batch, an unknown loss, or a datum that is too large to send.
+        Raises ValueError for an empty batch, anything but a list of Datum, an unknown loss, or a datum that is too
+        large to send.
         """
         requests = self._requests(training_pb2.ForwardRequest, passes.split(data), loss_fn, loss_fn_config)
         return self._run(methods.FORWARD, requests)
@@ -59,7 +60,7 @@ class TrainingClient(Ready):
 
         Submit it without awaiting the `forward_backward` before it: then both run in the same clock cycle.
         """
-        adam = encoding.adam_params(adam_params or types.AdamParams())
+        adam = encoding.adam_params(adam_params)
         request = training_pb2.OptimStepRequest(adapter_id=self.model_id, adam=adam)
         return self._sequence.reserve(1, lambda seq: self._optim_step(request, seq))
 
@@ -74,7 +75,7 @@ class TrainingClient(Ready):
         *first, last = passes.split(data)
         requests = self._requests(training_pb2.ForwardBackwardRequest, first, loss_fn, loss_fn_config)
         [step] = self._requests(training_pb2.TrainStepRequest, [last], loss_fn, loss_fn_config)
-        step.adam.CopyFrom(encoding.adam_params(adam_params or types.AdamParams()))
+        step.adam.CopyFrom(encoding.adam_params(adam_params))
         return self._sequence.reserve(
             len(requests) + 2, lambda seq: passes.run_train_step(self._sequence, requests, step, seq)
         )
@@ -98,8 +99,11 @@ class TrainingClient(Ready):
         shape of its `target_tokens`, and returns `(loss, metrics)`. With `with_gradients` it gets numpy arrays and
         returns `(loss, gradients, metrics)`, without torch. Submit `optim_step` without awaiting this: its sequence
         number follows those of both passes. If `loss_fn` raises, the future raises the same error, and the next
-        `optim_step` fails instead of stepping on a part of the gradient.
+        `optim_step` fails, naming it, instead of stepping on a part of the gradient: the pool's log gets the error's
+        type and first 500 characters. Raises ImportError without torch, unless `with_gradients`.
         """
+        if not with_gradients:
+            custom_loss.check_torch()
         evaluate = custom_loss.evaluate_numpy if with_gradients else custom_loss.evaluate_torch
         custom = custom_loss.CustomPass(self.model_id, data, partial(evaluate, loss_fn))
         return self._sequence.reserve(custom.num_seqs, lambda seq: custom.run(self._sequence, seq))
@@ -126,12 +130,18 @@ class TrainingClient(Ready):
         return self._sequence.reserve(1, lambda seq: self._save_state(request, seq))
 
     def save_weights_for_sampler(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        overwrite: bool = False,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`.
 
         They can be sampled from once the future is done; their file may be written later. The pool deletes the
-        checkpoint after `ttl_seconds`; None keeps it.
+        checkpoint after `ttl_seconds`; None keeps it. Without `overwrite`, the future raises OperationFailed
+        (ALREADY_EXISTS) if a checkpoint of that name exists. With it, samplers of the replaced checkpoint end.
         """
         if not name:
             raise ValueError(
@@ -142,17 +152,23 @@ class TrainingClient(Ready):
             name=name,
             ttl_seconds=ttl_seconds or 0,
             user_metadata=encoding.string_map(user_metadata),
+            overwrite=overwrite,
         )
         return self._sequence.reserve(1, lambda seq: self._named_sampler_weights(request, seq))
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Replace the weights by a checkpoint's, reset the moments, and discard the pending gradient."""
-        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path)
+        """Replace the weights by a checkpoint's, reset the moments, and discard the pending gradient.
+
+        Raises ValueError for a malformed path; the future raises NotFound.
+        """
+        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=encoding.checkpoint_path(path))
         return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """Replace weights, moments and step count by a checkpoint's, and discard the pending gradient."""
-        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path, with_optimizer=True)
+        request = training_pb2.LoadStateRequest(
+            adapter_id=self.model_id, path=encoding.checkpoint_path(path), with_optimizer=True
+        )
         return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
     def discard_gradient(self) -> APIFuture[types.DiscardGradientResponse]:
@@ -239,10 +255,15 @@ class TrainingClient(Ready):
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     async def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        overwrite: bool = False,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """`save_weights_for_sampler`, as a future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite=overwrite)
 
     async def load_state_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """`load_state`, as a future."""

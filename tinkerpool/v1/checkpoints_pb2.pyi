@@ -272,6 +272,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     SAMPLER_INDEX_FIELD_NUMBER: _builtins.int
     FOR_EXPORT_FIELD_NUMBER: _builtins.int
     IS_INFLIGHT_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -292,6 +293,10 @@ class SaveWeightsForSamplerRequest(_message.Message):
     """The sampler follows its adapter: each new sample takes the newest weights of this adapter that were saved so, by
     this or a later save. Only without a name.
     """
+    overwrite: _builtins.bool
+    """Replace a checkpoint of that name, if there is one, instead of failing. Samplers of the replaced checkpoint end, as
+    when it is deleted. Only with a name.
+    """
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -308,10 +313,11 @@ class SaveWeightsForSamplerRequest(_message.Message):
         sampler_index: _builtins.int | None = ...,
         for_export: _builtins.bool = ...,
         is_inflight: _builtins.bool = ...,
+        overwrite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "sampler_index", b"sampler_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "overwrite", b"overwrite", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sampler_index: _TypeAlias = _typing.Literal["sampler_index"]  # noqa: Y015
     _WhichOneofArgType__sampler_index: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index"]  # noqa: Y015

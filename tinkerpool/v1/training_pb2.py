@@ -26,7 +26,7 @@ from tinkerpool.v1 import operations_pb2 as tinkerpool_dot_v1_dot_operations__pb
 from tinkerpool.v1 import types_pb2 as tinkerpool_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/training.proto\x12\rtinkerpool.v1\x1a\x1etinkerpool/v1/operations.proto\x1a\x19tinkerpool/v1/types.proto\"0\n\x05\x42\x61tch\x12\x11\n\tfirst_seq\x18\x01 \x01(\x03\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x05\"\x94\x02\n\x0e\x46orwardRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12\x42\n\x0bloss_config\x18\x06 \x03(\x0b\x32-.tinkerpool.v1.ForwardRequest.LossConfigEntry\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x0f\x46orwardResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\xc9\x02\n\x16\x46orwardBackwardRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12J\n\x0bloss_config\x18\x06 \x03(\x0b\x32\x35.tinkerpool.v1.ForwardBackwardRequest.LossConfigEntry\x12#\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x14.tinkerpool.v1.Batch\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"F\n\x17\x46orwardBackwardResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"p\n\x10OptimStepRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x04\x61\x64\x61m\x18\x04 \x01(\x0b\x32\x19.tinkerpool.v1.AdamParams\"@\n\x11OptimStepResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\xe6\x02\n\x10TrainStepRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12\x44\n\x0bloss_config\x18\x06 \x03(\x0b\x32/.tinkerpool.v1.TrainStepRequest.LossConfigEntry\x12\'\n\x04\x61\x64\x61m\x18\x07 \x01(\x0b\x32\x19.tinkerpool.v1.AdamParams\x12#\n\x05\x62\x61tch\x18\x08 \x01(\x0b\x32\x14.tinkerpool.v1.Batch\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"u\n\x11TrainStepResponse\x12\x32\n\x10\x66orward_backward\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\x12,\n\noptim_step\x18\x02 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"m\n\x10LoadStateRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x05 \x01(\x08\"@\n\x11LoadStateResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"M\n\x16\x44iscardGradientRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"F\n\x17\x44iscardGradientResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation2\x8f\x04\n\x0fTrainingService\x12H\n\x07\x46orward\x12\x1d.tinkerpool.v1.ForwardRequest\x1a\x1e.tinkerpool.v1.ForwardResponse\x12`\n\x0f\x46orwardBackward\x12%.tinkerpool.v1.ForwardBackwardRequest\x1a&.tinkerpool.v1.ForwardBackwardResponse\x12N\n\tOptimStep\x12\x1f.tinkerpool.v1.OptimStepRequest\x1a .tinkerpool.v1.OptimStepResponse\x12N\n\tTrainStep\x12\x1f.tinkerpool.v1.TrainStepRequest\x1a .tinkerpool.v1.TrainStepResponse\x12N\n\tLoadState\x12\x1f.tinkerpool.v1.LoadStateRequest\x1a .tinkerpool.v1.LoadStateResponse\x12`\n\x0f\x44iscardGradient\x12%.tinkerpool.v1.DiscardGradientRequest\x1a&.tinkerpool.v1.DiscardGradientResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/training.proto\x12\rtinkerpool.v1\x1a\x1etinkerpool/v1/operations.proto\x1a\x19tinkerpool/v1/types.proto\"0\n\x05\x42\x61tch\x12\x11\n\tfirst_seq\x18\x01 \x01(\x03\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x05\"\x94\x02\n\x0e\x46orwardRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12\x42\n\x0bloss_config\x18\x06 \x03(\x0b\x32-.tinkerpool.v1.ForwardRequest.LossConfigEntry\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x0f\x46orwardResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\xdc\x02\n\x16\x46orwardBackwardRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12J\n\x0bloss_config\x18\x06 \x03(\x0b\x32\x35.tinkerpool.v1.ForwardBackwardRequest.LossConfigEntry\x12#\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x14.tinkerpool.v1.Batch\x12\x11\n\tabandoned\x18\x08 \x01(\t\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"F\n\x17\x46orwardBackwardResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"p\n\x10OptimStepRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x04\x61\x64\x61m\x18\x04 \x01(\x0b\x32\x19.tinkerpool.v1.AdamParams\"@\n\x11OptimStepResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\xe6\x02\n\x10TrainStepRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x04\x64\x61ta\x18\x04 \x03(\x0b\x32\x14.tinkerpool.v1.Datum\x12\x32\n\rloss_function\x18\x05 \x01(\x0e\x32\x1b.tinkerpool.v1.LossFunction\x12\x44\n\x0bloss_config\x18\x06 \x03(\x0b\x32/.tinkerpool.v1.TrainStepRequest.LossConfigEntry\x12\'\n\x04\x61\x64\x61m\x18\x07 \x01(\x0b\x32\x19.tinkerpool.v1.AdamParams\x12#\n\x05\x62\x61tch\x18\x08 \x01(\x0b\x32\x14.tinkerpool.v1.Batch\x1a\x31\n\x0fLossConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"u\n\x11TrainStepResponse\x12\x32\n\x10\x66orward_backward\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\x12,\n\noptim_step\x18\x02 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"m\n\x10LoadStateRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x05 \x01(\x08\"@\n\x11LoadStateResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"M\n\x16\x44iscardGradientRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"F\n\x17\x44iscardGradientResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation2\x8f\x04\n\x0fTrainingService\x12H\n\x07\x46orward\x12\x1d.tinkerpool.v1.ForwardRequest\x1a\x1e.tinkerpool.v1.ForwardResponse\x12`\n\x0f\x46orwardBackward\x12%.tinkerpool.v1.ForwardBackwardRequest\x1a&.tinkerpool.v1.ForwardBackwardResponse\x12N\n\tOptimStep\x12\x1f.tinkerpool.v1.OptimStepRequest\x1a .tinkerpool.v1.OptimStepResponse\x12N\n\tTrainStep\x12\x1f.tinkerpool.v1.TrainStepRequest\x1a .tinkerpool.v1.TrainStepResponse\x12N\n\tLoadState\x12\x1f.tinkerpool.v1.LoadStateRequest\x1a .tinkerpool.v1.LoadStateResponse\x12`\n\x0f\x44iscardGradient\x12%.tinkerpool.v1.DiscardGradientRequest\x1a&.tinkerpool.v1.DiscardGradientResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDRESPONSE']._serialized_start=435
   _globals['_FORWARDRESPONSE']._serialized_end=497
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=500
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=829
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=848
   _globals['_FORWARDBACKWARDREQUEST_LOSSCONFIGENTRY']._serialized_start=384
   _globals['_FORWARDBACKWARDREQUEST_LOSSCONFIGENTRY']._serialized_end=433
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=831
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=901
-  _globals['_OPTIMSTEPREQUEST']._serialized_start=903
-  _globals['_OPTIMSTEPREQUEST']._serialized_end=1015
-  _globals['_OPTIMSTEPRESPONSE']._serialized_start=1017
-  _globals['_OPTIMSTEPRESPONSE']._serialized_end=1081
-  _globals['_TRAINSTEPREQUEST']._serialized_start=1084
-  _globals['_TRAINSTEPREQUEST']._serialized_end=1442
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=850
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=920
+  _globals['_OPTIMSTEPREQUEST']._serialized_start=922
+  _globals['_OPTIMSTEPREQUEST']._serialized_end=1034
+  _globals['_OPTIMSTEPRESPONSE']._serialized_start=1036
+  _globals['_OPTIMSTEPRESPONSE']._serialized_end=1100
+  _globals['_TRAINSTEPREQUEST']._serialized_start=1103
+  _globals['_TRAINSTEPREQUEST']._serialized_end=1461
   _globals['_TRAINSTEPREQUEST_LOSSCONFIGENTRY']._serialized_start=384
   _globals['_TRAINSTEPREQUEST_LOSSCONFIGENTRY']._serialized_end=433
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=1444
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1561
-  _globals['_LOADSTATEREQUEST']._serialized_start=1563
-  _globals['_LOADSTATEREQUEST']._serialized_end=1672
-  _globals['_LOADSTATERESPONSE']._serialized_start=1674
-  _globals['_LOADSTATERESPONSE']._serialized_end=1738
-  _globals['_DISCARDGRADIENTREQUEST']._serialized_start=1740
-  _globals['_DISCARDGRADIENTREQUEST']._serialized_end=1817
-  _globals['_DISCARDGRADIENTRESPONSE']._serialized_start=1819
-  _globals['_DISCARDGRADIENTRESPONSE']._serialized_end=1889
-  _globals['_TRAININGSERVICE']._serialized_start=1892
-  _globals['_TRAININGSERVICE']._serialized_end=2419
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=1463
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1580
+  _globals['_LOADSTATEREQUEST']._serialized_start=1582
+  _globals['_LOADSTATEREQUEST']._serialized_end=1691
+  _globals['_LOADSTATERESPONSE']._serialized_start=1693
+  _globals['_LOADSTATERESPONSE']._serialized_end=1757
+  _globals['_DISCARDGRADIENTREQUEST']._serialized_start=1759
+  _globals['_DISCARDGRADIENTREQUEST']._serialized_end=1836
+  _globals['_DISCARDGRADIENTRESPONSE']._serialized_start=1838
+  _globals['_DISCARDGRADIENTRESPONSE']._serialized_end=1908
+  _globals['_TRAININGSERVICE']._serialized_start=1911
+  _globals['_TRAININGSERVICE']._serialized_end=2438
 # @@protoc_insertion_point(module_scope)

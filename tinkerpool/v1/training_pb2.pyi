@@ -172,6 +172,7 @@ class ForwardBackwardRequest(_message.Message):
     LOSS_FUNCTION_FIELD_NUMBER: _builtins.int
     LOSS_CONFIG_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -180,6 +181,11 @@ class ForwardBackwardRequest(_message.Message):
     """Makes a call with seq 0 safe to repeat."""
     loss_function: _types_pb2.LossFunction.ValueType
     """The loss."""
+    abandoned: _builtins.str
+    """If not empty: the client gives this seq up, for this reason, and sends no data. The operation fails with CANCELLED
+    (reason ABANDONED) and these words, at most 1,000 characters of them, so that an OptimStep behind it says why it
+    fails instead of waiting for this seq.
+    """
     @_builtins.property
     def data(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Datum]:
         """Sequences, at least one."""
@@ -202,10 +208,11 @@ class ForwardBackwardRequest(_message.Message):
         loss_function: _types_pb2.LossFunction.ValueType = ...,
         loss_config: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         batch: Global___Batch | None = ...,
+        abandoned: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "batch", b"batch", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "adapter_id", b"adapter_id", "batch", b"batch", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

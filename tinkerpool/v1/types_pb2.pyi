@@ -127,7 +127,9 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Datum(_message.Message):
-    """One training sequence."""
+    """One training sequence. Messages of errors use the names of the Python clients: `model_input` for tokens,
+    `loss_fn_inputs` for loss_inputs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

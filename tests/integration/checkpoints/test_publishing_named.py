@@ -200,3 +200,41 @@ async def test_a_save_for_export_completes_after_its_file_is_written(tmp_path: P
             assert not publishing_of(pool)._versions
         [saved] = await asyncio.wait_for(pool.wait(saving), 60)
         assert (await checkpoint(pool, saved.save_weights_for_sampler.path)).sha256
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_a_save_that_overwrites_replaces_the_checkpoint_and_ends_its_samplers(
+    tmp_path: Path, is_written: bool
+) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        spec, path = pool.spec_of(adapter), path_of(adapter)
+        with held_files(pool) as may_write:
+            old = await train(pool, adapter, 0, is_named=True)
+            if is_written:
+                may_write.set()
+                await pool.written()
+            [taken] = await pool.wait(await pool.submit_publish(adapter, 5, f"w{ROUND}"))
+            await pool.forward_backward(adapter, 6, 3)
+            await pool.optim_step(adapter, 7)
+            names = [await pool.submit_publish(adapter, seq, f"w{ROUND}", overwrite=True) for seq in (8, 9)]
+            replaced, saved = await asyncio.wait_for(pool.wait(*names), 60)
+            new = await sampler_of(pool, saved)
+            [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 60)
+            newest = await sampled(pool, new, 1)
+            may_write.set()
+            await pool.written()
+        [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
+        assert folder == folder_of(pool, new)
+        row = pool.store.checkpoints.by_path(path)
+        assert row is not None
+        holdings = pool.core.states.holdings
+        assert (holdings.num_checkpoints(row.tenant_id), holdings.num_bytes(row.tenant_id)) == (1, row.size_bytes)
+        chain = chain_in((await pool.export(path))["adapter_model.safetensors"])
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert chain_in((await pool.export(path))["adapter_model.safetensors"]) == chain
+    assert (taken.error.reason, replaced.state) == ("CHECKPOINT_EXISTS", ops_pb.OPERATION_STATE_SUCCEEDED)
+    assert gone.error.reason == "NOT_FOUND"
+    assert newest == expected(chain, new)
+    assert chain != chain_after(spec, 1)

@@ -35,7 +35,7 @@ def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="no data"):
         passes.split([])
     with pytest.raises(ValueError, match="list of Datum"):
-        passes.split([[1, 2]])  # type: ignore[list-item]
+        passes.split([[1, 2]])
 
 
 def test_a_single_chunk_is_merged_too() -> None:

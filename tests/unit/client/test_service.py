@@ -93,8 +93,8 @@ def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: py
 def test_settings_of_an_adapter_are_sent_unchanged(pool: FakePool, service: ServiceClient) -> None:
     service.create_lora_training_client("toy", 8, 5, train_mlp=False, user_metadata={"a": "b"}, alpha=16)
     service.create_lora_training_client()
-    service.create_training_client_from_state("tinker://x/weights/a")
-    service.create_training_client_from_state_with_optimizer("tinker://x/weights/a")
+    service.create_training_client_from_state("tinker://x:train:0/weights/a")
+    service.create_training_client_from_state_with_optimizer("tinker://x:train:0/weights/a")
     given, default, from_state, resumed = pool.requests("CreateAdapter")
     assert (given.base_model, given.rank, given.seed, given.alpha) == ("toy", 8, 5, 16)
     assert (given.train_mlp, given.train_attn, given.train_unembed) == (False, True, True)
@@ -104,7 +104,7 @@ def test_settings_of_an_adapter_are_sent_unchanged(pool: FakePool, service: Serv
         False,
         False,
     )
-    assert (from_state.from_path, from_state.with_optimizer) == ("tinker://x/weights/a", False)
+    assert (from_state.from_path, from_state.with_optimizer) == ("tinker://x:train:0/weights/a", False)
     assert (resumed.with_optimizer, resumed.base_model, resumed.HasField("train_mlp")) == (True, "", False)
 
 
@@ -127,10 +127,10 @@ def test_a_training_client_continues_where_another_stopped(pool: FakePool, servi
 async def test_creation_has_async_twins(pool: FakePool) -> None:
     async with ServiceClient(transport=pool) as service:
         first = await service.create_lora_training_client_async()
-        second = await service.create_training_client_from_state_async("tinker://x/weights/a")
-        third = await service.create_training_client_from_state_with_optimizer_async("tinker://x/weights/a")
+        second = await service.create_training_client_from_state_async("tinker://x:train:0/weights/a")
+        third = await service.create_training_client_from_state_with_optimizer_async("tinker://x:train:0/weights/a")
         assert [client.model_id[-1] for client in (first, second, third)] == ["0", "1", "2"]
-        sampler = await service.create_sampling_client_async("tinker://x/weights/a")
+        sampler = await service.create_sampling_client_async("tinker://x:train:0/weights/a")
         response = await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))
         assert response.sequences[0].tokens == [0, 1]
         assert (await service.get_server_capabilities_async()).supported_models[0].model_name == "toy"

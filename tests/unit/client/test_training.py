@@ -49,8 +49,8 @@ def test_sequence_numbers_count_from_one_for_every_kind_of_operation(pool: FakeP
         client.forward([datum(1)], "cross_entropy"),
         client.train_step([datum(1)], "cross_entropy", AdamParams(learning_rate=0.5)),
         client.save_state("a"),
-        client.load_state("tinker://x/weights/a"),
-        client.load_state_with_optimizer("tinker://x/weights/a"),
+        client.load_state("tinker://x:train:0/weights/a"),
+        client.load_state_with_optimizer("tinker://x:train:0/weights/a"),
         client.save_weights_for_sampler("b"),
         client.discard_gradient(),
         client.optim_step(),
@@ -278,6 +278,7 @@ def test_a_custom_loss_that_fails_consumes_its_sequence_numbers(
         future.result(60)
     step.result(60)
     [empty] = pool.requests("ForwardBackward")
+    assert error.__name__ in empty.abandoned
     assert (len(empty.data), empty.batch) == (0, training_pb2.Batch(first_seq=2, num_requests=1))
     assert pool.applied == [1, 2, 3]
 
@@ -324,8 +325,8 @@ async def test_every_method_has_an_async_twin_of_the_older_idiom(pool: FakePool,
         await client.train_step_async([datum(1)], "cross_entropy"),
         await client.save_state_async("a"),
         await client.save_weights_for_sampler_async("a"),
-        await client.load_state_async("tinker://a"),
-        await client.load_state_with_optimizer_async("tinker://a"),
+        await client.load_state_async("tinker://x:train:0/weights/a"),
+        await client.load_state_with_optimizer_async("tinker://x:train:0/weights/a"),
     ]
     await asyncio.gather(*pairs)
     sampler = await client.save_weights_and_get_sampling_client_async()

@@ -100,7 +100,7 @@ def test_loss_inputs_get_the_types_of_the_sdk() -> None:
 def test_a_datum_is_sent_with_tokens_as_int32_and_its_shapes() -> None:
     request = training_pb2.ForwardRequest()
     inputs = {"target_tokens": [[2, 3], [4, 5]], "weights": [[1, 2], [3, 4]]}
-    encoding.add_datum(request.data, Datum([1, 2], inputs))
+    encoding.add_datum(request.data, Datum([1, 2], inputs), "cross_entropy")
     [datum] = request.data
     assert from_tensor(datum.tokens).tolist() == [1, 2]
     assert datum.loss_inputs["target_tokens"].dtype == types_pb2.DATA_TYPE_INT32

@@ -244,12 +244,12 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
     "option not finite": (request(rl_datum(), loss="DRO", beta=math.nan), ["'beta'", "finite"]),
     "no data": (Pass(loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY), ["data is empty"]),
     "too many sequences": (request(*[datum(1)] * 5), ["5 sequences", "at most 4"]),
-    "no tokens": (changed(lambda d: d.ClearField("tokens")), ["data[1].tokens", "dtype"]),
-    "empty tokens": (changed(lambda d: d.tokens.CopyFrom(ints())), ["data[1].tokens", "empty"]),
-    "tokens not integers": (changed(lambda d: d.tokens.CopyFrom(floats(1, 2, 3))), ["data[1].tokens", "int32"]),
+    "no tokens": (changed(lambda d: d.ClearField("tokens")), ["data[1].model_input", "dtype"]),
+    "empty tokens": (changed(lambda d: d.tokens.CopyFrom(ints())), ["data[1].model_input", "empty"]),
+    "tokens not integers": (changed(lambda d: d.tokens.CopyFrom(floats(1, 2, 3))), ["data[1].model_input", "int32"]),
     "tokens not a vector": (
         changed(lambda d: d.tokens.CopyFrom(to_tensor(np.ones((3, 1), np.int32)))),
-        ["data[1].tokens", "vector"],
+        ["data[1].model_input", "vector"],
     ),
     "token too large": (changed(lambda d: d.tokens.CopyFrom(ints(1, 100, 2))), ["100", "0 to 99"]),
     "token negative": (changed(lambda d: d.tokens.CopyFrom(ints(1, -5, 2))), ["-5", "0 to 99"]),
@@ -269,7 +269,7 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
     ),
     "length mismatch": (
         changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, 1))),
-        ["weights", "length 2", "tokens has 3"],
+        ["weights", "length 2", "model_input has 3 tokens"],
     ),
     "no dimensions": (
         changed(lambda d: d.loss_inputs["weights"].CopyFrom(to_tensor(np.float32(1)))),  # type: ignore[arg-type]
@@ -277,9 +277,9 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
     ),
     "NaN": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, math.nan, 1))), ["weights", "element 1"]),
     "infinity": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, 1, -math.inf))), ["element 2"]),
-    "bytes do not fit the shape": (changed(lambda d: d.tokens.shape.append(2)), ["data[1].tokens", "12 bytes"]),
+    "bytes do not fit the shape": (changed(lambda d: d.tokens.shape.append(2)), ["data[1].model_input", "12 bytes"]),
     "negative size": (changed(lambda d: d.tokens.shape.__setitem__(0, -3)), ["negative"]),
-    "huge sizes": (changed(lambda d: d.tokens.shape.extend([2**62, 2**62])), ["data[1].tokens"]),
+    "huge sizes": (changed(lambda d: d.tokens.shape.extend([2**62, 2**62])), ["data[1].model_input"]),
 }
 
 
@@ -335,8 +335,16 @@ def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
     ],
 )
 def test_wrong_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
-    with pytest.raises(ServiceError, match=f"adam.{next(iter(values))}"):
+    with pytest.raises(ServiceError, match=f"adam_params.{next(iter(values))}"):
         payloads.canonical_adam("a", types_pb2.AdamParams(**values))
+
+
+def test_a_seq_that_its_client_gives_up_fails_with_the_clients_reason() -> None:
+    with pytest.raises(ServiceError) as raised:
+        payload(Pass(abandoned="the loss raised: a bug" + "!" * 2000))
+    error = raised.value
+    assert (error.code, error.reason, len(error.message)) == (Code.CANCELLED, "ABANDONED", 1000)
+    assert error.message.startswith("the loss raised: a bug")
 
 
 def test_metadata_is_counted_in_bytes() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from tinkerpool import types
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.errors import Code, OperationFailed
+from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import operations_pb2, sampling_pb2, types_pb2
 
 _LOSS_PREFIX = "LOSS_FUNCTION_"
@@ -25,20 +26,49 @@ def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
         if value != types_pb2.LOSS_FUNCTION_UNSPECIFIED
     }
     if name not in known:
-        hint = "; for a loss of your own use forward_backward_custom" if name == "custom" else ""
+        hint = "; for a loss of your own use forward_backward_custom" if name == "custom" or callable(name) else ""
         raise ValueError(f"unknown loss_fn {name!r}: use one of {', '.join(known)}{hint}")
     return known[name]
 
 
-def add_datum(data: Any, datum: types.Datum) -> None:
-    """Append a datum to a request's repeated field."""
+def add_datum(data: Any, datum: types.Datum, loss_fn: str) -> None:
+    """Append a datum to a request's repeated field. Raises ValueError for a target that is no token id."""
     message: types_pb2.Datum = data.add()
     message.tokens.CopyFrom(to_tensor(datum.model_input.to_numpy()))
-    for name, tensor in datum.loss_fn_inputs.items():
+    for name, tensor in _loss_inputs(datum, loss_fn).items():
         array = tensor.data.reshape(tensor.shape)
         if name == "target_tokens":
             array = types.as_tokens(array, "target_tokens")  # half the bytes
         message.loss_inputs[name].CopyFrom(to_tensor(array))
+
+
+def has_ignored_targets(datum: types.Datum) -> bool:
+    """Return whether the datum has a target of -100."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    return targets is not None and bool((targets.data == types.IGNORED_TARGET).any())
+
+
+def _loss_inputs(datum: types.Datum, loss_fn: str) -> Mapping[str, types.TensorData]:
+    """Return a datum's loss inputs, its targets of -100 as token 0 with weight 0. Raises ValueError."""
+    if not has_ignored_targets(datum):
+        return datum.loss_fn_inputs
+    if loss_fn != "cross_entropy":
+        raise ValueError(
+            f"loss_fn_inputs['target_tokens'] has {types.IGNORED_TARGET}, which only cross_entropy leaves out: for "
+            f"{loss_fn} use any token id there, and an advantage of 0"
+        )
+    inputs = dict(datum.loss_fn_inputs)
+    targets = inputs["target_tokens"]
+    weights = inputs.get("weights", types.TensorData(np.ones(targets.shape, np.float32)))
+    if weights.shape != targets.shape:
+        raise ValueError(
+            f"loss_fn_inputs['weights'] has shape {weights.shape} but target_tokens has {targets.shape}: give one "
+            "weight per target"
+        )
+    is_ignored = targets.data == types.IGNORED_TARGET
+    inputs["target_tokens"] = types.TensorData(np.where(is_ignored, 0, targets.data), "int64", targets.shape)
+    inputs["weights"] = types.TensorData(np.where(is_ignored, np.float32(0), weights.data), "float32", targets.shape)
+    return inputs
 
 
 def datum_bytes(datum: types.Datum) -> int:
@@ -46,8 +76,16 @@ def datum_bytes(datum: types.Datum) -> int:
     return 4 * datum.model_input.length + sum(tensor.data.nbytes for tensor in datum.loss_fn_inputs.values())
 
 
-def adam_params(params: types.AdamParams) -> types_pb2.AdamParams:
-    """Return the message with every field set, so that it means the same to every version of the service."""
+def adam_params(params: types.AdamParams | None) -> types_pb2.AdamParams:
+    """Return the message with every field set, so that it means the same to every version of the service.
+
+    None: the defaults. Raises ValueError for anything else.
+    """
+    if params is None:
+        params = types.AdamParams()
+    if not isinstance(params, types.AdamParams):
+        rate = params if isinstance(params, int | float | np.number) else 1e-4
+        raise ValueError(f"AdamParams expected, got {kind_of(params)}: write AdamParams(learning_rate={float(rate):g})")
     return types_pb2.AdamParams(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
@@ -59,7 +97,9 @@ def adam_params(params: types.AdamParams) -> types_pb2.AdamParams:
 
 
 def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams:
-    """Return the message; the service draws a missing seed."""
+    """Return the message; the service draws a missing seed. Raises ValueError for anything but SamplingParams."""
+    if not isinstance(params, types.SamplingParams):
+        raise ValueError(f"SamplingParams expected, got {kind_of(params)}: write SamplingParams(max_tokens=64)")
     message = sampling_pb2.SamplingParams(
         max_tokens=params.max_tokens or 0,
         temperature=params.temperature,
@@ -161,6 +201,18 @@ def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise ValueError(f"loss_fn_config[{name!r}] must be a number, got {value!r}")
     return {name: float(value) for name, value in values.items()}
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is, for a message."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def checkpoint_path(path: str) -> str:
+    """Return the path. Raises ValueError, which says what is expected, if it is not one of a checkpoint."""
+    if not isinstance(path, str):
+        raise ValueError(f"a path is expected, as save_state returns it in `path`, got {kind_of(path)}")
+    return str(CheckpointPath.parse(path))
 
 
 def string_map(metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 The pool computes log-probabilities p; the user's function computes a loss C(p) and its gradient; the pool then adds the
 gradient of the cross entropy `L = sum(-p w)` with `w = -dC/dp`, which is the gradient of C. The user's function runs on
-a thread of its own.
+a thread of its own. If it fails, the seqs of the second pass are given up, with the error as the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import importlib
+import importlib.util
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.encoding import has_ignored_targets, kind_of
 from tinkerpool.client.training import passes
 from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.errors import TinkerpoolError
-from tinkerpool.types import Datum, ForwardBackwardOutput, TensorData, as_array
+from tinkerpool.types import IGNORED_TARGET, Datum, ForwardBackwardOutput, TensorData, as_array
 from tinkerpool.v1 import training_pb2
+
+REASON_CHARS_MAX = 500
+"""Characters of an error that the pool is told as the reason why a pass is given up."""
 
 T = TypeVar("T")
 Gradient = NDArray[np.float32]
@@ -52,12 +57,17 @@ class CustomLoss:
 def surrogate(data: Sequence[Datum], gradients: Sequence[Gradient] | None = None) -> list[Datum]:
     """Return cross-entropy data: `target_tokens`, and as `weights` the negated gradients, or zeros without gradients.
 
-    Raises ValueError for a datum without `target_tokens`.
+    Raises ValueError for a datum without `target_tokens`, or with an ignored one.
     """
     result = []
     for i, datum in enumerate(data):
         if "target_tokens" not in datum.loss_fn_inputs:
             raise ValueError(f"data[{i}] has no loss_fn_inputs['target_tokens'], whose log-probabilities the loss gets")
+        if has_ignored_targets(datum):
+            raise ValueError(
+                f"data[{i}].loss_fn_inputs['target_tokens'] has {IGNORED_TARGET}, but a custom loss gets the "
+                "log-probability of every target: use any token id there, and leave it out in your loss"
+            )
         targets = datum.loss_fn_inputs["target_tokens"]
         weights = np.zeros(targets.shape, np.float32) if gradients is None else -gradients[i]
         inputs = {"target_tokens": targets, "weights": TensorData(weights, "float32")}
@@ -69,9 +79,12 @@ def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray
     """Run a function that torch can differentiate. Raises its errors, and ValueError if it returned no scalar."""
     torch = importlib.import_module("torch")
     leaves = [torch.tensor(array, requires_grad=True) for array in logprobs]
-    loss, metrics = loss_fn(data, leaves)
+    loss, metrics = _parts(loss_fn(data, leaves), "loss, metrics")
     if not hasattr(loss, "backward") or loss.numel() != 1:
-        raise ValueError("the custom loss must be a torch tensor with one element: return (loss, metrics)")
+        raise ValueError(
+            f"the custom loss must be a torch tensor with one element, got {kind_of(loss)}: return (loss, metrics), "
+            "without .item()"
+        )
     if not loss.requires_grad:
         raise ValueError("the custom loss does not depend on the log-probabilities: is there a .detach() or .item()?")
     loss.backward()
@@ -81,7 +94,8 @@ def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray
 
 def evaluate_numpy(loss_fn: NumpyLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:
     """Run a function that returns its gradient. Raises its errors, and ValueError for gradients of wrong shapes."""
-    loss, gradients, metrics = loss_fn(data, [array.copy() for array in logprobs])
+    result = loss_fn(data, [array.copy() for array in logprobs])
+    loss, gradients, metrics = _parts(result, "loss, gradients, metrics")
     arrays = [as_array(gradient).astype(np.float32) for gradient in gradients]
     if [a.shape for a in arrays] != [a.shape for a in logprobs]:
         raise ValueError("the custom loss must return one gradient per datum, in the shape of its log-probabilities")
@@ -114,7 +128,28 @@ async def on_a_thread(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
+def check_torch() -> None:
+    """Raise ImportError, which says what else works, if torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            "forward_backward_custom differentiates the loss with torch, which is not installed: pip install torch, or "
+            "return the gradients yourself, with forward_backward_custom(data, loss_fn, with_gradients=True)"
+        )
+
+
+def _parts(result: Any, names: str) -> tuple[Any, ...]:
+    """Return what the user's function returned. Raises ValueError unless it is a tuple of these names."""
+    if isinstance(result, tuple) and len(result) == len(names.split(", ")):
+        return result
+    got = f"{len(result)} values" if isinstance(result, tuple) else kind_of(result)
+    raise ValueError(
+        f"the custom loss must return ({names}), got {got}: for no metrics of your own, return {{}} as metrics"
+    )
+
+
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics of a custom loss must be a dict of names and numbers, got {kind_of(metrics)}")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -144,8 +179,10 @@ class CustomPass:
             logprobs = [datum["logprobs"].to_numpy() for datum in output.loss_fn_outputs]
             loss = await on_a_thread(lambda: self._evaluate(self._data, logprobs))
             requests = self._backwards(loss)
-        except BaseException:
-            await self._fail_backwards(sequence, backward_seq)
+        except BaseException as error:
+            await self._abandon_backwards(sequence, backward_seq, error)
+            if isinstance(error, Exception):
+                error.add_note(passes.NOTE)
             raise
         backward = await passes.run(sequence, methods.FORWARD_BACKWARD, requests, backward_seq)
         return with_loss(backward, loss)
@@ -158,14 +195,16 @@ class CustomPass:
             start += length
         return requests
 
-    async def _fail_backwards(self, sequence: AdapterSequence, seq: int) -> None:
-        """Use up the seqs of the second pass, so that there is no gap.
+    async def _abandon_backwards(self, sequence: AdapterSequence, seq: int, error: BaseException) -> None:
+        """Give up the seqs of the second pass, so that there is no gap.
 
-        A forward_backward without data is refused and recorded as failed, which closes the gradient window: the next
-        optim_step fails instead of stepping on a part of the gradient.
+        They are recorded as failed, which closes the gradient window: the next optim_step fails, and names the error,
+        instead of stepping on a part of the gradient.
         """
-        requests = [training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id) for _ in self._forwards]
+        reason = f"forward_backward_custom raised {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        new = partial(training_pb2.ForwardBackwardRequest, adapter_id=self._adapter_id, abandoned=reason)
+        requests = [new() for _ in self._forwards]
         passes.mark(requests, seq)
-        for i, empty in enumerate(requests):
+        for i, abandoned in enumerate(requests):
             with suppress(TinkerpoolError):
-                await sequence.run(methods.FORWARD_BACKWARD, empty, seq + i)
+                await sequence.run(methods.FORWARD_BACKWARD, abandoned, seq + i)

@@ -7,12 +7,14 @@ sent on the background loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.transport import SEND_BYTES_MAX
 from tinkerpool.client.training.sequence import AdapterSequence
+from tinkerpool.errors import FailedPrecondition, InvalidArgument, OperationFailed
 from tinkerpool.metrics import merge_metrics
 from tinkerpool.types import Datum, ForwardBackwardOutput, OptimStepResponse, TrainStepResponse
 from tinkerpool.v1 import operations_pb2, training_pb2
@@ -21,17 +23,26 @@ CHUNK_DATUMS_MAX = 1024
 """Most datums in one request."""
 CHUNK_BYTES_MAX = 5_000_000
 """Most bytes in one request, unless a single datum has more."""
+NOTE = (
+    "this batch added nothing to the gradient, and an optim_step behind it fails: call discard_gradient, then submit "
+    "the step again"
+)
+"""What the errors of a batch that adds gradient say besides their cause."""
 
 
-def split(data: Sequence[Datum]) -> list[list[Datum]]:
-    """Cut a batch into chunks, in order. Raises ValueError for an empty batch."""
+def split(data: Sequence[Datum] | Any) -> list[list[Datum]]:
+    """Cut a batch into chunks, in order. Raises ValueError for an empty batch and for anything but a list of Datum."""
+    if isinstance(data, Datum):
+        raise ValueError("data must be a list of Datum, got one Datum: write [datum]")
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        raise ValueError(f"data must be a list of Datum, got {encoding.kind_of(data)}")
     if not data:
         raise ValueError("no data: a forward pass needs at least one datum")
     chunks: list[list[Datum]] = []
     num_bytes = 0
     for datum in data:
         if not isinstance(datum, Datum):
-            raise ValueError(f"data must be a list of Datum, got a {type(datum).__name__}")
+            raise ValueError(f"data must be a list of Datum, got a list with {encoding.kind_of(datum)}")
         added = encoding.datum_bytes(datum)
         if not chunks or len(chunks[-1]) == CHUNK_DATUMS_MAX or num_bytes + added > CHUNK_BYTES_MAX:
             chunks.append([])
@@ -72,7 +83,7 @@ def build_request(
         loss_config=encoding.loss_config(loss_fn_config),
     )
     for datum in chunk:
-        encoding.add_datum(request.data, datum)
+        encoding.add_datum(request.data, datum, loss_fn)
     if request.ByteSize() > SEND_BYTES_MAX:
         raise ValueError(f"a datum of {request.ByteSize()} bytes is too large to send, at most {SEND_BYTES_MAX}")
     return request
@@ -88,12 +99,25 @@ def mark(requests: Sequence[Any], seq: int) -> None:
             request.batch.first_seq, request.batch.num_requests = seq, len(requests)
 
 
+@contextmanager
+def _noted(*, adds_gradient: bool = True) -> Iterator[None]:
+    """Say in the error of a batch that its failure closed the gradient window, and what opens it."""
+    try:
+        yield
+    except (InvalidArgument, FailedPrecondition, OperationFailed) as error:
+        if adds_gradient and error.reason != "GRADIENT_WINDOW_CLOSED":  # that one says so itself
+            error.add_note(NOTE)
+        raise
+
+
 async def run(
     sequence: AdapterSequence, method: methods.Unary[Any, Any], requests: Sequence[Any], seq: int
 ) -> ForwardBackwardOutput:
     """Send the chunks of one batch with seqs from `seq` on, and merge their outputs. Raises the first error."""
     mark(requests, seq)
-    operations = await asyncio.gather(*(sequence.run(method, request, seq + i) for i, request in enumerate(requests)))
+    running = (sequence.run(method, request, seq + i) for i, request in enumerate(requests))
+    with _noted(adds_gradient=method is methods.FORWARD_BACKWARD):
+        operations = await asyncio.gather(*running)
     return merge([encoding.forward_backward_output(operation) for operation in operations])
 
 
@@ -111,7 +135,8 @@ async def run_train_step(
         return await asyncio.gather(sequence.outcome(response.forward_backward), sequence.outcome(response.optim_step))
 
     first = (sequence.run(methods.FORWARD_BACKWARD, request, seq + i) for i, request in enumerate(requests))
-    operations, (last, optim_step) = await asyncio.gather(asyncio.gather(*first), run_last())
+    with _noted():
+        operations, (last, optim_step) = await asyncio.gather(asyncio.gather(*first), run_last())
     return TrainStepResponse(
         forward_backward=merge([encoding.forward_backward_output(op) for op in [*operations, last]]),
         optim_step=OptimStepResponse(metrics=dict(optim_step.optim_step.metrics)),
