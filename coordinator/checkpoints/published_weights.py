@@ -191,9 +191,13 @@ class Publishing:
         version = self._versions.get(name)
         return version is not None and version.state is None and version.error is None
 
+    def must_rematerialize(self, adapter_id: str) -> bool:
+        """Return whether the adapter's log is needed to rematerialize a version."""
+        return any(self.is_awaited(version.name) for version in self._of(adapter_id))
+
     def check_rematerialized(self, adapter_id: str) -> None:
         """Raise ServiceError while the adapter's log is needed to rematerialize a version."""
-        if any(self.is_awaited(version.name) for version in self._of(adapter_id)):
+        if self.must_rematerialize(adapter_id):
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "ADAPTER_CHANGING",

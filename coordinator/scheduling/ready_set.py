@@ -47,7 +47,7 @@ class ReadySet:
         publishing: Publishing,
         is_held: Callable[[str], bool],
     ) -> None:
-        """`is_held` returns whether a tenant is suspended: its queued operations wait, those that have begun finish."""
+        """`is_held` returns whether a tenant is suspended: queued operations and replays wait, what has begun ends."""
         self._group = group
         self._is_held = is_held
         self._quarantine = quarantine
@@ -113,8 +113,15 @@ class ReadySet:
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
     def _can_run(self, log: AdapterLog) -> bool:
-        may_begin = not self._is_stopping and not self._is_held(log.tenant_id)
-        return (may_begin or not log.is_between_operations) and not self.waits_for_file(log)
+        if self.waits_for_file(log):
+            return False
+        is_held = self._is_held(log.tenant_id)
+        if not is_held and not self._is_stopping:
+            return True
+        if log.is_between_operations:
+            return False
+        # A held tenant's replay is not continued either, but for weights that others may sample.
+        return not is_held or not log.is_replaying or self._publishing.must_rematerialize(log.adapter_id)
 
     def end_cycle(self) -> None:
         """End the solo turn of an adapter that was in the cycle."""

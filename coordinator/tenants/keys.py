@@ -64,7 +64,8 @@ class Authenticator:
         """Key id to its last use in this epoch."""
         self._noted: dict[str, float] = {}
         """The uses that are stored."""
-        self._holders: defaultdict[str, set[_Holder]] = defaultdict(set)
+        self._holders: defaultdict[str, dict[_Holder, None]] = defaultdict(dict)
+        """Key id to its running calls, which end in the order in which they began."""
 
     def admit(self, key: str, caller: Caller, least: Role) -> Principal:
         """Return the principal of a call that needs at least a role. Raises ServiceError.
@@ -113,7 +114,7 @@ class Authenticator:
         assert task is not None
         self.holder(principal.key_id)
         holder, num_cancels = _Holder(task), task.cancelling()
-        self._holders[principal.key_id].add(holder)
+        self._holders[principal.key_id][holder] = None
         try:
             yield
         except asyncio.CancelledError:
@@ -121,7 +122,7 @@ class Authenticator:
                 raise holder.refusal from None
             raise
         finally:
-            self._holders[principal.key_id].discard(holder)
+            del self._holders[principal.key_id][holder]
             if not self._holders[principal.key_id]:
                 del self._holders[principal.key_id]
 

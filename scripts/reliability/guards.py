@@ -361,9 +361,16 @@ GUARDS = (
     Guard(
         name="queued work of a suspended tenant waits",
         file="coordinator/scheduling/ready_set.py",
-        before=" and not self._is_held(log.tenant_id)\n        return",
-        after="\n        return",
+        before="        if not is_held and not self._is_stopping:\n",
+        after="        if not self._is_stopping:\n",
         tests=("tests/integration/cycles/test_suspension.py",),
+    ),
+    Guard(
+        name="replays of a suspended tenant wait",
+        file="coordinator/scheduling/ready_set.py",
+        before="return not is_held or not log.is_replaying or self._publishing",
+        after="return True or self._publishing",
+        tests=("tests/integration/cycles/test_suspension.py", "-k", "rebuilt"),
     ),
     Guard(
         name="usage of a tenant that is gone",

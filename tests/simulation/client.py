@@ -9,8 +9,9 @@ response that the service must never give.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar, cast
@@ -19,21 +20,23 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
 from coordinator.operations.admission import storage_error
 from coordinator.storage.database import StorageError
-from coordinator.tenants.principals import Principal
+from coordinator.tenants.principals import Caller, Principal, Role
 from tests.simulation.script import Step, request_of, sample_request_of
+from tests.simulation.standing import ContractViolation, Standings
 from tests.simulation.world import World
-from tinkerpool.v1 import adapters_pb2, sampling_pb2, sessions_pb2
+from tinkerpool.v1 import adapters_pb2, admin_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 T = TypeVar("T")
 HEARTBEAT_S = 60.0
+HELD_S = 2.0
+"""Longest pause after a call that was refused because of what the client's key or tenant is now."""
+HELD = ("TENANT_SUSPENDED", "TENANT_DELETED")
+KEY_ENDED = ("API_KEY_INVALID", "API_KEY_EXPIRED")
+LOCAL = Caller(is_local=True)
 FETCHES = 3
 """How often each result is fetched at least."""
 FINAL = (ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED)
-
-
-class ContractViolation(AssertionError):
-    """The service broke one of its promises."""
 
 
 @dataclass(slots=True)
@@ -88,7 +91,15 @@ class Behaviour:
 class Client:
     """One tenant with one adapter."""
 
-    def __init__(self, world: World, name: str, script: list[Step], behaviour: Behaviour) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        script: list[Step],
+        behaviour: Behaviour,
+        standings: Standings,
+        role: Role = Role.MEMBER,
+    ) -> None:
         self.name = name
         self.script = script
         self.adapter_id = ""
@@ -102,7 +113,13 @@ class Client:
         self._world = world
         self._behaviour = behaviour
         self._random: Random = world.random(f"client {name}")
+        self._standings = standings
+        self._role = role
+        self.key = ""
+        """The API key that it calls with; empty before it has one."""
         self._principal: Principal | None = None
+        self.is_key_in_doubt = False
+        """The key is being replaced: it may have ended already."""
         self._coordinator: Coordinator
         self._changed: asyncio.Event
 
@@ -118,9 +135,67 @@ class Client:
 
     @property
     def principal(self) -> Principal:
-        """The tenant's principal, once it has a key."""
+        """The tenant's principal, once it has a key; for checks that no call makes."""
         assert self._principal is not None
         return self._principal
+
+    @contextmanager
+    def calling(self, *, ends_with_key: bool = True) -> Iterator[Principal]:
+        """Make a call in this block as a door does: admitted by its key, and ended when the key or the tenant is.
+
+        `ends_with_key`: not for a call that may end its own key.
+
+        Raises ServiceError; with a delay where the client tries again though the service does not say that it helps.
+        """
+        keys, key = self._coordinator.authenticator, self.key
+        try:
+            principal = keys.admit(key, LOCAL, self._role)
+            self._standings.check_admitted(self.name)
+            with keys.while_valid(principal) if ends_with_key else nullcontext():
+                yield principal
+        except ServiceError as error:
+            if error.reason in HELD:
+                self._standings.check_refused(self.name, error)
+            elif error.reason not in KEY_ENDED or not (self.is_key_in_doubt or key != self.key):
+                raise
+            raise ServiceError(error.code, error.reason, error.message, retry_delay_s=HELD_S) from error
+
+    async def connect(self, coordinator: Coordinator) -> None:
+        """Continue with another coordinator, and see to it that the tenant has a key."""
+        self._coordinator = coordinator
+        self._changed = asyncio.Event()
+        if self._principal is None:
+            await self.renew_key()
+            self._change()
+
+    async def renew_key(self) -> None:
+        """Have the operator of the pool make another key."""
+        await self.repeated(self._make_key)
+
+    async def replaced_key(self, grace_seconds: int) -> str:
+        """Have the service replace the client's key; return the new one. Raises ServiceError."""
+        request = admin_pb2.RotateApiKeyRequest(grace_seconds=grace_seconds)
+        with self.calling(ends_with_key=False) as principal:
+            return str((await self._coordinator.service.rotate_api_key(principal, request)).key)
+
+    async def call(self, method: str, request: Any, *, done: str = "") -> Any:
+        """Call a use case until its response arrives.
+
+        `done`: the reason of a repeated call's refusal that says that an earlier one had its effect; returns None then.
+        """
+        attempts = itertools.count()
+
+        async def call() -> Any:
+            is_repeated = next(attempts) > 0
+            try:
+                with self.calling() as principal:
+                    return await getattr(self._coordinator.service, method)(principal, request)
+            except ServiceError as error:
+                if is_repeated and error.reason == done:
+                    return None
+                raise
+
+        return await self.repeated(call)
 
     async def run(self, coordinator: Coordinator, *, is_last: bool) -> None:
         """Continue until all is done.
@@ -128,8 +203,7 @@ class Client:
         In the last epoch, sample once more from all published weights, and fetch results until each was fetched
         `FETCHES` times.
         """
-        self._coordinator = coordinator
-        self._changed = asyncio.Event()
+        await self.connect(coordinator)
         await self._set_up()
         for sent in self._all():
             self._redraw_contents(sent)
@@ -144,37 +218,42 @@ class Client:
         """Return once the tenant has a key."""
         await self._until(lambda: self._principal is not None)
 
+    async def until_admitted(self) -> None:
+        """Return at a moment at which a call would be admitted."""
+        while True:
+            try:
+                with self.calling():
+                    return
+            except ServiceError as error:
+                await self._pause_after(error, "a call")
+
     async def keep_alive(self, coordinator: Coordinator) -> None:
         """Send heartbeats, also once all is done: other clients may need longer than a session waits."""
         while True:
             if self._principal is not None and self.session_id:
                 request = sessions_pb2.HeartbeatRequest(session_id=self.session_id)
-                with suppress(ServiceError):
-                    await coordinator.service.heartbeat(self._principal, request)
+                with suppress(ServiceError), self.calling() as principal:
+                    await coordinator.service.heartbeat(principal, request)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _set_up(self) -> None:
-        service = self._coordinator.service
-        if self._principal is None:
-            await self.repeated(self._make_key)
-            self._change()
         if not self.session_id:
             request = sessions_pb2.CreateSessionRequest(request_id="session")
-            response = await self.repeated(lambda: service.create_session(self.principal, request))
+            response = await self.call("create_session", request)
             self.session_id = response.session.session_id
         if not self.adapter_id:
             creation = adapters_pb2.CreateAdapterRequest(
                 session_id=self.session_id, base_model="toy", rank=8, index=0, seed=len(self.name)
             )
-            response = await self.repeated(lambda: service.create_adapter(self.principal, creation))
+            response = await self.call("create_adapter", creation)
             self.adapter_id = response.adapter.adapter_id
 
     async def _make_key(self) -> None:
         try:
-            key, _ = await self._coordinator.authenticator.create_key(self.name)
+            key, _ = await self._coordinator.authenticator.create_key(self.name, role=self._role)
         except StorageError as error:
             raise storage_error(error) from None
-        self._principal = self._coordinator.authenticator.authenticate(key)
+        self.key, self._principal = key, self._coordinator.authenticator.authenticate(key)
 
     async def _run_step(self, step: Step) -> None:
         """Wait until the step may be sent, submit it, and sample from the weights that it saves."""
@@ -215,7 +294,8 @@ class Client:
         await self._delay()
         variant = sent.variant
         try:
-            response = await method(self.principal, sent.build(variant))
+            with self.calling() as principal:
+                response = await method(principal, sent.build(variant))
         except ServiceError as error:
             await self._refused(sent, names, error, variant)
             return
@@ -257,7 +337,8 @@ class Client:
     async def _send_other(self, sent: Sent) -> None:
         await self._delay()
         try:
-            await getattr(self._coordinator.service, sent.method)(self.principal, sent.build(1 - sent.variant))
+            with self.calling() as principal:
+                await getattr(self._coordinator.service, sent.method)(principal, sent.build(1 - sent.variant))
         except ServiceError as error:
             if error.code is not Code.ALREADY_EXISTS and error.retry_delay_s is None:
                 raise ContractViolation(
@@ -284,14 +365,15 @@ class Client:
         stop_at = self._random.randrange(len(owners)) if self._random.random() < 0.1 else len(owners)
         timeout_s = self._random.choice((0.02, 1.0, 1e6))
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                aclosing(_generator(self._coordinator.service.wait_operations(self.principal, request))) as responses,
-            ):
-                async for response in responses:
-                    found[response.operation.name] = response.operation
-                    if len(found) > stop_at:
-                        break
+            with self.calling() as principal:
+                async with (
+                    asyncio.timeout(timeout_s),
+                    aclosing(_generator(self._coordinator.service.wait_operations(principal, request))) as responses,
+                ):
+                    async for response in responses:
+                        found[response.operation.name] = response.operation
+                        if len(found) > stop_at:
+                            break
         except TimeoutError:
             pass
         except ServiceError as error:
@@ -303,7 +385,8 @@ class Client:
         for name in sent.names:
             request = ops_pb.GetOperationRequest(name=name)
             try:
-                operation = (await self._coordinator.service.get_operation(self.principal, request)).operation
+                with self.calling() as principal:
+                    operation = (await self._coordinator.service.get_operation(principal, request)).operation
             except ServiceError as error:
                 await self._pause_after(error, "get_operation")
                 return
@@ -317,12 +400,13 @@ class Client:
         request = sampling_pb2.StreamSampleRequest(request=sent.request())
         found: dict[str, ops_pb.Operation] = {}
         try:
-            async with aclosing(
-                _generator(self._coordinator.service.stream_sample(self.principal, request))
-            ) as responses:
-                async for response in responses:
-                    if response.HasField("operation") and response.operation.state in FINAL:
-                        found[response.operation.name] = response.operation
+            with self.calling() as principal:
+                async with aclosing(
+                    _generator(self._coordinator.service.stream_sample(principal, request))
+                ) as responses:
+                    async for response in responses:
+                        if response.HasField("operation") and response.operation.state in FINAL:
+                            found[response.operation.name] = response.operation
         except ServiceError as error:
             await self._pause_after(error, "stream_sample")
         self._record([sent], found)
@@ -369,8 +453,7 @@ class Client:
         request = sampling_pb2.CreateSamplerRequest(
             session_id=self.session_id, model_path=path, request_id=f"sampler {step.seq}"
         )
-        service = self._coordinator.service
-        response = await self.repeated(lambda: service.create_sampler(self.principal, request))
+        response = await self.call("create_sampler", request)
         return str(response.sampler.sampler_id)
 
     def _all(self) -> list[Sent]:

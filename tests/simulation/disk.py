@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import NoReturn
 
+from coordinator.storage.identity import QUARANTINE
+
 
 @dataclass(slots=True, eq=False)
 class _File:
@@ -118,6 +120,16 @@ class SimDisk:
             if node not in (before.names.get(old), after.names.get(new)):
                 folder, name = self._random.choice(((before, old), (after, new)))
                 folder.names[name] = folder.durable[name] = node
+
+    def named_folders(self) -> set[tuple[str, str]]:
+        """Return root and name of all folders that hold a whole state, without quarantined ones."""
+        return {
+            (root, name)
+            for root, folder in self._root.names.items()
+            if isinstance(folder, _Folder) and root != QUARANTINE
+            for name in folder.names
+            if not name.startswith(".")
+        }
 
     def state_folders(self) -> set[str]:
         """Return the unique ends of the names of all folders that hold a whole state, quarantined ones included."""

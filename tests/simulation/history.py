@@ -30,15 +30,18 @@ from coordinator.storage import disk as coordinator_disk
 from coordinator.storage.database import Connection, StorageError, open_read_only, read_closed, set_pragmas
 from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
 from coordinator.storage.store import Store
-from tests.simulation.client import Behaviour, Client, ContractViolation
+from tests.simulation.administrator import Administrator
+from tests.simulation.client import Behaviour, Client
 from tests.simulation.counts import check_counts
 from tests.simulation.disk import SimDisk
+from tests.simulation.key_rotations import KeyRotations
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
 from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
 from tests.simulation.poisoner import Kills, Poisoner
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.short_sessions import ShortSessions
+from tests.simulation.standing import ContractViolation, Standings
 from tests.simulation.world import SimTime, World
 from tests.support.disk.apsw_connection import ApswConnection, Cursor, locked_error
 from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
@@ -54,6 +57,10 @@ RESERVE_BYTES = 1 << 18
 NOTICE_S = 10.0
 """Seconds within which a coordinator must end after a sync of its database failed."""
 DAY_S = 86400.0
+NAMED_FOLDERS = (
+    "SELECT 'checkpoints', folder FROM checkpoints UNION ALL SELECT 'snapshots', folder FROM snapshots"
+    " UNION ALL SELECT 'samplers', folder FROM samplers"
+)
 COORDINATOR_POINTS = tuple(point for point in failpoints.POINTS if not point.startswith("worker."))
 _vfs_numbers = itertools.count()
 
@@ -102,9 +109,11 @@ class History:
         self._disk.on_room = self._add_room
         self._connections: list[ApswConnection] = []
         self._lock: DataDirLock | None = None
-        self._poisoner = Poisoner(world)
+        self._standings = Standings(world)
+        self._poisoner = Poisoner(world, self._standings)
         self._kills = Kills(world, self._poisoner)
-        self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")), self._kills)
+        faults = _draw_worker_faults(world.random("faults"))
+        self._pool = SimPool(world, random.randrange(1, 4), faults, self._kills, self._standings)
         self._checkpoint_commits = random.choice((100, 20, 3))
         self._config = CoordinatorConfig(
             data_dir=folder,
@@ -119,6 +128,8 @@ class History:
         self._file_sync_fails = random.choice((0.0, 0.0, 0.0, 0.05))
         self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
         self._short_sessions = [ShortSessions(world, client) for client in self._clients]
+        self._administrator = Administrator(world, self._clients, self._standings)
+        self._rotations = [KeyRotations(world, client) for client in self._clients]
         self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
         self._ending = Ending(kind="")
         self._num_hits = 0
@@ -137,7 +148,7 @@ class History:
             for ending in [*self._endings, Ending(kind="")]:
                 self._ending, self._num_hits = ending, 0
                 self._is_last = ending.kind == ""
-                if self._is_last or not (self._poisoner.is_done and all(client.is_done for client in self._clients)):
+                if self._is_last or not self._is_done():
                     self._run_epoch()
         finally:
             failpoints.disarm()
@@ -145,6 +156,10 @@ class History:
             for connection in self._connections:
                 close_quietly(connection)
             self._vfs.unregister()
+
+    def _is_done(self) -> bool:
+        are_clients_done = all(each.is_done for each in self._clients) and all(each.is_done for each in self._rotations)
+        return are_clients_done and self._poisoner.is_done and self._administrator.is_done
 
     def _run_epoch(self) -> None:
         world = self.world
@@ -164,6 +179,7 @@ class History:
         seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only, mounts=str)
         coordinator = Coordinator(self._config, front, time, seams)
         self._kills.begin_epoch(coordinator)
+        self._standings.begin_epoch(coordinator)
         self._arm_failpoints()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
@@ -280,7 +296,13 @@ class History:
         clients = [*self._clients, self._poisoner.client]
         heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in clients]
         try:
-            parts: list[Client | ShortSessions | Poisoner] = [*self._clients, *self._short_sessions, self._poisoner]
+            parts: list[Client | ShortSessions | KeyRotations | Poisoner | Administrator] = [
+                *self._clients,
+                *self._short_sessions,
+                *self._rotations,
+                self._poisoner,
+                self._administrator,
+            ]
             await asyncio.gather(*(part.run(coordinator, is_last=self._is_last) for part in parts))
         finally:
             for each in heartbeats:
@@ -410,6 +432,14 @@ class History:
         hostile = [self._poisoner.client] if self._poisoner.is_there else []
         return {getattr(each, key) for each in (*self._clients, *hostile, *kept)}
 
+    async def _check_no_needless_folder(self, store: Store) -> None:
+        """Check that each state folder has a row soon, in an epoch without faults: also those of a deleted tenant."""
+        deadline = self.world.time() + NOTICE_S
+        while needless := self._disk.named_folders() - {(row[0], row[1]) for row in store.database.read(NAMED_FOLDERS)}:
+            if self.world.time() > deadline:
+                raise Mismatch(f"state folders without a row: {sorted(needless)}")
+            await asyncio.sleep(0.1)
+
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"
         random = self.world.random(f"script {name}")
@@ -420,7 +450,7 @@ class History:
             other=random.choice((0.0, 0.3)),
             think_s=random.choice((0.001, 0.02)),
         )
-        return Client(self.world, name, draw_script(random, random.randrange(3, 14)), behaviour)
+        return Client(self.world, name, draw_script(random, random.randrange(3, 14)), behaviour, self._standings)
 
     async def _verify(self, coordinator: Coordinator) -> None:
         """Compare all results with the oracle."""
@@ -454,6 +484,7 @@ class History:
             if ids != (needed := self._needed(key)):
                 raise Mismatch(f"{table}: {sorted(ids)} are stored, {sorted(needed)} are needed")
         check_counts(core)
+        await self._check_no_needless_folder(core.store)
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")

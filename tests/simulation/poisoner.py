@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from coordinator.coordinator import Coordinator
 from coordinator.scheduling.probation import COST_FACTOR
-from tests.simulation.client import FINAL, Behaviour, Client, ContractViolation
+from tests.simulation.client import FINAL, Behaviour, Client
+from tests.simulation.standing import ContractViolation, Standings
 from tests.simulation.world import World
 from tests.support.toy_engine import KILL_TOKEN
 from tinkerpool.convert import to_tensor
@@ -30,15 +30,15 @@ POLL_S = 0.2
 class Poisoner:
     """The poisoner of a history; without passes there is none."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, standings: Standings) -> None:
         self._world = world
         self._random = random = world.random("poisoner")
-        self.client = Client(world, "mallory", [], Behaviour(window=1, drop=0.2, repeat=0.0, other=0.0, think_s=0.01))
+        behaviour = Behaviour(window=1, drop=0.2, repeat=0.0, other=0.0, think_s=0.01)
+        self.client = Client(world, "mallory", [], behaviour, standings)
         num_passes = random.randrange(1, PASSES_MAX + 1) if random.random() < 0.3 else 0
         self._kills = [random.random() < 0.7 for _ in range(num_passes)]
         """Whether each pass kills its worker. Each is followed by a step."""
         self._num_done = 0
-        self._coordinator: Coordinator
 
     @property
     def is_there(self) -> bool:
@@ -54,15 +54,14 @@ class Poisoner:
         """Continue with the next pass."""
         if not self.is_there:
             return
-        self._coordinator = coordinator
         await self.client.run(coordinator, is_last=is_last)
         while not self.is_done:
             does_kill, seq = self._kills[self._num_done], 2 * self._num_done + 1
             step = training_pb2.OptimStepRequest(
                 adapter_id=self.client.adapter_id, seq=seq + 1, adam=types_pb2.AdamParams(learning_rate=1e-3)
             )
-            await self._call("forward_backward", _pass(self.client.adapter_id, seq, does_kill=does_kill))
-            await self._call("optim_step", step)
+            await self.client.call("forward_backward", _pass(self.client.adapter_id, seq, does_kill=does_kill))
+            await self.client.call("optim_step", step)
             found = [await self._ended(f"{self.client.adapter_id}:{each}") for each in (seq, seq + 1)]
             reasons = [each.error.reason for each in found]
             if reasons != (["WORKER_DIED", "GRADIENT_WINDOW_CLOSED"] if does_kill else ["", ""]):
@@ -73,15 +72,11 @@ class Poisoner:
     async def _ended(self, name: str) -> ops_pb.Operation:
         while True:
             found: ops_pb.Operation = (
-                await self._call("get_operation", ops_pb.GetOperationRequest(name=name))
+                await self.client.call("get_operation", ops_pb.GetOperationRequest(name=name))
             ).operation
             if found.state in FINAL:
                 return found
             await asyncio.sleep(self._random.uniform(0, POLL_S))
-
-    async def _call(self, method: str, request: Any) -> Any:
-        service, principal = self._coordinator.service, self.client.principal
-        return await self.client.repeated(lambda: getattr(service, method)(principal, request))
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from coordinator.cycle.items import SNAPSHOT
 from tests.simulation.poisoner import Kills
+from tests.simulation.standing import Standings
 from tests.simulation.world import World
 from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
@@ -94,9 +95,12 @@ class _Incarnation:
 class SimPool:
     """The workers of a history."""
 
-    def __init__(self, world: World, num_workers: int, faults: WorkerFaults, kills: Kills) -> None:
+    def __init__(
+        self, world: World, num_workers: int, faults: WorkerFaults, kills: Kills, standings: Standings
+    ) -> None:
         self.world = world
         self.kills = kills
+        self.standings = standings
         self.faults = faults
         self.random: Random = world.random("pool")
         self.workers: dict[str, _Incarnation] = {}
@@ -190,6 +194,7 @@ class SimPoolFront:
         sent = (worker, batch)
         self.outstanding.append(sent)
         worker.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
+        self._pool.standings.check_batch(batch.cycle_id, worker.operations)
         try:
             self._world.trace(f"batch {batch.cycle_id} to {worker.incarnation}: {_describe(batch)}")
             await self._delay()
@@ -211,6 +216,7 @@ class SimPoolFront:
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         worker = self._worker(worker_id)
+        self._pool.standings.check_sample(request.op_id)
         await self._delay()
         await self._until_running(worker)
         worker.engine.start_sample(request)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
-from tests.simulation.client import Client, ContractViolation
+from tests.simulation.client import Client
+from tests.simulation.standing import ContractViolation
 from tests.simulation.world import World
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -88,7 +89,7 @@ class ShortSessions:
 
     async def _create(self, life: Life) -> None:
         request = sessions_pb2.CreateSessionRequest(request_id=f"short {life.number}")
-        response = await self._call("create_session", request)
+        response = await self._client.call("create_session", request)
         life.session_id = response.session.session_id
 
     async def _make_adapter(self, life: Life) -> None:
@@ -96,22 +97,22 @@ class ShortSessions:
             request = adapters_pb2.CreateAdapterRequest(
                 session_id=life.session_id, base_model="toy", rank=8, index=0, seed=life.number
             )
-            life.adapter_id = (await self._call("create_adapter", request)).adapter.adapter_id
+            life.adapter_id = (await self._client.call("create_adapter", request)).adapter.adapter_id
 
     async def _make_sampler(self, life: Life) -> None:
         if life.has_sampler:
             request = sampling_pb2.CreateSamplerRequest(session_id=life.session_id, base_model="toy", index=0)
-            await self._call("create_sampler", request)
+            await self._client.call("create_sampler", request)
 
     async def _save(self, life: Life) -> None:
         if not life.has_checkpoint:
             return
         request = checkpoints_pb2.SaveStateRequest(adapter_id=life.adapter_id, seq=1, name="short")
-        life.saving = (await self._call("save_state", request)).operation.name
+        life.saving = (await self._client.call("save_state", request)).operation.name
         saved = ops_pb.Operation()
         while saved.state not in (ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED):
             await asyncio.sleep(self._random.uniform(0, POLL_S))
-            saved = (await self._call("get_operation", ops_pb.GetOperationRequest(name=life.saving))).operation
+            saved = (await self._client.call("get_operation", ops_pb.GetOperationRequest(name=life.saving))).operation
         life.path = saved.save_state.path
 
     async def _end(self, life: Life) -> None:
@@ -140,7 +141,9 @@ class ShortSessions:
         """Call an ended session; return whether its row is gone."""
         request = sessions_pb2.HeartbeatRequest(session_id=life.session_id)
         try:
-            await self._coordinator.service.heartbeat(self._client.principal, request)
+            await self._client.until_admitted()
+            with self._client.calling() as principal:
+                await self._coordinator.service.heartbeat(principal, request)
         except ServiceError as error:
             if error.reason == "SESSION_ENDED":
                 self._world.work["late calls of ended sessions"] += 1
@@ -162,7 +165,8 @@ class ShortSessions:
             is_reserved, is_repeated = self._world.has_reserve_for_deletions, method in life.deleted
             life.deleted |= {method}
             try:
-                await getattr(self._coordinator.service, method)(self._client.principal, request)
+                with self._client.calling() as principal:
+                    await getattr(self._coordinator.service, method)(principal, request)
             except ServiceError as error:
                 if error.reason == "STORAGE" and is_reserved and self._world.has_reserve_for_deletions:
                     raise ContractViolation(f"{method} was refused on a full disk: {error.message}") from error
@@ -177,10 +181,3 @@ class ShortSessions:
             if self._random.random() < 0.8:
                 return
             self._world.faults["response lost"] += 1
-
-    async def _call(self, method: str, request: Any) -> Any:
-        def call() -> Awaitable[Any]:
-            result: Awaitable[Any] = getattr(self._coordinator.service, method)(self._client.principal, request)
-            return result
-
-        return await self._client.repeated(call)

@@ -29,6 +29,7 @@ FAULTS = {
     "disk full",
     "file sync fails",
     "late reply",
+    "new key lost",
     "no replacement",
     "older database put back",
     "other contents",
@@ -92,6 +93,15 @@ def test_late_calls_of_ended_sessions_are_answered_before_and_after_their_rows_a
 def test_a_poisoner_kills_workers_again_and_again_also_on_probation(figures: Any) -> None:
     assert figures["work"]["passes of a poisoner"] > NUM_SEEDS / 5
     assert figures["work"]["kills on probation"] > NUM_SEEDS / 10
+
+
+def test_tenants_are_suspended_and_deleted_at_their_work_and_keys_are_replaced(figures: Any) -> None:
+    work = figures["work"]
+    assert work["suspensions"] > NUM_SEEDS / 5
+    assert work["tenants deleted"] > NUM_SEEDS / 10
+    assert work["keys replaced"] > NUM_SEEDS / 5
+    for reason in ("TENANT_SUSPENDED", "TENANT_DELETED"):
+        assert work[f"calls refused: {reason}"] > NUM_SEEDS / 10
 
 
 def test_gradients_are_discarded_and_windows_begin_behind_failed_batches(figures: Any) -> None:

@@ -107,6 +107,23 @@ async def test_queued_operations_of_a_suspended_tenant_wait_over_a_restart(tmp_p
         assert (await pool.wait(name))[0].state == SUCCEEDED
 
 
+async def test_a_suspended_tenants_adapter_is_not_rebuilt_after_a_crash_before_it_is_resumed(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        boss, adapter = await administrator(pool), await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 4), await pool.optim_step(adapter, 2))
+        await suspend(pool, boss)
+        name = await pool.forward_backward(adapter, 3, 4)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over("alice")
+        other = await pool.adapter("bob")
+        for seq in range(1, 4):
+            await pool.wait(await pool.forward_backward(other, seq, 4, tenant="bob"), tenant="bob")
+        [engine] = pool.engines["w0"]
+        assert {item.adapter_id for batch in engine.batches for item in batch.items} == {other}
+        await resume(pool, boss)
+        assert (await pool.wait(name))[0].state == SUCCEEDED
+
+
 async def test_nothing_of_a_suspended_tenant_expires_and_its_sessions_have_their_whole_timeout_again(
     tmp_path: Path,
 ) -> None:
