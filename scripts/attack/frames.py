@@ -133,13 +133,14 @@ class Connection:
                 await self._opened.wait()
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also if the pool does not read what was written."""
         if self._reading is not None:
             self._reading.cancel()
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._writer.wait_closed()
+        self._writer.transport.abort()
 
     async def _read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):

@@ -7,6 +7,7 @@ The port is bound before anything slow starts, so that a port in use is reported
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 
@@ -19,6 +20,7 @@ from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
 from coordinator.doors.tls import Tls, TlsFiles
 
+_log = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
 PENDING_MAX = 16_384
@@ -27,6 +29,8 @@ RESPONSE_BYTES_MAX = 64 << 20
 """Largest response: results may be larger than requests."""
 _STOPPING_S = 86400.0
 """Grace of running calls while the coordinator stops: unlimited, for the coordinator itself ends them."""
+_CLOSING_S = 2.0
+"""Seconds for closing connections without calls. A peer that does not read the replies to its pings takes gRPC 20 s."""
 
 
 class GrpcDoor:
@@ -79,11 +83,19 @@ class GrpcDoor:
         await asyncio.sleep(0)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait up to `grace_s` seconds for running calls, then cancel them. Idempotent."""
+        """Wait up to `grace_s` seconds for running calls, then cancel them. Idempotent.
+
+        Returns `_CLOSING_S` after that also if connections are still open: they end with the process.
+        """
         await self.refuse()
-        if self._closing is not None:
-            await self._server.stop(grace_s)
-            await self._closing
+        if self._closing is None:
+            return
+        closed = asyncio.gather(self._server.stop(grace_s), self._closing)
+        await asyncio.wait([closed], timeout=grace_s + _CLOSING_S)
+        if closed.done():
+            closed.result()
+        else:
+            _log.warning("gRPC has not closed its connections within %g s; they end with the process", _CLOSING_S)
 
     async def _watch_health(self, backend: Backend) -> None:
         while True:

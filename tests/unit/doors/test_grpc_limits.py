@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from coordinator.base.config import GrpcConfig
 from coordinator.doors.grpc import public
 from coordinator.doors.grpc.server import GrpcDoor
-from scripts.attack.frames import Connection
+from scripts.attack.frames import PING, Connection, frame
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tinkerpool.v1 import operations_pb2, sessions_pb2, sessions_pb2_grpc
 
@@ -77,6 +77,19 @@ async def test_a_client_that_does_not_even_read_its_socket_does_not_delay_the_st
     await client.call("/tinkerpool.v1.OperationService/WaitOperations", b"", KEY)
     await asyncio.sleep(0.2)  # the sockets' buffers are full
     async with asyncio.timeout(60):
+        await door.stop(grace_s=0.2)
+    await client.close()
+
+
+async def test_replies_to_pings_that_nobody_reads_do_not_delay_the_stop(start: Start) -> None:
+    door = await start(FakeBackend(FakeService()))
+    client = await Connection.open(address(door), is_read=False)
+    pings = frame(PING, 0, 0, bytes(8)) * 1000
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(2):  # the pool stops reading when its replies fill the sockets' buffers
+            while not client.is_closed:
+                await client.write(pings)
+    async with asyncio.timeout(10):  # grpc would wait 20 s for the replies
         await door.stop(grace_s=0.2)
     await client.close()
 
