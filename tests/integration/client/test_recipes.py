@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from tests.support.code_blocks import run_page
 from tests.support.served_pool import ServedPool, shipped_pool
+from tinkerpool.recipes import dpo, reinforcement, supervised
 
 pytestmark = pytest.mark.slow
+
+PAIRS = Path(__file__).parents[3] / "scripts" / "demo" / "data" / "plain_english.train.jsonl"
+Seen = dict[int, dict[str, float]]
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +31,168 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
         yield pool
 
 
-@pytest.mark.parametrize("page", ["docs/data.md"])
-def test_the_code_of_a_page_runs(
-    pool: ServedPool, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def pairs(tmp_path: Path) -> list[dict[str, str]]:
+    """Clauses in old English (prompt) and in plain English (completion)."""
+    with PAIRS.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in itertools.islice(file, 48)]
+
+
+def file_of(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def mean(seen: Seen, name: str, steps: slice) -> float:
+    return float(np.mean([metrics[name] for metrics in seen.values()][steps]))
+
+
+def test_supervised_learns_and_a_run_that_was_interrupted_takes_the_same_steps(
+    pool: ServedPool, pairs: list[dict[str, str]], tmp_path: Path
 ) -> None:
+    data, test_data = file_of(tmp_path / "train.jsonl", pairs[:40]), file_of(tmp_path / "test.jsonl", pairs[40:])
+
+    def settings(folder: str) -> supervised.Settings:
+        return supervised.Settings(
+            data=data,
+            test_data=test_data,
+            log_dir=tmp_path / folder,
+            rank=8,
+            learning_rate=1e-2,
+            batch_size=8,
+            epochs=2,
+            eval_every=5,
+            save_every=4,
+        )
+
+    def run(folder: str, seen: Seen, stop_at: int | None = None) -> str:
+        def on_metrics(step: int, metrics: Mapping[str, float]) -> None:
+            if step == stop_at:
+                raise KeyboardInterrupt
+            seen[step] = dict(metrics)
+
+        with pool.client("scribe") as service:
+            return supervised.train(settings(folder), service, on_metrics)
+
+    whole: Seen = {}
+    run("whole", whole)
+    assert list(whole) == list(range(1, 11))
+    assert mean(whole, "loss", slice(-3, None)) < 0.8 * mean(whole, "loss", slice(3))
+    assert whole[10]["test_loss"] < whole[5]["test_loss"]
+
+    before: Seen = {}
+    with pytest.raises(KeyboardInterrupt):
+        run("interrupted", before, stop_at=7)
+    after: Seen = {}
+    path = run("interrupted", after)
+    assert list(after) == [5, 6, 7, 8, 9, 10]
+    assert before | after == whole
+    with pool.client("scribe") as service:
+        assert service.create_sampling_client(path).get_base_model() == "kjv-2m"
+
+
+def test_dpo_learns_to_prefer(pool: ServedPool, pairs: list[dict[str, str]], tmp_path: Path) -> None:
+    preferences = [
+        {"prompt": words[0], "chosen": " " + " ".join(pair["completion"].split(" ")[1:]), "rejected": " " + words[1]}
+        for pair in pairs
+        if (words := pair["prompt"].split(" ", 1))[0] == pair["completion"].split(" ")[0]
+    ]
+    settings = dpo.Settings(
+        data=file_of(tmp_path / "train.jsonl", preferences[:32]),
+        test_data=file_of(tmp_path / "test.jsonl", preferences[32:]),
+        log_dir=tmp_path / "run",
+        rank=8,
+        learning_rate=2e-3,
+        batch_size=8,
+        epochs=2,
+        eval_every=4,
+    )
+    seen: Seen = {}
+    with pool.client("judge") as service:
+        dpo.train(settings, service, lambda step, metrics: seen.update({step: dict(metrics)}))
+    assert seen[1]["margin"] == 0  # the reference has the same bits as the new adapter
+    assert seen[1]["loss"] == pytest.approx(np.log(2))
+    assert mean(seen, "margin", slice(-2, None)) > 0.1
+    assert mean(seen, "accuracy", slice(-2, None)) > 0.8
+    assert seen[8]["test_margin"] > 0
+
+
+def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> None:
+    def words_with_s(record: Mapping[str, Any], reply: str) -> float:
+        words = re.findall(r"[a-z]+", reply.lower())
+        return float(sum(word.startswith(record["letter"]) for word in set(words)) / max(len(words), 6))
+
+    records = [{"prompt": prompt, "letter": "s"} for prompt in ("And", "The", "Then", "He")]
+    settings = reinforcement.Settings(
+        data=file_of(tmp_path / "train.jsonl", records),
+        test_data=file_of(tmp_path / "test.jsonl", records[:2]),
+        log_dir=tmp_path / "run",
+        rank=8,
+        learning_rate=4e-3,
+        num_steps=8,
+        batch_size=4,
+        group_size=8,
+        max_tokens=12,
+        stop="\n",
+        eval_every=0,
+    )
+    seen: Seen = {}
+    with pool.client("poet") as service:
+        reinforcement.train(settings, service, lambda step, m: seen.update({step: dict(m)}), reward=words_with_s)
+    assert mean(seen, "reward", slice(-2, None)) > 1.5 * mean(seen, "reward", slice(2))
+    assert max(abs(metrics["kl"]) for metrics in seen.values()) < 1e-5
+    assert "test_reward" in seen[8]
+
+
+@pytest.fixture
+def reader(
+    pool: ServedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> pytest.CaptureFixture[str]:
+    """A reader's terminal in an empty folder, who has the pool's address and a key."""
     monkeypatch.setenv("TINKERPOOL_BASE_URL", pool.url)
     monkeypatch.setenv("TINKERPOOL_API_KEY", pool.key("reader"))
     monkeypatch.chdir(tmp_path)
-    names = run_page(page)
-    names["client"].get_info()
-    assert "loss per token" in capsys.readouterr().out
+    return capsys
+
+
+def test_the_code_of_the_page_about_data_runs(reader: pytest.CaptureFixture[str]) -> None:
+    run_page("docs/data.md")
+    shown = reader.readouterr().out
+    assert "loss per token" in shown
+    assert "wrong.jsonl, line 1: expected" in shown
+
+
+def test_the_code_of_the_page_about_recipes_runs(
+    reader: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run_page("docs/recipes.md")
+    assert "trained weights: tinker://" in reader.readouterr().out
+    steps = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1]
+    assert "loss" in steps[0]
+    # Stand-ins: tests install neither library.
+    wandb, tensorboard = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    names["to_wandb"]("project", names["settings"])(3, {"loss": 2.0})
+    names["to_tensorboard"]("runs")(3, {"loss": 2.0})
+    wandb.init.assert_called_once_with(project="project", config=vars(names["settings"]))
+    wandb.init().log.assert_called_once_with({"loss": 2.0}, step=3)
+    tensorboard.SummaryWriter("runs").add_scalar.assert_called_once_with("loss", 2.0, 3)
+
+
+def test_a_recipe_runs_at_the_command_line_and_reports_a_mistake_in_one_line(
+    reader: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(data: Path) -> subprocess.CompletedProcess[str]:
+        options = ["--data", str(data), "--log-dir", "run", "--rank", "8", "--epochs", "2", "--batch-size", "1"]
+        command = [sys.executable, "-m", "tinkerpool.recipes.supervised", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(file_of(tmp_path / "train.jsonl", [{"text": "In the beginning"}]))
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["step", "1/2", "2/2", "trained"]
+    wrong = run(file_of(tmp_path / "wrong.jsonl", [{"text": "In the beginning"}] * 2))
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: run has a run with other settings")
+    assert len(wrong.stderr.splitlines()) == 1

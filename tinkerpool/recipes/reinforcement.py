@@ -1,0 +1,174 @@
+"""Reinforcement learning in the manner of GRPO: sample replies, score them, learn from the better ones.
+
+Each line of --data is a JSON object with a prompt, a text or a list of messages, and what the reward reads:
+
+  {"prompt": "What is 3 + 4?", "answer": "7"}
+
+A step samples --group-size replies to each of --batch-size prompts. A reply's advantage is its reward minus its
+group's mean, over the group's standard deviation (Shao et al. 2024). Groups of equal rewards teach nothing and are
+left out. For example:
+
+  python -m tinkerpool.recipes.reinforcement --data sums.jsonl --reward my_rewards:is_right --log-dir runs/sums
+
+The reward is a function of the line (a dict) and the reply's text; without --reward it is 1 if the reply has the
+line's "answer", else 0. reward, the mean over a step's replies, rises. learned is the share of replies in groups with
+different rewards: if it stays near 0, begin with easier prompts or larger groups. kl is the difference of sampler and
+trainer on the sampled tokens: about 0, because both have the same weights.
+An interrupted run continues with the same command.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinkerpool import APIFuture, Datum, ModelInput, SampleResponse, SamplingClient, SamplingParams, ServiceClient
+from tinkerpool.data import Batches, encode_prompt, read_jsonl
+from tinkerpool.data.schedule import ScheduleKind
+from tinkerpool.recipes.options import option, run_program
+from tinkerpool.recipes.progress import OnMetrics, Progress
+from tinkerpool.recipes.run import Run, RunSettings, is_due
+
+Reward = Callable[[Mapping[str, Any], str], float]
+"""Scores a reply to a line."""
+Task = tuple[Mapping[str, Any], list[int]]
+"""A line and the tokens of its prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
+    """What `train` does."""
+
+    data: Path = option("JSONL file of prompts to learn from")
+    test_data: Path | None = option("JSONL file to evaluate on, with the likeliest reply to each prompt", None)
+    reward: str = option("module:function that scores a reply", "tinkerpool.recipes.reinforcement:has_answer")
+    num_steps: int = option("steps", 50)
+    batch_size: int = option("prompts in a step", 8)
+    group_size: int = option("replies to a prompt", 8)
+    max_tokens: int = option("most tokens of a reply", 256)
+    temperature: float = option("of the samples", 1.0)
+    stop: str | None = option("text that ends a reply; left out: the model's end of text", None)
+    learning_rate: float = option("highest learning rate", 1e-4)
+    schedule: ScheduleKind = option("decay of the learning rate", "constant")
+
+
+def has_answer(record: Mapping[str, Any], reply: str) -> float:
+    """Return 1 if the reply has the line's answer, else 0."""
+    return float(str(record["answer"]) in reply)
+
+
+def named_reward(name: str) -> Reward:
+    """Return the function `module:function`. Raises ValueError if there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"reward must be module:function, got {name!r}: {error}") from error
+    return found
+
+
+def task(tokenizer: Any, record: Mapping[str, Any]) -> Task:
+    """Return a line with its prompt's tokens. Raises ValueError if it has no prompt."""
+    if not record.get("prompt"):
+        raise ValueError(f'expected {{"prompt": ..., and what the reward reads}}; got the keys {sorted(record)}')
+    return record, encode_prompt(tokenizer, record["prompt"])
+
+
+def learn_from(prompt: list[int], sequences: Sequence[Any], rewards: Sequence[float]) -> list[Datum]:
+    """Return a group's datums for `importance_sampling`; none if all rewards are equal."""
+    scores = np.array(rewards, np.float64)
+    if not scores.std():
+        return []
+    data = []
+    for sequence, advantage in zip(sequences, (scores - scores.mean()) / (scores.std() + 1e-4), strict=True):
+        tokens, before = prompt + sequence.tokens, np.zeros(len(prompt) - 1)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": np.concatenate([before, sequence.logprobs]),
+            "advantages": np.concatenate([before, np.full(len(sequence.tokens), advantage)]),
+        }
+        data.append(Datum(tokens[:-1], inputs))
+    return data
+
+
+def kl_sample_train(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean over sampled tokens of (log-probability when sampled - log-probability in training)."""
+    differences = []
+    for datum, output in zip(data, outputs, strict=True):
+        is_sampled = datum.loss_fn_inputs["advantages"].data != 0
+        differences.append((datum.loss_fn_inputs["logprobs"].data - output["logprobs"].data)[is_sampled])
+    return float(np.concatenate(differences).mean())
+
+
+def train(
+    settings: Settings,
+    service: ServiceClient | None = None,
+    on_metrics: OnMetrics | None = None,
+    reward: Reward | None = None,
+) -> str:
+    """Train, and return the path of the trained weights. `reward` replaces the one that the settings name."""
+    score = reward or named_reward(settings.reward)
+    service = service or ServiceClient()
+    run = Run(settings)
+    client = run.training_client(service)
+    tokenizer = client.get_tokenizer()
+    tasks = read_jsonl(settings.data, lambda record: task(tokenizer, record))
+    test_tasks = read_jsonl(settings.test_data, lambda record: task(tokenizer, record)) if settings.test_data else []
+    batches, num_steps = Batches(tasks, settings.batch_size, seed=settings.seed), settings.num_steps
+
+    def sample(sampler: SamplingClient, step: int, *, is_test: bool = False) -> list[APIFuture[SampleResponse]]:
+        return [
+            sampler.sample(
+                ModelInput.from_ints(prompt),
+                1 if is_test else settings.group_size,
+                SamplingParams(
+                    max_tokens=settings.max_tokens,
+                    temperature=0 if is_test else settings.temperature,
+                    stop=settings.stop,
+                    seed=(settings.seed * 1_000_003 + step) * 1_009 + index,
+                ),
+            )
+            for index, (_, prompt) in enumerate(test_tasks if is_test else batches.at(step))
+        ]
+
+    def rewards_of(record: Mapping[str, Any], response: SampleResponse) -> list[float]:
+        texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in response.sequences]
+        return [float(score(record, text)) for text in texts]
+
+    with Progress(run.start_step, num_steps, on_metrics) as progress:
+        sampler = client.save_weights_and_get_sampling_client()
+        groups = sample(sampler, run.start_step)
+        for step in range(run.start_step, num_steps):
+            data, rewards, done = [], [], step + 1
+            for (record, prompt), group in zip(batches.at(step), groups, strict=True):
+                rewards.append(rewards_of(record, group.result()))
+                data += learn_from(prompt, group.result().sequences, rewards[-1])
+            passed = client.forward_backward(data, "importance_sampling") if data else None
+            stepped = client.optim_step(run.adam(step, num_steps)) if data else None
+            saved = run.save(client, done, num_steps)
+
+            # The next step's samples are submitted before this step's results are awaited.
+            sampler = client.save_weights_and_get_sampling_client()
+            groups = sample(sampler, done) if done < num_steps else []
+            metrics = {"reward": float(np.mean(rewards)), "learned": len(data) / settings.group_size / len(rewards)}
+            if passed is not None and stepped is not None:
+                metrics["kl"] = kl_sample_train(data, passed.result().loss_fn_outputs)
+                metrics["grad_norm"] = stepped.result().metrics["grad_norm:last"]
+            if test_tasks and is_due(done, settings.eval_every, num_steps):
+                tested = zip(test_tasks, sample(sampler, done, is_test=True), strict=True)
+                metrics["test_reward"] = float(np.mean([rewards_of(t[0], future.result()) for t, future in tested]))
+            progress.report(done, metrics)
+            run.record(done, saved)
+
+        path = client.save_weights_for_sampler("final").result().path
+        progress.say(f"trained weights: {path}")
+    return path
+
+
+if __name__ == "__main__":
+    run_program(Settings, train, __doc__, "tinkerpool.recipes.reinforcement")
