@@ -267,15 +267,13 @@ def _find_directory(name: str) -> Path | None:
 
 def _load(name: str) -> Callable[..., Any]:
     """Return the function of an entry point. Raises ExportError if the pool's libraries are not installed."""
-    missing = "torch"
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
         try:
             function: Callable[..., Any] = entry_point.load()
         except ModuleNotFoundError as error:
-            missing = error.name or missing
-        else:
-            return function
-    raise ExportError(
-        f"this export computes with the base model's weights, and {missing} is not installed: "
-        "pip install 'tinkerpool[pool]'"
-    )
+            raise ExportError(
+                f"this export computes with the base model's weights, and {error.name} is not installed: "
+                "pip install 'tinkerpool[pool]'"
+            ) from None
+        return function
+    raise ExportError(f"this installation of tinkerpool is older than its code (no {ENTRY_POINTS}): install it again")

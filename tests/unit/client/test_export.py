@@ -73,6 +73,9 @@ def test_merging_without_the_pools_libraries_says_what_to_install(monkeypatch: p
     monkeypatch.setattr(export_module, "entry_points", find)  # as on a machine with the light client
     with pytest.raises(ExportError, match=r"not_installed is not installed: pip install 'tinkerpool\[pool\]'"):
         Exporter(checkpoint=CHECKPOINT, format="merged")
+    monkeypatch.setattr(export_module, "entry_points", lambda **_: [])  # as in a checkout that was set up before
+    with pytest.raises(ExportError, match="install it again"):
+        Exporter(checkpoint=CHECKPOINT, format="merged")
 
 
 @pytest.mark.parametrize(
