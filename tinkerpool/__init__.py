@@ -77,3 +77,6 @@ if not TYPE_CHECKING:  # a type checker would accept any name
         if name in _CLIENTS:
             return getattr(importlib.import_module(_CLIENTS[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -133,11 +133,6 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
     """Return a sentence about an error of the client."""
     is_refusal = getattr(error, "reason", "") != ""
     match error:
-        case Unavailable() if not is_refusal and _is_untrusted_certificate(error):
-            return (
-                f"the certificate of {target.url} is not trusted on this machine; the environment variable "
-                "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names a file (PEM) with the authorities to trust"
-            )
         case Unavailable() if not is_refusal:
             host = parse_target(target.url)[0].rpartition(":")[0]
             if host in {"127.0.0.1", "localhost", "[::1]"}:
@@ -154,7 +149,3 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
             return f"the server at {target.url} is no tinkerpool, or one of another version"
         case _:
             return str(getattr(error, "message", error))
-
-
-def _is_untrusted_certificate(error: TinkerpoolError) -> bool:
-    return "certificate" in str(error).lower()

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -38,6 +38,12 @@ class RestClient:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+
+    def __repr__(self) -> str:
+        return f"<RestClient of {self._connection.address}: {'closed' if self._connection.is_closed else 'open'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a RestClient cannot be pickled: make a new ServiceClient in the other process")
 
     def get_server_capabilities(self) -> APIFuture[types.GetServerCapabilitiesResponse]:
         """Return the pool's base models and limits."""

@@ -78,6 +78,10 @@ class SamplingClient(Ready):
         self._base_model = base_model
         self._seqs = itertools.count(first_seq(is_copy=is_copy))
 
+    def __repr__(self) -> str:
+        state = "closed" if self._connection.is_closed else "open"
+        return f"<SamplingClient {self._sampler_id} of {self._base_model}: {state}>"
+
     @property
     def sampler_id(self) -> str:
         """`<session id>:sample:<index>`."""
@@ -130,7 +134,8 @@ class SamplingClient(Ready):
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_targets=targets,
         )
-        return self._connection.start(self._sample(request), is_cancellable=True)
+        label = operation_name(request.sampler_id, request.seq)
+        return self._connection.start(self._sample(request), is_cancellable=True, label=label)
 
     async def sample_async(
         self,

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from tinkerpool import types
 from tinkerpool.client.calls import methods
@@ -65,6 +65,13 @@ class ServiceClient:
             transport = GrpcTransport(*find_service(base_url, api_key), root_certificates=root_certificates)
         self._connection = Connection(transport, policy)
         self._session = Session(self._connection, user_metadata)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._connection.is_closed else "open"
+        return f"<ServiceClient of {self._connection.address}: {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServiceClient cannot be pickled: make a new ServiceClient in the other process")
 
     def create_lora_training_client(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
-from tinkerpool.errors import ApiError, FailedPrecondition, NotFound, TinkerpoolError
+from tinkerpool.errors import ApiError, ConfigurationError, FailedPrecondition, NotFound, TinkerpoolError
 from tinkerpool.v1 import sessions_pb2
 
 _log = logging.getLogger("tinkerpool")
@@ -67,7 +67,7 @@ class Session:
             except (NotFound, FailedPrecondition) as error:
                 _log.warning("session %s has ended, make a new ServiceClient: %s", session_id, error)
                 return
-            except ApiError as error:
+            except (ApiError, ConfigurationError) as error:
                 silence_s += HEARTBEAT_INTERVAL_S
                 if silence_s >= SILENCE_MAX_S:
                     _log.warning("no reply to a heartbeat for %.0f s; the session may expire: %s", silence_s, error)

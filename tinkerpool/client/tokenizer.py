@@ -23,6 +23,9 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.credentials import home
 from tinkerpool.v1 import sessions_pb2
 
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names, in releases of transformers, of the class that does what `tokenizer.json` says and nothing else."""
+
 
 async def fetch_tokenizer(connection: Connection, base_model: str) -> Any:
     """Fetch a base model's tokenizer. Raises NotFound, ImportError."""
@@ -35,7 +38,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Any:
     """Return the tokenizer of these files. Raises ImportError, naming the libraries that could read them."""
     directory = keep(files, home() / "tokenizers")
     if importlib.util.find_spec("transformers") is not None:
-        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(str(directory))
+        tokenizer_class = getattr(importlib.import_module("transformers"), _tokenizer_class(directory))
+        return tokenizer_class.from_pretrained(str(directory))
     if importlib.util.find_spec("tokenizers") is not None:
         return PlainTokenizer(directory)
     raise ImportError("get_tokenizer needs a library that reads tokenizers: pip install transformers (or tokenizers)")
@@ -61,14 +65,30 @@ def keep(files: Mapping[str, bytes], cache: Path) -> Path:
     return directory
 
 
+def _tokenizer_class(directory: Path) -> str:
+    """Return the class of transformers that reads these files.
+
+    `AutoTokenizer` imports torch and takes seconds; a tokenizer of the generic class does not need it.
+    """
+    is_generic = (directory / "tokenizer.json").exists() and (
+        _config(directory).get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in _config(directory)
+    )
+    return "PreTrainedTokenizerFast" if is_generic else "AutoTokenizer"
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return config
+
+
 class PlainTokenizer:
     """Wraps `tokenizers.Tokenizer` with the methods that a training loop needs, named as in transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.name_or_path = str(directory)
         self._tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
-        config_file = directory / "tokenizer_config.json"
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        config = _config(directory)
         self.eos_token: str | None = _content(config.get("eos_token"))
         self.bos_token: str | None = _content(config.get("bos_token"))
         self.pad_token: str | None = _content(config.get("pad_token"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, NoReturn, get_args, overload
 
 from tinkerpool import types
 from tinkerpool.client.calls import encoding, methods
@@ -30,7 +30,17 @@ class TrainingClient(Ready):
         self._session = session
         self._connection: Connection = session.connection
         self._adapter = adapter
-        self._sequence = AdapterSequence(self._connection, adapter.next_seq)
+        self._sequence = AdapterSequence(self._connection, adapter.adapter_id, adapter.next_seq)
+
+    def __repr__(self) -> str:
+        adapter = self._adapter
+        return f"<TrainingClient {self.model_id} of {adapter.base_model}, rank {adapter.rank}: {self._sequence.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a TrainingClient cannot be pickled, because an adapter has one writer: send its model_id, and call "
+            f"ServiceClient().get_training_client({self.model_id!r}) in the other process"
+        )
 
     @property
     def model_id(self) -> str:

@@ -90,6 +90,14 @@ def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     client.forward([datum(1)], "cross_entropy").result(60)
 
 
+def test_a_client_of_the_http_port_says_at_once_that_grpc_has_another(pool: RestartablePool) -> None:
+    with (
+        ServiceClient(pool.http_url, pool.key()) as service,
+        pytest.raises(errors.ConfigurationError, match="is an HTTP port, and this client speaks gRPC"),
+    ):
+        service.get_server_capabilities()
+
+
 def test_another_tenants_training_run_is_not_found(service: ServiceClient, pool: RestartablePool) -> None:
     client = service.create_lora_training_client(rank=8)
     with ServiceClient(pool.url, pool.key("mallory")) as stranger:

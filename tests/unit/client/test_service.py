@@ -1,6 +1,7 @@
 """ServiceClient: the address of the pool, the session, the clients that it creates, and its imports."""
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import time
@@ -15,10 +16,17 @@ from tinkerpool.client import service_client
 from tinkerpool.client import session as session_module
 from tinkerpool.v1 import (
     adapters_pb2,
+    operations_pb2,
     sessions_pb2,
+    training_pb2,
 )
 
 PROMPT = ModelInput.from_ints([1, 2])
+FAILED = operations_pb2.Operation(
+    name="5e55:train:0:2",
+    state=operations_pb2.OPERATION_STATE_FAILED,
+    error=operations_pb2.OperationError(code=errors.Code.INTERNAL, reason="INTERNAL", message="no"),
+)
 
 
 def test_a_broken_credentials_file_is_named(tmp_path: Path) -> None:
@@ -170,3 +178,37 @@ async def test_a_client_works_while_the_users_own_loop_is_blocked(pool: FakePool
     await asyncio.sleep(0)
     client = service.create_lora_training_client()
     assert client.optim_step().result(60).metrics == {"grad_norm:last": 1}
+
+
+def test_the_names_of_the_package_are_exactly_the_public_ones() -> None:
+    assert dir(tinkerpool) == sorted(tinkerpool.__all__)
+    assert all(getattr(tinkerpool, name) is not None for name in dir(tinkerpool))
+
+
+def test_clients_and_futures_show_their_id_base_model_and_state(pool: FakePool, service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    sampler = service.create_sampling_client(base_model="toy")
+    assert repr(client) == "<TrainingClient 5e55:train:0 of toy, rank 8: next seq 1>"
+    assert repr(sampler) == "<SamplingClient 5e55:sample:7 of toy: open>"
+    pool.is_held = True
+    running = client.optim_step()
+    assert repr(running) == "<APIFuture of 5e55:train:0:1: running>"
+    assert repr(client).endswith(": next seq 2>")
+    assert repr(service) == "<ServiceClient of a transport of its own: open>"
+    pool.handlers["OptimStep"] = lambda request: training_pb2.OptimStepResponse(operation=FAILED)
+    failed = client.optim_step()
+    with pytest.raises(errors.OperationFailed):
+        failed.result(60)
+    assert repr(failed) == "<APIFuture of 5e55:train:0:2: failed, OperationFailed: 5e55:train:0:2: INTERNAL: no>"
+    service.close()
+    for each in (client, sampler, service, service.create_rest_client()):
+        assert repr(each).endswith("closed>")
+
+
+def test_pickling_a_client_that_cannot_travel_says_what_to_do_instead(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    with pytest.raises(TypeError, match=r"get_training_client\('5e55:train:0'\)"):
+        pickle.dumps(client)
+    for each in (service, service.create_rest_client()):
+        with pytest.raises(TypeError, match="make a new ServiceClient in the other process"):
+            pickle.dumps(each)

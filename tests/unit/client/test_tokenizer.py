@@ -1,6 +1,9 @@
 """Tokenizers are fetched from the pool and cached by their contents."""
 
+import ast
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,16 @@ def test_transformers_and_tokenizers_give_the_same_tokens(
     assert plain.decode([*tokens, plain.eos_token_id or 0], skip_special_tokens=True) == TEXT
     assert (plain.eos_token, plain.eos_token_id) == (full.eos_token, full.eos_token_id)
     assert (plain.pad_token_id, plain.bos_token_id, len(plain)) == (full.pad_token_id, full.bos_token_id, len(full))
+
+
+def test_a_tokenizer_of_transformers_is_loaded_without_torch() -> None:
+    code = "import sys; from tinkerpool.client.tokenizer import load_tokenizer; from pathlib import Path; "
+    code += f"folder = Path({str(MODEL)!r}); names = ('tokenizer.json', 'tokenizer_config.json'); "
+    code += "load_tokenizer({name: (folder / name).read_bytes() for name in names}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    modules = set(ast.literal_eval(done.stdout))
+    assert "transformers" in modules
+    assert "torch" not in modules
 
 
 def test_the_error_for_a_missing_tokenizer_library_names_what_to_install(

@@ -170,9 +170,23 @@ class Connection:
             raise TypeError("a client with a transport of its own cannot be copied to another process")
         return self._transport.endpoint
 
-    def start(self, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False) -> APIFuture[T]:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client was closed."""
+        return self._is_closed
+
+    @property
+    def address(self) -> str:
+        """The pool's address, for people."""
+        return (
+            self._transport.endpoint.base_url
+            if isinstance(self._transport, GrpcTransport)
+            else "a transport of its own"
+        )
+
+    def start(self, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False, label: str = "") -> APIFuture[T]:
         """Start a coroutine on the background loop; coroutines begin in the order of these calls."""
-        return futures.start(self._background, work, is_cancellable=is_cancellable)
+        return futures.start(self._background, work, is_cancellable=is_cancellable, label=label)
 
     def stream_of(self, open_stream: Callable[[], AsyncGenerator[T, None]]) -> BackgroundStream[T]:
         """Return a stream that is read on the background loop."""

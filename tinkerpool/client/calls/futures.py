@@ -86,11 +86,28 @@ class APIFuture(Awaitable[T], Generic[T]):
     """A result that the background loop computes. Waiting again returns the same result."""
 
     def __init__(
-        self, background: BackgroundLoop, future: concurrent.futures.Future[T], *, is_cancellable: bool = False
+        self,
+        background: BackgroundLoop,
+        future: concurrent.futures.Future[T],
+        *,
+        is_cancellable: bool = False,
+        label: str = "",
     ) -> None:
         self._background = background
         self._future = future
         self._is_cancellable = is_cancellable
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<APIFuture{self._label and ' of '}{self._label}: {self._state()}>"
+
+    def _state(self) -> str:
+        if not self._future.done():
+            return "running"
+        if self._future.cancelled():
+            return "cancelled"
+        error = self._future.exception()
+        return "done" if error is None else f"failed, {type(error).__name__}: {error}"
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result, at most `timeout` seconds; None: without limit.
@@ -138,9 +155,11 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def start(background: BackgroundLoop, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False) -> APIFuture[T]:
-    """Start a coroutine on the background loop; returns at once."""
-    return APIFuture(background, background.submit(work), is_cancellable=is_cancellable)
+def start(
+    background: BackgroundLoop, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False, label: str = ""
+) -> APIFuture[T]:
+    """Start a coroutine on the background loop; returns at once. `label`: the name of what it computes, for `repr`."""
+    return APIFuture(background, background.submit(work), is_cancellable=is_cancellable, label=label)
 
 
 class Ready:

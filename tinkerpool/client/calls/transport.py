@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.credentials import parse_target
-from tinkerpool.errors import ApiError, ClientClosed, Code, api_error
+from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 16 << 20
 """Largest request."""
@@ -137,7 +137,7 @@ class GrpcTransport:
                 self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_CHANNEL_OPTIONS)
         return self._channel
 
-    def _api_error(self, error: grpc.aio.AioRpcError) -> ApiError:
+    def _api_error(self, error: grpc.aio.AioRpcError) -> ApiError | ConfigurationError:
         reason, metadata, retry_delay_s = "", {}, None
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
         for detail in status.details if status else ():
@@ -150,10 +150,27 @@ class GrpcTransport:
                 detail.Unpack(retry)
                 retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
         message = error.details() or "no details"
-        if not reason:
-            message = f"{message} (at {self._target})"
         number: int = error.code().value[0]
+        if not reason and Code.of(number) is Code.UNAVAILABLE:
+            if "CERTIFICATE_VERIFY_FAILED" in message:
+                return ConfigurationError(_UNTRUSTED.format(url=self.endpoint.base_url))
+            if "http1.x server" in message or "Failed parsing HTTP/2" in message:
+                return ConfigurationError(_HTTP_PORT.format(target=self._target))
+            message = _UNREACHABLE.format(target=self._target, message=message)
+        elif not reason:
+            message = f"{message} (at {self._target})"
         return api_error(Code.of(number), message, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+
+
+_UNTRUSTED = (
+    "the certificate of {url} is not trusted on this machine: pass its authorities (PEM) as root_certificates, or name "
+    "their file in the environment variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+)
+_HTTP_PORT = (
+    "{target} is an HTTP port, and this client speaks gRPC: give the pool's gRPC port, which `tinkerpool status` shows "
+    "(by default 7600); the HTTP port is for TINKER_BASE_URL and for OpenAI's clients"
+)
+_UNREACHABLE = "no pool replies at {target}: start one with `tinkerpool up`, or give the address of another ({message})"
 
 
 def _raise_if_closed() -> None:

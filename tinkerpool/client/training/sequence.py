@@ -16,7 +16,16 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
 from tinkerpool.client.calls.retry import is_retryable
-from tinkerpool.errors import AlreadyExists, ApiError, InternalError, OrderBroken, PermissionDenied, Unauthenticated
+from tinkerpool.errors import (
+    AlreadyExists,
+    ApiError,
+    ConfigurationError,
+    InternalError,
+    OrderBroken,
+    PermissionDenied,
+    Unauthenticated,
+)
+from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2
 
 T = TypeVar("T")
@@ -65,9 +74,10 @@ class AdapterSequence:
     would wait behind the gap, or mix with the other client's steps.
     """
 
-    def __init__(self, connection: Connection, next_seq: int) -> None:
+    def __init__(self, connection: Connection, adapter_id: str, next_seq: int) -> None:
         self._connection = connection
-        self._broken_by: ApiError | None = None
+        self._adapter_id = adapter_id
+        self._broken_by: ApiError | ConfigurationError | None = None
         self._lock = threading.Lock()
         self._next_seq = next_seq
         self._window = SendWindow(next_seq)
@@ -75,9 +85,18 @@ class AdapterSequence:
     def reserve(self, num_seqs: int, make: Callable[[int], Coroutine[Any, Any, T]]) -> APIFuture[T]:
         """Reserve the next `num_seqs` seqs, and start the coroutine that `make` returns for the first of them."""
         with self._lock:
-            future = self._connection.start(make(self._next_seq))
+            future = self._connection.start(
+                make(self._next_seq), label=operation_name(self._adapter_id, self._next_seq)
+            )
             self._next_seq += num_seqs  # not before the start, which may raise
         return future
+
+    @property
+    def state(self) -> str:
+        """What this client can do now, for people."""
+        if self._connection.is_closed:
+            return "closed"
+        return f"next seq {self._next_seq}" if self._broken_by is None else "broken: use get_training_client"
 
     async def send(
         self, method: Unary[RequestT, ResponseT], request: RequestT, seq: int, *, num_seqs: int = 1
@@ -92,7 +111,7 @@ class AdapterSequence:
                     f"continue with ServiceClient.get_training_client. The refusal was: {self._broken_by}"
                 )
             return await self._connection.call(method, request)
-        except ApiError as error:
+        except (ApiError, ConfigurationError) as error:
             if _leaves_a_gap(error) and self._broken_by is None:
                 self._broken_by = error
             raise
@@ -109,8 +128,10 @@ class AdapterSequence:
         return await self.outcome(response.operation)  # type: ignore[attr-defined]  # every such response has it
 
 
-def _leaves_a_gap(error: ApiError) -> bool:
+def _leaves_a_gap(error: ApiError | ConfigurationError) -> bool:
     """Return whether the refused seq stays unused, or belongs to another client. Other refusals are recorded there."""
+    if isinstance(error, ConfigurationError):
+        return True
     is_foreign, was_given_up = "expected_seq" in error.metadata, is_retryable(error)
     return (
         is_foreign
