@@ -14,6 +14,7 @@ operations compute. The invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class AdapterLog:
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
     """Bytes of the payloads that add to the pending gradient, since the last operation that ends a window."""
+    may_begin: bool = True
+    """Whether operations may begin now; otherwise only replays, and what has run in part, are ready."""
     gap_since: float | None = None
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
@@ -156,6 +159,10 @@ class AdapterLog:
     def has_pending_gradient(self) -> bool:
         """The copy's gradient is not empty."""
         return self.copy.window.has_gradient
+
+    def let_begin(self, may_begin: bool) -> None:
+        """Let operations begin from now on, or not."""
+        self.may_begin = may_begin
 
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
@@ -405,7 +412,12 @@ class AdapterLog:
         return expected if waits_behind else None
 
     def _one_by_one(self, ready: Iterator[Operation]) -> Iterator[Operation]:
-        """Return the operations before the first quarantined one, or only that one if it is first."""
+        """Return the operations before the first quarantined one, or only that one if it is first.
+
+        Without those that may not begin now.
+        """
+        if not self.may_begin:
+            ready = itertools.takewhile(lambda each: self._is_replay(each) or self.num_chunks_done(each) > 0, ready)
         return ready if self.quarantined == NO_SEQS else _until_quarantined(ready, *self.quarantined)
 
     def _ready_passes(self) -> Iterator[Operation]:

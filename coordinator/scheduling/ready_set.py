@@ -113,9 +113,10 @@ class ReadySet:
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
     def _can_run(self, log: AdapterLog) -> bool:
+        is_held = self._is_held(log.tenant_id)
+        log.let_begin(not is_held and not self._is_stopping)
         if self.waits_for_file(log):
             return False
-        is_held = self._is_held(log.tenant_id)
         if not is_held and not self._is_stopping:
             return True
         if log.is_between_operations:

@@ -366,6 +366,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_suspension.py",),
     ),
     Guard(
+        name="what has begun ends, and nothing behind it begins",
+        file="coordinator/scheduling/ready_set.py",
+        before="        log.let_begin(not is_held and not self._is_stopping)\n",
+        after="",
+        tests=("tests/unit/scheduling/test_ready_set.py", "-k", "behind"),
+    ),
+    Guard(
         name="replays of a suspended tenant wait",
         file="coordinator/scheduling/ready_set.py",
         before="return not is_held or not log.is_replaying or self._publishing",

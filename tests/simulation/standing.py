@@ -91,7 +91,7 @@ class Standings:
         """Check that a cycle begins no operation of a tenant that was suspended before the cycle."""
         for name in operations - self._begun if self._suspensions else ():
             suspension = self._suspensions.get(self._owner(name))
-            if suspension is not None and cycle_id > suspension.cycle_id:
+            if suspension is not None and cycle_id > suspension.cycle_id and not self._is_rematerialized(name):
                 raise ContractViolation(f"{name} of a suspended tenant begins in cycle {cycle_id}")
         self._begun |= operations
 
@@ -105,6 +105,14 @@ class Standings:
         ):
             raise ContractViolation(f"{name}, a sample of a suspended tenant, begins")
         self._begun.add(name)
+
+    def _is_rematerialized(self, name: str) -> bool:
+        """Return whether an operation is replayed for weights that others may sample."""
+        adapter_id, _, seq = name.rpartition(":")
+        core = self._coordinator.core
+        operation = core.admission.find(adapter_id, int(seq))
+        needs_log = core.states.publishing.must_rematerialize(adapter_id)
+        return needs_log and operation is not None and operation.is_committed
 
     def _owner(self, name: str) -> str:
         target_id, _, seq = name.rpartition(":")

@@ -4,11 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
+from coordinator.payloads.passes import Chunk
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
@@ -180,6 +183,26 @@ def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
     bench.ready.stop()
     assert bench.allowed() == ["begun"]
+
+
+@pytest.mark.parametrize("is_stop", [True, False], ids=["stop", "suspension"])
+def test_behind_an_operation_that_ran_in_part_no_other_begins_during_a_stop_or_a_suspension(is_stop: bool) -> None:
+    adapter = adapter_with(FB, FB, STEP, tenant="suspended")
+    adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
+    bench = Bench(adapter)
+    adapter.place_copy("w0")
+    adapter.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    [before] = bench.ready.candidates()
+    assert list(before.chunk_tokens) == [5, 4]
+    if is_stop:
+        bench.ready.stop()
+    else:
+        bench.held.add("suspended")
+    [candidate] = bench.ready.candidates()
+    assert list(candidate.chunk_tokens) == [5]
+    run(adapter, 1)
+    assert not bench.allowed()
+    assert not list(bench.ready.due_steps())
 
 
 def test_an_adapter_of_a_suspended_tenant_waits_between_operations_and_others_run() -> None:
