@@ -210,7 +210,7 @@ class GrpcConfig(DoorConfig):
         if not (self.is_tls or self.allow_plaintext or is_loopback(self.host)):
             raise ValueError(
                 f"{self.host} can be reached from other machines, and without TLS the API keys could be read on the "
-                "way: give a certificate and its key, bind 127.0.0.1, or allow plaintext explicitly"
+                "way: give --tls-cert and --tls-key, leave --host out, or accept that with --allow-plaintext"
             )
 
 
@@ -249,7 +249,10 @@ class HttpConfig(DoorConfig):
                 f"{self.receive_bytes_max}"
             )
         if self.is_remote and not (self.is_tls or self.allow_plaintext):
-            raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
+            raise ValueError(
+                f"{self.host} can be reached from other machines: give --tls-cert and --tls-key, leave --host out, or "
+                "accept that with --allow-plaintext"
+            )
         _check_positive(self, "connections_max", "handshake_s", "idle_s", "head_s", "body_s", "poll_s")
 
 

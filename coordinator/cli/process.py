@@ -163,6 +163,6 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(30)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C again: do not wait for it, and do not leave it
         process.kill()
         process.wait()

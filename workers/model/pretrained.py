@@ -51,12 +51,22 @@ class UnsupportedModelError(ValueError):
 
 
 def find_directory(path: Path | str) -> Path:
-    """Return a model directory: `path` itself, or the directory in the local hub cache of a model with that name."""
+    """Return a model directory: `path` itself, or the directory in the local hub cache of a model with that name.
+
+    Raises FileNotFoundError, which has the command that downloads the model, if it is not in the cache.
+    """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    return Path(snapshot_download(str(path), local_files_only=True))
+    try:
+        return Path(snapshot_download(str(path), local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise FileNotFoundError(
+            f"the model {path} is not in this machine's hub cache, and a pool downloads nothing: run `hf download "
+            f"{path}` first, or give a directory that has it"
+        ) from None
 
 
 def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:

@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -55,6 +56,9 @@ PRIVATE_RAY = {
 }
 """Default environment of a private Ray: it starts no idle workers, reports no usage, and its workers have normal
 priority (Ray's own default is niceness 15)."""
+
+CONNECT_TIMEOUT_S = 10.0
+"""How long a cluster's head may take to accept a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,33 @@ class Belongings:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         return num_killed
+
+
+def check_listens(address: str) -> None:
+    """Raise ConnectionError unless something accepts connections at `host:port`; Ray itself would try for minutes.
+
+    Other forms of an address (`auto`) are Ray's to resolve.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray listens at {address} ({error}): start its head node with `ray start --head --port={port}`, give "
+            "the address of another, or leave --ray-address out, and the pool starts a Ray of its own"
+        ) from None
+
+
+def check_gpus(config: PoolConfig, num_gpus: float) -> None:
+    """Raise ValueError if a Ray on this machine has too few GPUs for the workers, which would wait for them."""
+    needed = config.num_gpus * config.num_workers
+    if needed > num_gpus:
+        raise ValueError(
+            f"{config.num_workers} x {config.num_gpus:g} GPUs are asked for, and Ray sees {num_gpus:g} on this "
+            "machine: give less with --gpus, or leave it out to run on CPUs"
+        )
 
 
 class RayHost:
@@ -186,6 +217,8 @@ class RayHost:
     def _enter(self, belongings: Belongings | None) -> None:
         config = self._config
         options: dict[str, Any] = {"address": config.ray_address}
+        if config.ray_address is not None:
+            check_listens(config.ray_address)
         if belongings is not None:
             for name, value in PRIVATE_RAY.items():
                 os.environ.setdefault(name, value)
@@ -197,6 +230,7 @@ class RayHost:
             AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         if belongings is not None:
+            check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
             self._essential = _essential_processes(belongings)
 
     def _watch(self, belongings: Belongings | None) -> None:

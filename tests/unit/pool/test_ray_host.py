@@ -1,12 +1,18 @@
-"""The file with a private Ray's mark and folder: read back, or ignored if malformed."""
+"""A private Ray's file is read back, or ignored if malformed; a Ray that cannot be had is a sentence, at once."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from workers.pool.ray_host import Belongings
+from workers.contract.protocols import PoolStartError
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.model.pretrained import find_directory
+from workers.pool.ray_host import Belongings, RayHost, check_gpus, check_listens
+
+MODELS = (PoolModel(name="m", path="m", num_workers=2),)
 
 
 def test_belongings_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -35,3 +41,34 @@ def test_malformed_file_removes_no_process_or_folder(
     path.write_text(text)
     assert Belongings.read(path) is None
     assert "cannot be read, so nothing is removed" in caplog.text
+
+
+async def test_a_cluster_address_where_nothing_listens_fails_at_once_and_says_how_to_start_one() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        host = RayHost(PoolConfig(kind="ray", models=MODELS, ray_address=address), lambda: None)
+        with pytest.raises(PoolStartError, match=rf"no Ray listens at {address} .*`ray start --head --port="):
+            await host.start()
+        await host.stop()
+
+
+def test_an_address_that_accepts_connections_or_is_rays_to_resolve_is_left_to_ray() -> None:
+    check_listens("auto")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_more_gpus_than_the_machine_has_are_refused_before_workers_wait_for_them() -> None:
+    config = PoolConfig(kind="ray", models=MODELS, device="cuda", num_gpus=0.5)
+    check_gpus(config, 1.0)
+    with pytest.raises(ValueError, match=r"2 x 0\.5 GPUs are asked for, and Ray sees 0 .*leave it out to run on CPUs"):
+        check_gpus(config, 0.0)
+
+
+def test_a_model_that_is_not_in_the_hub_cache_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="run `hf download nobody/nothing` first"):
+        find_directory("nobody/nothing")
