@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from tests.support.code_blocks import run_page
+from tests.support.pages import run_page
 from tests.support.served_pool import ServedPool, shipped_pool
 from tinkerpool.recipes import dpo, reinforcement, supervised
 

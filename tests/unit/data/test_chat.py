@@ -113,6 +113,16 @@ def test_a_leading_space_that_the_offsets_leave_out_is_weighted(trimmed: Any, is
     assert texts == [f" {message['content']} </s>" for message in CHATS["turns"] if message["role"] == "assistant"]
 
 
+def test_spaces_that_end_a_message_and_that_the_offsets_leave_out_are_weighted(trimmed: Any) -> None:
+    tokenizer = copy.deepcopy(trimmed)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "I am fine.  "}]
+    assert weighted_texts(tokenizer, chat_datum(tokenizer, chat)) == ["I am fine.  "]
+
+
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_only_the_last_message_is_weighted_if_asked_for(tokenizer: Any, template: str, is_marked: bool) -> None:
@@ -195,9 +205,15 @@ def test_messages_that_the_template_refuses_are_an_error_with_its_words(shipped:
         chat_datum(tokenizer, CHATS["one turn"])
 
 
-def test_tokenizers_without_chat_templates_or_offsets_are_refused_with_what_to_do(shipped: Any) -> None:
+def test_tokenizers_without_chat_templates_or_offsets_are_refused_with_what_to_do(
+    shipped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = PlainTokenizer.__new__(PlainTokenizer)
     with pytest.raises(TypeError, match="pip install transformers"):
         chat_datum(plain, CHATS["one turn"])
     with pytest.raises(ValueError, match="'all' or 'last'"):
         chat_datum(shipped, CHATS["one turn"], train_on="first")  # type: ignore[arg-type]
+    # Patched: transformers has hardly any slow tokenizers left.
+    monkeypatch.setattr(type(shipped), "is_fast", False)
+    with pytest.raises(ValueError, match="a fast one is needed"):
+        chat_datum(shipped, CHATS["one turn"])

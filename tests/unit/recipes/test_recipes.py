@@ -1,6 +1,7 @@
 """Parts of the recipes that need no pool: options, folders, tables, losses and advantages."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_the_table_gets_a_header_whenever_there_is_a_new_metric(capsys: pytest.C
         ["2/20", "1", "1.235"],
         ["3/20", "0.5"],
     ]
+
+
+def test_at_a_terminal_rows_are_printed_above_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(0, 2) as progress:
+        progress.report(1, {"loss": 2.0})
+        progress.say("[saved]")
+    shown = capsys.readouterr().out
+    assert "training" in shown
+    assert "1/2" in shown
+    assert "[saved]" in shown
 
 
 def test_metrics_go_to_a_callback_instead_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
