@@ -123,34 +123,36 @@ class ServiceClient:
         return await self._connection.start(self._create_adapter(make_request, base_model))
 
     def create_training_client_from_state(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and fresh moments; return its client.
 
-        Raises NotFound, and ValueError for a malformed path.
+        `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
+        model, and ValueError for a malformed path.
         """
-        return self._from_state(path, user_metadata, with_optimizer=False).result()
+        return self._from_state(path, base_model, user_metadata, with_optimizer=False).result()
 
     async def create_training_client_from_state_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
         """`create_training_client_from_state`, awaited."""
-        return await self._from_state(path, user_metadata, with_optimizer=False)
+        return await self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and moments; return its client.
 
-        Raises NotFound, and ValueError for a malformed path.
+        `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
+        model, and ValueError for a malformed path.
         """
-        return self._from_state(path, user_metadata, with_optimizer=True).result()
+        return self._from_state(path, base_model, user_metadata, with_optimizer=True).result()
 
     async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
         """`create_training_client_from_state_with_optimizer`, awaited."""
-        return await self._from_state(path, user_metadata, with_optimizer=True)
+        return await self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
     def get_training_client(self, model_id: str) -> TrainingClient:
         """Return a client of an existing adapter, for example after a crash of its first client. Raises NotFound.
@@ -213,7 +215,7 @@ class ServiceClient:
         await self.close_async()
 
     def _from_state(
-        self, path: str, user_metadata: Mapping[str, str] | None, *, with_optimizer: bool
+        self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, *, with_optimizer: bool
     ) -> APIFuture[TrainingClient]:
         make_request = partial(
             adapters_pb2.CreateAdapterRequest,
@@ -221,7 +223,7 @@ class ServiceClient:
             with_optimizer=with_optimizer,
             user_metadata=string_map(user_metadata),
         )
-        return self._connection.start(self._create_adapter(make_request, ""))
+        return self._connection.start(self._create_adapter(make_request, base_model or ""))
 
     async def _create_adapter(self, make_request: _MakeRequest, base_model: str | None) -> TrainingClient:
         request = make_request(

@@ -92,16 +92,31 @@ class TrainingClient(Ready):
 
     @overload
     def forward_backward_custom(
-        self, data: Sequence[types.Datum], loss_fn: custom_loss.TorchLoss, *, with_gradients: Literal[False] = False
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: custom_loss.TorchLoss,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        with_gradients: Literal[False] = False,
     ) -> APIFuture[types.ForwardBackwardOutput]: ...
 
     @overload
     def forward_backward_custom(
-        self, data: Sequence[types.Datum], loss_fn: custom_loss.NumpyLoss, *, with_gradients: Literal[True]
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: custom_loss.NumpyLoss,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        with_gradients: Literal[True],
     ) -> APIFuture[types.ForwardBackwardOutput]: ...
 
     def forward_backward_custom(
-        self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: Callable[..., Any],
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        with_gradients: bool = False,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Run `forward_backward` with a loss of your own, evaluated in this process between two passes in the pool.
 
@@ -112,6 +127,10 @@ class TrainingClient(Ready):
         `optim_step` fails, naming it, instead of stepping on a part of the gradient: the pool's log gets the error's
         type and first 500 characters. Raises ImportError without torch, unless `with_gradients`.
         """
+        if loss_type_input not in (None, "logprobs"):
+            raise ValueError(
+                f"loss_type_input is 'logprobs' or None: a loss gets nothing else; got {loss_type_input!r}"
+            )
         if not with_gradients:
             custom_loss.check_torch()
         evaluate = custom_loss.evaluate_numpy if with_gradients else custom_loss.evaluate_torch
@@ -233,12 +252,17 @@ class TrainingClient(Ready):
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
     async def forward_backward_custom_async(
-        self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: Callable[..., Any],
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        with_gradients: bool = False,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """`forward_backward_custom`, as a future."""
         if with_gradients:
-            return self.forward_backward_custom(data, loss_fn, with_gradients=True)
-        return self.forward_backward_custom(data, loss_fn)
+            return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, with_gradients=True)
+        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
 
     async def optim_step_async(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
         """`optim_step`, as a future."""

@@ -1,6 +1,7 @@
 """ServiceClient: the address of the pool, the session, the clients that it creates, and its imports."""
 
 import asyncio
+import inspect
 import pickle
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tinker
 
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
@@ -212,3 +214,29 @@ def test_pickling_a_client_that_cannot_travel_says_what_to_do_instead(service: S
     for each in (service, service.create_rest_client()):
         with pytest.raises(TypeError, match="make a new ServiceClient in the other process"):
             pickle.dumps(each)
+
+
+def test_an_adapter_from_a_checkpoint_takes_the_base_model_where_the_sdk_has_it(
+    pool: FakePool, service: ServiceClient
+) -> None:
+    path = "tinker://x:train:0/weights/a"
+    service.create_training_client_from_state(path, "toy", {"a": "b"})
+    service.create_training_client_from_state_with_optimizer(path)
+    first, second = pool.requests("CreateAdapter")
+    assert (first.base_model, dict(first.user_metadata), second.base_model) == ("toy", {"a": "b"}, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "create_training_client_from_state",
+        "create_training_client_from_state_async",
+        "create_training_client_from_state_with_optimizer",
+        "create_training_client_from_state_with_optimizer_async",
+    ],
+)
+def test_creations_from_a_checkpoint_have_the_arguments_of_the_sdk_in_its_order(name: str) -> None:
+    ours = list(inspect.signature(getattr(ServiceClient, name)).parameters)
+    theirs = list(inspect.signature(getattr(tinker.ServiceClient, name)).parameters)
+    assert theirs[: len(ours)] == ours
+    assert set(theirs[len(ours) :]) <= {"weights_access_token", "optimizer"}

@@ -256,6 +256,13 @@ def test_a_custom_loss_is_cross_entropy_weighted_by_its_negative_gradient(
     assert (metrics["mine:mean"], metrics["clock_cycle:unique_1"]) == (3.0, 104)
 
 
+def test_a_custom_loss_gets_log_probabilities_and_nothing_else(pool: FakePool, client: TrainingClient) -> None:
+    client.forward_backward_custom([datum(1)], custom_loss_torch, loss_type_input="logprobs").result(60)
+    with pytest.raises(ValueError, match="loss_type_input is 'logprobs' or None"):
+        client.forward_backward_custom([datum(1)], custom_loss_torch, loss_type_input="logits")  # type: ignore[call-overload]
+    assert pool.applied == [1, 2]
+
+
 def fails(data: list[Datum], logprobs: list[Any]) -> Any:
     raise ZeroDivisionError("a bug of mine")
 
