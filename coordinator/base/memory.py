@@ -43,6 +43,7 @@ class Collections:
 
     def __init__(self) -> None:
         """Leave out everything that exists now, for it stays until the end."""
+        self._is_frozen_by_others = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         self._num_permanent = gc.get_freeze_count()
@@ -57,9 +58,13 @@ class Collections:
             self._num_permanent = gc.get_freeze_count()
 
     def close(self) -> None:
-        """Collect as usual again."""
+        """Collect as usual again.
+
+        If this process left out objects before, all of them stay left out: they are not told apart.
+        """
         gc.callbacks.remove(self._collected)
-        gc.unfreeze()
+        if not self._is_frozen_by_others:
+            gc.unfreeze()
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == _OLDEST:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
+from coordinator.storage import disk
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store
@@ -51,6 +53,9 @@ from workers.contract.messages import (
 )
 from workers.contract.protocols import WorkerLost
 from workers.pool.local import LocalPool
+
+RESERVE_BYTES = 1 << 18
+"""Room on the disk that a toy pool reserves for deletions."""
 
 
 @dataclass(slots=True)
@@ -316,8 +321,10 @@ async def running_pool(
 
     pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines})
     coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time, Seams(connect=connect))
-    await coordinator.start()
     toys = ToyPool(coordinator, engines)
+    # Patched: the size is no setting, and hundreds of pools would compute, write and sync 8 MiB each.
+    with mock.patch.object(disk, "RESERVE_BYTES", RESERVE_BYTES):
+        await coordinator.start()
     try:
         yield toys
         if is_crash:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -33,7 +34,8 @@ class SharedBaseModels:
         if not self._is_on:
             return None
         how = (settings.model_name, settings.device, settings.dtype, settings.exact)
-        key = (settings.model_path, *how, torch.get_num_threads())
+        made_ns = Path(settings.model_path).stat().st_mtime_ns  # a later test's folder may have the same name
+        key = (settings.model_path, made_ns, *how, torch.get_num_threads())
         if key not in self._loaded:
             model = load_base_model(settings)
             self._loaded[key] = model, state_of(model)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,10 +126,19 @@ class Door:
         async with await self._open(service) as client:
             return await client.request(method, path, **options)
 
-    async def streamed_with(self, keys: Authenticator, key: str, service: Any) -> str:
-        """Return the events of a streamed completion with this key."""
-        async with await self._open(service, keys, key) as client:
-            return (await client.post("/v1/completions", json={"model": "kjv", "prompt": "And", "stream": True})).text
+    async def streamed_with(
+        self, keys: Authenticator, key: str, service: Any, then: Callable[[], Awaitable[None]]
+    ) -> str:
+        """Return the events of a streamed completion with this key. `then` is called when the first has arrived."""
+        body = {"model": "kjv", "prompt": "And", "stream": True}
+        async with (
+            await self._open(service, keys, key) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            pieces = response.aiter_text()
+            first = await anext(pieces)
+            await then()
+            return first + "".join([piece async for piece in pieces])
 
     async def complete(self, service: Any, prompt: Any = "And", **values: Any) -> Any:
         """POST /v1/completions, which must succeed."""
@@ -426,10 +435,12 @@ async def test_a_stream_ends_with_an_error_when_its_key_is_revoked(door: Door, s
 
     async def one_token(*_: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
         yield sampling_pb2.StreamSampleResponse(token=sampling_pb2.SampledToken(token=tokens_of("a")[0]))
-        await keys.revoke_key(row.key_id)
         await asyncio.Event().wait()
 
-    text = await door.streamed_with(keys, key, fake(stream_sample=one_token))
+    async def revoke() -> None:
+        await keys.revoke_key(row.key_id)
+
+    text = await door.streamed_with(keys, key, fake(stream_sample=one_token), revoke)
     assert "invalid_api_key" in text.split("\n\n")[-2]
 
 

@@ -53,3 +53,15 @@ def test_a_cycle_that_was_left_out_is_found_in_a_quiet_moment_or_when_there_are_
     monkeypatch.setattr(memory, name, -(10**9))
     collections.sweep(is_quiet=is_quiet)
     assert found() is None
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_after_its_end_objects_are_left_out_only_if_this_process_left_out_some_before(*, is_frozen: bool) -> None:
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        Collections().close()
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.freeze()  # as before this test: see tests/conftest.py
