@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.scheduling import cost_model
+from coordinator.scheduling import cost_model, probation
 from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import running_pool
 from tests.support.waiting import until
@@ -54,6 +54,7 @@ async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path:
 
 @pytest.mark.slow
 async def test_only_the_sample_that_crashes_its_worker_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probation, "BACKOFF_S", 0.02)  # the other operations are of the same tenant
     async with running_pool(tmp_path) as pool:
         adapter, base = await pool.adapter(), await pool.sampler(await pool.session())
         await pool.wait(await pool.forward_backward(adapter, 1, 5))

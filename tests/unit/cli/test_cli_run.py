@@ -61,11 +61,10 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Run a command in this process, with this home; a process takes longer to start than most commands."""
 
     def run(home: Path, *arguments: str, **variables: str) -> Done:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
         with monkeypatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("TINKERPOOL_")]:
-                patch.delenv(name)
-            for name, value in {"TINKERPOOL_HOME": str(home), **variables}.items():
-                patch.setenv(name, value)
+            # Not the environment of the C library: a change can crash threads that read it, such as those of gRPC.
+            patch.setattr(os, "environ", kept | {"TINKERPOOL_HOME": str(home), **variables})
             patch.setattr(sys, "argv", ["tinkerpool", *arguments])
             with pytest.raises(SystemExit) as ended:
                 main()
