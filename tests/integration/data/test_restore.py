@@ -112,8 +112,7 @@ def test_a_running_client_of_before_is_refused_at_once_and_continues_with_a_new_
             acknowledged = client.train_step([datum], "cross_entropy")
             while pool.pool.log_of(client.model_id).next_seq < 8:
                 time.sleep(0.01)
-            pool.release()
-            pool.stop()
+            pool.stop()  # the doors close, then the step runs
             restore(tmp_path / "backup", tmp_path / "new", skip_damaged=False, on_progress=quiet)
             pool_dir.rename(tmp_path / "old")
             (tmp_path / "new").rename(pool_dir)
