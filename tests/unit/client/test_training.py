@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
+from tests.support.waiting import wait_until
 from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, ServiceClient, TrainingClient, errors
 from tinkerpool.client.training import passes, sequence
 from tinkerpool.convert import from_tensor
@@ -211,9 +212,10 @@ def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
 
 
 def test_a_bounded_number_of_requests_is_sent_ahead_of_acknowledgements(pool: FakePool, client: TrainingClient) -> None:
-    pool.delay_of = lambda name, request: 0.3 if getattr(request, "seq", 0) == 1 else 0.0
+    pool.delay_of = lambda name, request: 1.0 if getattr(request, "seq", 0) == 1 else 0.0
     futures = [client.optim_step() for _ in range(3 * sequence.WINDOW)]
-    time.sleep(0.15)
+    wait_until(lambda: sequence.WINDOW in seqs(pool, "OptimStep"))
+    time.sleep(0.05)  # time in which more would be sent
     assert max(seqs(pool, "OptimStep")) == sequence.WINDOW
     futures[-1].result(60)
     assert pool.applied == list(range(1, 3 * sequence.WINDOW + 1))
