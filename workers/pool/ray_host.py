@@ -120,16 +120,6 @@ def check_listens(address: str) -> None:
         ) from None
 
 
-def check_gpus(config: PoolConfig, num_gpus: float) -> None:
-    """Raise ValueError if a Ray on this machine has too few GPUs for the workers, which would wait for them."""
-    needed = config.num_gpus * config.num_workers
-    if needed > num_gpus:
-        raise ValueError(
-            f"{config.num_workers} x {config.num_gpus:g} GPUs are asked for, and Ray sees {num_gpus:g} on this "
-            "machine: give less with --gpus, or leave it out to run on CPUs"
-        )
-
-
 class RayHost:
     """Ray in this process, from start to stop, in a thread of its own.
 
@@ -230,7 +220,6 @@ class RayHost:
             AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         if belongings is not None:
-            check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
             self._essential = _essential_processes(belongings)
 
     def _watch(self, belongings: Belongings | None) -> None:

@@ -193,11 +193,15 @@ class RayPool:
         if self._config.ray_address is not None:
             return
         num_gpus = ray.cluster_resources().get("GPU", 0)
-        if self._config.num_cpus > num_cores() or self._config.num_gpus * self._config.num_workers > num_gpus:
+        if self._config.num_gpus * self._config.num_workers > num_gpus:
             raise PoolStartError(
-                f"this machine has {num_cores()} CPUs and {num_gpus:g} GPUs, too few for workers "
-                f"({self._config.num_workers} in all) with {self._claim()}; lower num_cpus, num_gpus or the number of "
-                "workers"
+                f"{self._config.num_workers} x {self._config.num_gpus:g} GPUs are asked for, and Ray sees {num_gpus:g} "
+                "on this machine: give less with --gpus, or leave it out to run on CPUs"
+            )
+        if self._config.num_cpus > num_cores():
+            raise PoolStartError(
+                f"this machine has {num_cores()} CPUs, too few for workers ({self._config.num_workers} in all) with "
+                f"{self._claim()}; lower num_cpus or the number of workers"
             )
 
     def _claim(self) -> str:

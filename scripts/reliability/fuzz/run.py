@@ -27,6 +27,7 @@ import tinkerpool
 from scripts.attack.pool import AttackedPool
 from scripts.reliability.fuzz.targets import Fault, Target, make_targets
 from scripts.reliability.fuzz.values import Known, Values
+from tinkerpool.v1 import adapters_pb2, adapters_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 AT_ONCE = 8
 """Messages to one target that are under way at a time."""
@@ -128,6 +129,7 @@ class Tenant:
         self.known = Known({kind: list(names) for kind, names in theirs.names.items()})
         self.known.add("model", pool.model)
         self._url = pool.url
+        self._grpc = pool.grpc
         self._services = contextlib.ExitStack()
         self._number = 0
 
@@ -135,6 +137,7 @@ class Tenant:
         """Make new objects, and remember their names."""
         self._number += 1
         self.close()
+        self._make_room()
         service = tinkerpool.ServiceClient(self._url, self.key)  # a message may have ended the session of the last one
         self._services.callback(service.close)
         client = service.create_lora_training_client(self.known.newest("model"), rank=8).result(RESULT_S)
@@ -147,6 +150,23 @@ class Tenant:
         self.known.add("path", str(saved), str(weights))
         self.known.add("operation", f"{adapter}:1", f"{adapter}:2")
         self.known.add("sampler", sampler.sampler_id)
+
+    def _make_room(self) -> None:
+        """End all sessions and delete all adapters, or messages that create some would only meet ceilings."""
+        metadata = (("authorization", f"Bearer {self.key}"),)
+        with grpc.insecure_channel(self._grpc) as channel:
+            sessions, adapters = (
+                sessions_pb2_grpc.SessionServiceStub(channel),
+                adapters_pb2_grpc.AdapterServiceStub(channel),
+            )
+            listed = sessions.ListSessions(sessions_pb2.ListSessionsRequest(page_size=1000), metadata=metadata)
+            for session in listed.sessions:
+                finish = sessions_pb2.FinishSessionRequest(session_id=session.session_id)
+                sessions.FinishSession(finish, metadata=metadata)
+            kept = adapters.ListAdapters(adapters_pb2.ListAdaptersRequest(page_size=1000), metadata=metadata)
+            for adapter in kept.adapters:
+                delete = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter.adapter_id)
+                adapters.DeleteAdapter(delete, metadata=metadata)
 
     def close(self) -> None:
         """End the session of its objects."""

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.tenants.principals import Principal, Role
-from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
 
 RESERVED = 4 * 3 * 8 * 6
@@ -330,7 +330,8 @@ async def test_a_rate_of_tokens_delays_passes_and_samples_and_no_step_or_save(tm
 async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats_and_deletions_do_not(
     tmp_path: Path,
 ) -> None:
-    async with running_pool(tmp_path) as pool:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time) as pool:
         alice, service = await pool.principal(), pool.service
         await set_limits(pool, "alice", operations_per_s=0.3)  # three at once
         first = sessions_pb2.CreateSessionRequest(request_id="first")
@@ -353,8 +354,7 @@ async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats
         for call, request in later:
             error = await refusal(call(alice, request))
             assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
-            assert error.retry_delay_s is not None
-            assert 0 < error.retry_delay_s <= 1 / 0.3
+            assert error.retry_delay_s == pytest.approx(1 / 0.3, abs=1e-3)  # whole milliseconds
         repeats = (
             (service.create_session, first),
             (service.create_adapter, adapter),
@@ -366,6 +366,7 @@ async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats
         now = await used(pool)
         assert (now["sessions_max"], now["adapters_max"], now["samplers_max"]) == (1, 1, 1), "a refusal takes no room"
         await set_limits(pool, "alice", operations_per_s="")
+        time.now += 1.0
         second, next_adapter, _ = [await call(alice, request) for call, request in later]
         assert next_adapter.adapter.adapter_id == f"{session_id}:train:1", "a refusal takes no number"
         await set_limits(pool, "alice", operations_per_s=0.001, adapters_max=2)

@@ -88,9 +88,16 @@ async def test_model_that_cannot_be_loaded_fails_the_start_with_its_cause_and_le
     assert await all_ended()
 
 
-async def test_machine_too_small_for_the_workers_fails_the_start_at_once() -> None:
-    pool = RayPool(pool_config(num_gpus=1000.0, device="cuda"))
-    with pytest.raises(PoolStartError, match="with 1 CPUs and 1000 GPUs claimed for each"):
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"num_gpus": 1000.0, "device": "cuda"}, "1 x 1000 GPUs are asked for, and Ray sees 0 .* leave it out to run"),
+        ({"num_cpus": 1000.0}, "too few for workers .1 in all. with 1000 CPUs and 0 GPUs claimed for each"),
+    ],
+)
+async def test_machine_too_small_for_the_workers_fails_the_start_at_once(claim: dict[str, Any], message: str) -> None:
+    pool = RayPool(pool_config(**claim))
+    with pytest.raises(PoolStartError, match=message):
         await pool.start()
 
 

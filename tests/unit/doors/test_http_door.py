@@ -259,7 +259,7 @@ async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"port": 70000}, "0 .any free one. to 65535"),
-        ({"is_remote": True}, "give a certificate"),
+        ({"host": "0.0.0.0", "is_remote": True}, "0.0.0.0 can be reached from other machines: give --tls-cert"),
         ({"tls_cert": Path("c")}, "both a certificate and its key"),
         ({"poll_s": 0}, "poll_s must be above 0"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.model.pretrained import find_directory
-from workers.pool.ray_host import Belongings, RayHost, check_gpus, check_listens
+from workers.pool.ray_host import Belongings, RayHost, check_listens
 
 MODELS = (PoolModel(name="m", path="m", num_workers=2),)
 
@@ -57,13 +57,6 @@ def test_an_address_that_accepts_connections_or_is_rays_to_resolve_is_left_to_ra
     check_listens("auto")
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_listens(f"127.0.0.1:{server.getsockname()[1]}")
-
-
-def test_more_gpus_than_the_machine_has_are_refused_before_workers_wait_for_them() -> None:
-    config = PoolConfig(kind="ray", models=MODELS, device="cuda", num_gpus=0.5)
-    check_gpus(config, 1.0)
-    with pytest.raises(ValueError, match=r"2 x 0\.5 GPUs are asked for, and Ray sees 0 .*leave it out to run on CPUs"):
-        check_gpus(config, 0.0)
 
 
 def test_a_model_that_is_not_in_the_hub_cache_is_refused_with_the_command_that_downloads_it(
