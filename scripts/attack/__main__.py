@@ -42,7 +42,7 @@ def main() -> int:
         return 0
     if args.list:
         for attack in ATTACKS.values():
-            print(f"{attack.name:18} {attack.by:11} {'(open) ' if attack.is_open else ''}{attack.text}")
+            print(f"{attack.name:18} {attack.by:11} {attack.text}")
         return 0
     if unknown := [name for name in args.attacks if name not in ATTACKS]:
         parser.error(f"{', '.join(unknown)}: not an attack; --list prints all of them")

@@ -76,6 +76,3 @@ class Attack:
     """Whether the attack is repeated at the end, so that the pool is stopped while it goes on."""
     observe: Callable[[AttackedPool], str] | None = None
     """Called while the attack goes on; returns what else it did."""
-    is_open: bool = False
-    """Whether the pool does not stand this attack yet: `--list` marks it, and the short version in the tests leaves it
-    out."""

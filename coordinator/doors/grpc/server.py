@@ -90,11 +90,11 @@ class GrpcDoor:
         await self.refuse()
         if self._closing is None:
             return
-        closed = asyncio.gather(self._server.stop(grace_s), self._closing)
-        await asyncio.wait([closed], timeout=grace_s + _CLOSING_S)
-        if closed.done():
-            closed.result()
-        else:
+        stopping = asyncio.create_task(self._server.stop(grace_s), name="grpc stopping")
+        closed, still_open = await asyncio.wait([stopping, self._closing], timeout=grace_s + _CLOSING_S)
+        for each in closed:
+            each.result()
+        if still_open:
             _log.warning("gRPC has not closed its connections within %g s; they end with the process", _CLOSING_S)
 
     async def _watch_health(self, backend: Backend) -> None:
@@ -161,11 +161,12 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", 10_000),  # also of connections that send nothing
         ("grpc.max_metadata_size", 8 << 10),  # a key and the headers of a client take under 1 KiB
         ("grpc.absolute_max_metadata_size", 16 << 10),
-        ("grpc.http2.max_ping_strikes", 2),
+        # No bound: above one, grpc adds an error for each ping to a list that it copies each time, for seconds.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping this often, too
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # of the server's own pings
         ("grpc.max_connection_idle_ms", round(config.idle_s_max * 1000)),
         ("grpc.max_connection_age_ms", round(config.connection_age_s_max * 1000)),
         ("grpc.max_connection_age_grace_ms", round(config.connection_grace_s * 1000)),

@@ -232,7 +232,6 @@ ATTACKS = (
         by=NO_KEY,
         text="HTTP/2 pings without a pause on four connections; the replies are not read",
         program=pings,
-        is_open=True,
     ),
     Attack(
         name="settings",

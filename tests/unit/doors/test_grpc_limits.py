@@ -18,6 +18,7 @@ from coordinator.doors.grpc import public
 from coordinator.doors.grpc.server import GrpcDoor
 from scripts.attack.frames import PING, Connection, frame
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2, sessions_pb2, sessions_pb2_grpc
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -91,6 +92,16 @@ async def test_replies_to_pings_that_nobody_reads_do_not_delay_the_stop(start: S
                 await client.write(pings)
     async with asyncio.timeout(10):  # grpc would wait 20 s for the replies
         await door.stop(grace_s=0.2)
+    await client.close()
+
+
+async def test_a_client_may_ping_often(start: Start) -> None:
+    """With a bound, grpc collects an error for each ping after it, which held its thread for seconds."""
+    client = await Connection.open(address(await start()))
+    await client.write(frame(PING, 0, 0, bytes(8)) * 1000)
+    await client.call(CHECK, b"")
+    await until(lambda: client.num_ended == 1 or client.is_closed)
+    assert not client.is_closed
     await client.close()
 
 
