@@ -137,10 +137,13 @@ class Connection:
         if self._reading is not None:
             self._reading.cancel()
         self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._writer.wait_closed()
-        self._writer.transport.abort()
+        except TimeoutError:
+            self._writer.transport.abort()
+        except OSError:
+            pass
 
     async def _read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
