@@ -32,10 +32,8 @@ if IN_MEMORY.is_dir() and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 # A session of the SDK whose pool a test has killed keeps sending heartbeats in its thread and logs each failure until
-# the process ends, also after pytest's last line and during other tests. Without a handler Python would write that to
-# stderr; with propagation a test that reads the log would see another test's session.
+# the process ends, also after pytest's last line. Without a handler Python would write that to stderr.
 logging.getLogger("tinker").addHandler(logging.NullHandler())
-logging.getLogger("tinker").propagate = False
 
 # Deadlines fail on a busy machine without a bug. The examples are the same in every run;
 # look for new ones with `make test ARGS="--hypothesis-profile=search"`.

@@ -91,6 +91,7 @@ class ReadySet:
         """
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
         self._release_survivors()
+        self._let_begin()
         self._turns.update(self._can_run)
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self._group.dirty.values())
 
@@ -100,6 +101,7 @@ class ReadySet:
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
+        self._let_begin()  # a stop or a suspension may have come since `refresh`
         are_turns_idle = self._turns.are_idle
         for log in self._group.dirty.values():
             if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
@@ -112,16 +114,20 @@ class ReadySet:
             return self._turns.has_turn(log.adapter_id)
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
+    def _let_begin(self) -> None:
+        """Tell each adapter whether its operations may begin."""
+        for log in self._group.dirty.values():
+            log.let_begin(not self._is_stopping and not self._is_held(log.tenant_id))
+
     def _can_run(self, log: AdapterLog) -> bool:
-        is_held = self._is_held(log.tenant_id)
-        log.let_begin(not is_held and not self._is_stopping)
         if self.waits_for_file(log):
             return False
-        if not is_held and not self._is_stopping:
+        if log.may_begin:
             return True
         if log.is_between_operations:
             return False
         # A held tenant's replay is not continued either, but for weights that others may sample.
+        is_held = self._is_held(log.tenant_id)
         return not is_held or not log.is_replaying or self._publishing.must_rematerialize(log.adapter_id)
 
     def end_cycle(self) -> None:

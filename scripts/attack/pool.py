@@ -137,10 +137,10 @@ class AttackedPool:
             )
         return [worker.pid for worker in status.workers if worker.is_live and worker.pid not in (0, self.pid)]
 
-    def create_key(self, tenant: str) -> str:
-        """Create a key for a tenant."""
+    def create_key(self, tenant: str, *, role: admin_pb2.Role.ValueType = admin_pb2.ROLE_MEMBER) -> str:
+        """Create a key for a tenant; a member's, unless `role` says otherwise."""
         with self.channel() as channel:
-            request = admin_pb2.CreateApiKeyRequest(tenant=tenant)
+            request = admin_pb2.CreateApiKeyRequest(tenant=tenant, role=role)
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             return str(stub.CreateApiKey(request, metadata=self._metadata(), timeout=CALL_TIMEOUT_S).key)
 

@@ -13,7 +13,8 @@ import numpy as np
 import safetensors.numpy
 
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.export import Exporter, tensor_names
+from tinkerpool.client.export import Exporter
+from tinkerpool.tensor_files import read_header
 from tinkerpool.v1.checkpoints_pb2 import ExportCheckpointResponse
 from tinkerpool.v1.sessions_pb2 import BaseModel, GetCapabilitiesResponse
 
@@ -87,7 +88,7 @@ def vllm_refuses(directory: Path, max_lora_rank: int) -> list[str]:
     reasons += ["bias"] * (config.get("bias", "none") != "none")
     reasons += ["rank"] * (config["r"] > max_lora_rank)
     expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    for name in tensor_names(directory / "adapter_model.safetensors"):
+    for name in read_header(directory / "adapter_model.safetensors")[0]:
         *path, matrix, leaf = name.split(".")
         if leaf != "weight" or matrix not in {"lora_A", "lora_B"} or path[:2] != ["base_model", "model"]:
             reasons.append(f"unsupported LoRA weight {name}")

@@ -20,6 +20,7 @@ from typing import Any
 
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.errors import ExportError
+from tinkerpool.tensor_files import read_header
 from tinkerpool.v1.sessions_pb2 import GetCapabilitiesResponse
 
 ENTRY_POINTS = "tinkerpool.exports"
@@ -31,8 +32,6 @@ UNEMBEDDING = "lm_head"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.lora_[AB]\.weight")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HEADER_BYTES_MAX = 100 << 20
-"""Safetensors' own limit."""
 
 VLLM_MODULES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Leaf names of modules that vLLM adapts in every dense family that the pool serves."""
@@ -82,8 +81,8 @@ class _Adapter:
     def modules(self) -> set[str]:
         """Return the full names of the modules that it adapts. Raises ExportError for weights that are no adapter's."""
         try:
-            found = [_MATRIX.fullmatch(name) for name in tensor_names(self.directory / WEIGHTS)]
-        except (OSError, ValueError, TypeError) as error:
+            found = [_MATRIX.fullmatch(name) for name in read_header(self.directory / WEIGHTS)[0]]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ExportError(f"the pool sent a checkpoint that cannot be read: {error}") from error
         if None in found or not found:
             raise ExportError("the pool sent a checkpoint with other tensors than LoRA's")
@@ -119,7 +118,7 @@ class Exporter:
     whole_unembedding: bool = False
     """Only for PEFT: write the trained unembedding whole, so that `merge_and_unload` is right on a tied base model."""
     notes: list[str] = field(default_factory=list)
-    """After `finish`: sentences that whoever loads the directory must know."""
+    """After `finish`: sentences for the person who loads the directory."""
 
     def __post_init__(self) -> None:
         """Raises ExportError for arguments that cannot work, and without the libraries that they need."""
@@ -204,16 +203,6 @@ def _is_tied(pool: GetCapabilitiesResponse, name: str) -> bool | None:
         if model.name == name and model.HasField("has_tied_unembedding"):
             return model.has_tied_unembedding
     return None
-
-
-def tensor_names(file: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors, from its header. Raises ValueError, OSError."""
-    with file.open("rb") as stream:
-        num_bytes = int.from_bytes(stream.read(8), "little")
-        if num_bytes > _HEADER_BYTES_MAX:
-            raise ValueError(f"{file.name} is not a safetensors file")
-        header = json.loads(stream.read(num_bytes))
-    return [name for name in header if name != "__metadata__"]
 
 
 def _resolve(text: str, *, is_path: bool = True) -> _BaseModel:

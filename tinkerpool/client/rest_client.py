@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -330,7 +331,7 @@ class RestClient:
                 else:
                     await asyncio.to_thread(exporter.finish, archive, pool)
                     for note in exporter.notes:
-                        _log.warning("%s: %s", directory, note)
+                        _log_note(note)
                     return directory
 
     async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
@@ -367,6 +368,11 @@ class RestClient:
                 await self._connection.pause(backoff, error)
             else:
                 return
+
+
+@cache  # once a process, however many checkpoints a program exports; each has it in its tinkerpool.json
+def _log_note(note: str) -> None:
+    _log.warning("%s", note)
 
 
 async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tinkerpool import APIFuture, Datum, ModelInput, SampleResponse, SamplingClient, SamplingParams, ServiceClient
+from tinkerpool import APIFuture, Datum, SampleResponse, SamplingClient, SamplingParams, ServiceClient
 from tinkerpool.data import Batches, encode_prompt, read_jsonl
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option, run_program
@@ -79,6 +79,16 @@ def task(tokenizer: Any, record: Mapping[str, Any]) -> Task:
     return record, encode_prompt(tokenizer, record["prompt"])
 
 
+def params(settings: Settings, step: int, index: int, *, is_test: bool) -> SamplingParams:
+    """Return the parameters of the samples of prompt `index` of a step: the likeliest reply in a test."""
+    return SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=0 if is_test else settings.temperature,
+        stop=settings.stop,
+        seed=(settings.seed * 1_000_003 + step) * 1_009 + index,
+    )
+
+
 def learn_from(prompt: list[int], sequences: Sequence[Any], rewards: Sequence[float]) -> list[Datum]:
     """Return a group's datums for `importance_sampling`; none if all rewards are equal."""
     scores = np.array(rewards, np.float64)
@@ -122,18 +132,11 @@ def train(
     batches, num_steps = Batches(tasks, settings.batch_size, seed=settings.seed), settings.num_steps
 
     def sample(sampler: SamplingClient, step: int, *, is_test: bool = False) -> list[APIFuture[SampleResponse]]:
+        num_samples = 1 if is_test else settings.group_size
+        prompts = [prompt for _, prompt in (test_tasks if is_test else batches.at(step))]
         return [
-            sampler.sample(
-                ModelInput.from_ints(prompt),
-                1 if is_test else settings.group_size,
-                SamplingParams(
-                    max_tokens=settings.max_tokens,
-                    temperature=0 if is_test else settings.temperature,
-                    stop=settings.stop,
-                    seed=(settings.seed * 1_000_003 + step) * 1_009 + index,
-                ),
-            )
-            for index, (_, prompt) in enumerate(test_tasks if is_test else batches.at(step))
+            sampler.sample(prompt, num_samples, params(settings, step, index, is_test=is_test))
+            for index, prompt in enumerate(prompts)
         ]
 
     def rewards_of(record: Mapping[str, Any], response: SampleResponse) -> list[float]:

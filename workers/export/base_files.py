@@ -1,7 +1,7 @@
 """The files of a base model's directory: where each tensor lies, and changes of a copy in its place.
 
-Depends on safetensors' format alone: eight bytes with the length of a header, the header in JSON, and the tensors. So a
-file is copied as it is, and a tensor in it is changed through a mapping, block by block: no file is held in memory.
+Depends on safetensors' format alone. A file is copied as it is, and a tensor in it is changed through a mapping, block
+by block: no file is held in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tinkerpool.errors import ExportError
+from tinkerpool.tensor_files import read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -63,24 +64,14 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
         files = [SINGLE]
     else:
         raise ExportError(f"{directory} has no {SINGLE} and no {INDEX}: save the base model in safetensors format")
-    return {name: tensor for file in files for name, tensor in _read_header(directory / file)}
+    return {name: tensor for file in files for name, tensor in _tensors_in(directory / file)}
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
-    with path.open("rb") as stream:
-        num_bytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(num_bytes))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield (
-                name,
-                StoredTensor(
-                    file=path.name,
-                    dtype=entry["dtype"],
-                    shape=tuple(entry["shape"]),
-                    offset=8 + num_bytes + entry["data_offsets"][0],
-                ),
-            )
+def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    entries, begin = read_header(path)
+    for name, entry in entries.items():
+        offset = begin + entry["data_offsets"][0]
+        yield name, StoredTensor(file=path.name, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset=offset)
 
 
 @contextmanager

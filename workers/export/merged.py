@@ -30,7 +30,7 @@ from workers.model.pretrained import TOKENIZER_FILES, load_pretrained, logprob_d
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""
 _COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*")
-"""Patterns of files that belong to a base model beside its weights and `config.json`."""
+"""Patterns of a base model's other files than its weights and `config.json`."""
 
 
 def write_merged(adapter_directory: Path, base: Path, out: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import tinkerpool
 from scripts.attack.pool import AttackedPool
 from scripts.reliability.fuzz.targets import Fault, Target, make_targets
 from scripts.reliability.fuzz.values import Known, Values
-from tinkerpool.v1 import adapters_pb2, adapters_pb2_grpc, sessions_pb2, sessions_pb2_grpc
+from tinkerpool.v1 import adapters_pb2, adapters_pb2_grpc, admin_pb2, sessions_pb2, sessions_pb2_grpc
 
 AT_ONCE = 8
 """Messages to one target that are under way at a time."""
@@ -39,6 +39,8 @@ MEMORY_GROWTH_MAX = 600 << 20
 RESULT_S = 120.0
 STEPS = 3
 TOKENS = list(range(10, 26))
+ADMIN = "fuzz-AdminService"
+"""How the names of administrators begin."""
 UNKNOWN_KEY = "tp_000000000000_" + "x" * 43
 
 
@@ -122,14 +124,17 @@ class Neighbour:
 
 
 class Tenant:
-    """The tenant of one target: makes the objects that messages name."""
+    """The tenant of one target: makes the objects that messages name.
+
+    That of an administrative RPC is an administrator, and makes other tenants.
+    """
 
     def __init__(self, pool: AttackedPool, name: str, theirs: Known) -> None:
-        self.key = pool.create_key(name)
+        self._pool = pool
+        self._is_admin = name.startswith(ADMIN)
+        self.key = pool.create_key(name, role=admin_pb2.ROLE_ADMIN if self._is_admin else admin_pb2.ROLE_MEMBER)
         self.known = Known({kind: list(names) for kind, names in theirs.names.items()})
         self.known.add("model", pool.model)
-        self._url = pool.url
-        self._grpc = pool.grpc
         self._services = contextlib.ExitStack()
         self._number = 0
 
@@ -138,7 +143,8 @@ class Tenant:
         self._number += 1
         self.close()
         self._make_room()
-        service = tinkerpool.ServiceClient(self._url, self.key)  # a message may have ended the session of the last one
+        # A message may have ended the session of the last one.
+        service = tinkerpool.ServiceClient(self._pool.url, self.key)
         self._services.callback(service.close)
         client = service.create_lora_training_client(self.known.newest("model"), rank=8).result(RESULT_S)
         saved = client.save_state(f"state{self._number}").result(RESULT_S).path
@@ -150,11 +156,15 @@ class Tenant:
         self.known.add("path", str(saved), str(weights))
         self.known.add("operation", f"{adapter}:1", f"{adapter}:2")
         self.known.add("sampler", sampler.sampler_id)
+        if self._is_admin:  # what its messages may suspend, limit, revoke and delete
+            other = f"other-{self._number}"
+            self.known.add("key", self._pool.create_key(other).split("_")[1])
+            self.known.add("tenant", other)
 
     def _make_room(self) -> None:
         """End all sessions and delete all adapters, or messages that create some would only meet ceilings."""
         metadata = (("authorization", f"Bearer {self.key}"),)
-        with grpc.insecure_channel(self._grpc) as channel:
+        with grpc.insecure_channel(self._pool.grpc) as channel:
             sessions, adapters = (
                 sessions_pb2_grpc.SessionServiceStub(channel),
                 adapters_pb2_grpc.AdapterServiceStub(channel),

@@ -91,4 +91,7 @@ def test_every_directory_of_the_page_computes_what_the_pool_computes(
     check = json.loads(Path("merged/tinkerpool.json").read_text())["check"]
     assert check["dtype"] == "bfloat16"
     assert check["difference"] <= check["tolerance"] < check["adapter_effect"]
+    page["service"].create_rest_client().export_checkpoint(page["checkpoint"], "again").result(60)
+    logged = [*lines, *(record.getMessage() for record in caplog.records)]
+    assert sum(line.startswith("The base model ties its unembedding") for line in logged) == 1, "a note is said once"
     page["service"].close()

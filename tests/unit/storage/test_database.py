@@ -31,6 +31,7 @@ from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query
 from tests.support.disk.apsw_connection import ApswConnection, locked_error
 from tests.support.disk.lossy_vfs import LossyVfs
+from tests.support.logs import logged_by
 from tests.support.toy_pool import FakeTime
 
 
@@ -207,7 +208,7 @@ async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
     await insert_cycle(database, 4)
     assert cycle_ids(database) == [1, 4, 9], "riding writes of a refused commit are committed with the next one"
     await database.close()
-    assert [record.message.partition(str(tmp_path))[0] for record in caplog.records] == [
+    assert [message.partition(str(tmp_path))[0] for message in logged_by("coordinator.storage", caplog)] == [
         "another process has locked ",
         "the database is unlocked",
     ]
@@ -244,7 +245,8 @@ async def test_a_start_waits_for_a_locked_database_and_then_says_what_to_do(
 
     num_locked = 4
     await Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect).close()
-    assert [record.message.partition(": ")[2] for record in caplog.records] == ["waiting until it unlocks the database"]
+    messages = logged_by("coordinator.storage", caplog)
+    assert [message.partition(": ")[2] for message in messages] == ["waiting until it unlocks the database"]
     num_locked = 1000
     with pytest.raises(LockedError, match="end the program that writes to it"):
         Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect)
@@ -314,7 +316,7 @@ async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
     await insert_cycle(database, 501)
     await database.close()
     vfs.unregister()
-    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+    assert [message.partition(" (")[0] for message in logged_by("coordinator.storage", caplog)] == [
         "the disk is full",
         "the disk has room again",
     ]
