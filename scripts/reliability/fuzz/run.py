@@ -130,7 +130,7 @@ class Tenant:
     """
 
     def __init__(self, pool: AttackedPool, name: str, theirs: Known) -> None:
-        self._pool = pool
+        self._pool, self._name = pool, name
         self._is_admin = name.startswith(ADMIN)
         self.key = pool.create_key(name, role=admin_pb2.ROLE_ADMIN if self._is_admin else admin_pb2.ROLE_MEMBER)
         self.known = Known({kind: list(names) for kind, names in theirs.names.items()})
@@ -157,7 +157,7 @@ class Tenant:
         self.known.add("operation", f"{adapter}:1", f"{adapter}:2")
         self.known.add("sampler", sampler.sampler_id)
         if self._is_admin:  # what its messages may suspend, limit, revoke and delete
-            other = f"other-{self._number}"
+            other = f"{self._name}-{self._number}"
             self.known.add("key", self._pool.create_key(other).split("_")[1])
             self.known.add("tenant", other)
 
