@@ -77,6 +77,7 @@ class Neighbour:
 
     def __init__(self, pool: AttackedPool, key: str) -> None:
         self._service = tinkerpool.ServiceClient(pool.url, key)
+        self._rest = self._service.create_rest_client()
         first = self._service.create_lora_training_client(pool.model, rank=8).result(RESULT_S)
         self._start = first.save_state("start").result(RESULT_S).path
         self._expected = self._run()
@@ -120,6 +121,7 @@ class Neighbour:
         params = tinkerpool.SamplingParams(max_tokens=6, seed=3)
         drawn = sampler.sample(tinkerpool.ModelInput.from_ints(TOKENS), 2, params).result(RESULT_S)
         digest.update(repr([list(each.tokens) for each in drawn.sequences]).encode())
+        self._rest.delete_training_run(str(client.model_id)).result(RESULT_S)  # a tenant has a ceiling of adapters
         return digest.hexdigest()
 
 
