@@ -6,7 +6,7 @@
 engine   steps of 4m: 16 x 1 x 64, 8 x 4 x 64 and 1 x 1 x 64 (tenants x sequences x tokens)
 decode   8 tenants with 4 sequences each, in one batch
 planner  a cycle's planning for 1,000 tenants with 10,000 operations, in processor time
-service  a step of one and of 16 tenants through gRPC and Ray
+service  a step of one and of 16 tenants, and one whose request has 4 MiB, through gRPC and Ray
 
 Each version prepares an item in a process of its own. In every round both measure it, one after the other; the order
 alternates. Rounds are short, because the speed of a machine changes. There are several pairs of processes, because

@@ -15,8 +15,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from scripts.bench.versions.layout import attribute, module
 
@@ -25,6 +28,8 @@ RANK = 8
 ENGINE_CASES = ((16, 1, 64), (8, 4, 64), (1, 1, 64))
 """Tenants, sequences of each, tokens of a sequence."""
 SERVICE_CASES = ((1, 4, 64), (16, 1, 64))
+LARGE_TOKENS, LARGE_TARGETS = 512, 1024
+"""A step whose request has 4 MiB: a target id and a weight, four bytes each, for each target of each token."""
 NUM_TENANTS_PLANNED, NUM_TENANTS_QUICK = 1000, 50
 """Each with 10 operations."""
 OPERATION_TOKENS = 64
@@ -118,13 +123,26 @@ def service(args: argparse.Namespace) -> Iterator[Sides]:
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(pools.embedded_pool([*arguments, "--slots", "32"]))
             sides: Sides = {}
+
+            def add(name: str, data: list[Any]) -> None:
+                keys = [pools.create_key(pool, f"tenant-{len(sides)}-{number}") for number in range(len(data))]
+                clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
+                sides[f"gRPC and Ray step, {name}"] = tenants.Tenants(clients, model.name, RANK, data).step
+
             for num_tenants, num_seqs, num_tokens in SERVICE_CASES:
                 case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
-                keys = [pools.create_key(pool, f"tenant-{num_tenants}-{number}") for number in range(num_tenants)]
-                clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
-                group = tenants.Tenants(clients, model.name, RANK, case.data(model.vocab_size))
-                sides[f"gRPC and Ray step, {case}"] = group.step
+                add(str(case), case.data(model.vocab_size))
+            add("a request of 4 MiB", [_large_data(model.vocab_size)])
             yield sides
+
+
+def _large_data(vocab_size: int) -> tuple[Any, ...]:
+    """Return a sequence of which each token has many targets: a large request for little computing."""
+    [datum] = module("models").random_data(0, [LARGE_TOKENS], vocab_size)
+    shape = LARGE_TOKENS, LARGE_TARGETS
+    targets = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
+    weights = np.full(shape, 1 / LARGE_TARGETS, dtype=np.float32)
+    return (replace(datum, loss_inputs={"target_tokens": targets, "weights": weights}),)
 
 
 ITEMS = {"engine": engine, "decode": decode, "planner": planner, "service": service}
