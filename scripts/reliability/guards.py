@@ -361,15 +361,15 @@ GUARDS = (
     Guard(
         name="queued work of a suspended tenant waits",
         file="coordinator/scheduling/ready_set.py",
-        before="        if not is_held and not self._is_stopping:\n",
-        after="        if not self._is_stopping:\n",
+        before="            log.let_begin(not self._is_stopping and not self._is_held(log.tenant_id))\n",
+        after="            log.let_begin(not self._is_stopping)\n",
         tests=("tests/integration/cycles/test_suspension.py",),
     ),
     Guard(
         name="what has begun ends, and nothing behind it begins",
-        file="coordinator/scheduling/ready_set.py",
-        before="        log.let_begin(not is_held and not self._is_stopping)\n",
-        after="",
+        file="coordinator/operations/adapter_log.py",
+        before="        if not self.may_begin:\n",
+        after="        if False:\n",
         tests=("tests/unit/scheduling/test_ready_set.py", "-k", "behind"),
     ),
     Guard(

@@ -331,7 +331,7 @@ class RestClient:
                 else:
                     await asyncio.to_thread(exporter.finish, archive, pool)
                     for note in exporter.notes:
-                        _log_note(note)
+                        log_note(note)
                     return directory
 
     async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
@@ -371,7 +371,8 @@ class RestClient:
 
 
 @cache  # once a process, however many checkpoints a program exports; each has it in its tinkerpool.json
-def _log_note(note: str) -> None:
+def log_note(note: str) -> None:
+    """Log what an exporter says of the directory that it wrote."""
     _log.warning("%s", note)
 
 

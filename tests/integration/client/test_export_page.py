@@ -19,6 +19,7 @@ from tests.support.exports import vllm_refuses
 from tests.support.pages import blocks
 from tests.support.served_pool import ServedPool, shipped_pool
 from tinkerpool.cli.main import main
+from tinkerpool.client.rest_client import log_note
 from tinkerpool.client.service_client import note_tied_unembedding
 
 pytestmark = [
@@ -40,7 +41,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
 def page(pool: ServedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the page in an empty directory; return the names that its programs define."""
     monkeypatch.chdir(tmp_path)
-    note_tied_unembedding.cache_clear()  # other tests of this process may have seen the note
+    for note in (note_tied_unembedding, log_note):  # other tests of this process may have seen a note
+        note.cache_clear()
     monkeypatch.setenv("TINKERPOOL_BASE_URL", pool.url)
     monkeypatch.setenv("TINKERPOOL_API_KEY", pool.key("reader"))
     names: dict[str, Any] = {}
