@@ -344,10 +344,10 @@ def decided_row(operation: Operation) -> DecidedOperation:
 
 def operation_of_row(row: OperationRow) -> Operation:
     """Return an operation as the store has it, without its payload."""
-    if row.outcome is None:
+    if row.outcome_bytes is None:
         state = OutcomeState.UNDECIDED
     else:
-        state = OutcomeState.COMMITTED if row.outcome else OutcomeState.DROPPED
+        state = OutcomeState.COMMITTED if row.outcome_bytes else OutcomeState.DROPPED
     batch = UNMARKED
     if row.batch_first_seq is not None and row.batch_last_seq is not None:
         batch = RequestBatch(row.batch_first_seq, row.batch_last_seq)
@@ -365,7 +365,7 @@ def operation_of_row(row: OperationRow) -> Operation:
         append_id=row.append_id,
         acceptance=Acceptance.DURABLE,
         outcome_state=state,
-        outcome=ops_pb.Operation.FromString(row.outcome) if row.outcome is not None else None,
+        outcome=ops_pb.Operation.FromString(row.outcome or b"") if row.outcome_bytes is not None else None,
     )
 
 

@@ -184,6 +184,6 @@ def _drop_adapter(db: Connection, adapter_id: str, wall: float) -> list[str]:
     deletion = f"UPDATE adapters SET deleted_at = ?, deleted_service_s = {_SERVICE_S} WHERE adapter_id = ?"  # noqa: S608
     db.execute(deletion, (wall, adapter_id))
     db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
-    db.execute("DELETE FROM operations WHERE target_id = ? AND outcome IS NULL", (adapter_id,))
+    db.execute("DELETE FROM operations WHERE target_id = ? AND outcome_bytes IS NULL", (adapter_id,))
     drop_payloads(db, adapter_id)
     return [f"adapter {adapter_id}", *(f"checkpoint {row['path']}" for row in unwritten)]

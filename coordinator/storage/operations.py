@@ -27,13 +27,17 @@ DROPPED_MAX = 500
 """Results that one transaction drops, so that it takes milliseconds: the writes of cycles wait for it."""
 _COUNTER_BITS = 32
 """Low bits of an append id: the counter within an epoch."""
+_WITH_OUTCOMES = "operations LEFT JOIN outcomes USING (target_id, seq)"
+_IS_COVERED = """NOT EXISTS (SELECT 1 FROM payloads
+    WHERE payloads.target_id = operations.target_id AND payloads.seq = operations.seq)"""
+"""Condition for operations that no recovery runs again."""
 
 
 class Operations(Table[OperationRow]):
     """The operations of all adapters and samplers."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(database, OperationRow, "operations")
+        super().__init__(database, OperationRow, _WITH_OUTCOMES)
         self._epoch = 0
         self._appends = itertools.count(1)
 
@@ -69,7 +73,7 @@ class Operations(Table[OperationRow]):
     def owner(self, target_id: str, seq: int) -> str | None:
         """Return the tenant of an operation; None if there is none, or its result was dropped."""
         row = self._database.read_one(
-            "SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ? AND (outcome IS NULL OR outcome != x'')",
+            "SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ? AND outcome_bytes IS NOT 0",
             (target_id, seq),
         )
         return str(row["tenant_id"]) if row is not None else None
@@ -77,10 +81,10 @@ class Operations(Table[OperationRow]):
     def result_bytes(self, tenant_id: str, target_id: str, seq: int) -> int:
         """Return the size of the result of a tenant's operation; 0 if it has none."""
         row = self._database.read_one(
-            "SELECT length(outcome) AS num_bytes FROM operations WHERE target_id = ? AND seq = ? AND tenant_id = ?",
+            "SELECT outcome_bytes FROM operations WHERE target_id = ? AND seq = ? AND tenant_id = ?",
             (target_id, seq, tenant_id),
         )
-        return int(row["num_bytes"] or 0) if row is not None else 0
+        return int(row["outcome_bytes"] or 0) if row is not None else 0
 
     def seq_of_request(self, target_id: str, request_id: str) -> int | None:
         """Return the sequence number that a request id got."""
@@ -97,11 +101,8 @@ class Operations(Table[OperationRow]):
 
     def payload(self, target_id: str, seq: int) -> bytes:
         """Return the payload of an operation that recovery still needs."""
-        row = self._database.read_one(
-            "SELECT payload FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq)
-        )
-        assert row is not None, f"{target_id}:{seq} is not in the log"
-        assert row["payload"] is not None, f"{target_id}:{seq} has left the log too early"
+        row = self._database.read_one("SELECT payload FROM payloads WHERE target_id = ? AND seq = ?", (target_id, seq))
+        assert row is not None, f"{target_id}:{seq} is not in the log, or has left it too early"
         return bytes(row["payload"])
 
     def since(self, target_id: str, seq: int) -> list[tuple[OperationRow, bytes | None]]:
@@ -110,13 +111,13 @@ class Operations(Table[OperationRow]):
 
     def unfinished_samples(self) -> list[tuple[OperationRow, bytes | None]]:
         """Return the sample operations without an outcome, each with its payload."""
-        return self._with_payloads("outcome IS NULL AND kind = 'sample' ORDER BY target_id, seq", ())
+        return self._with_payloads("outcome_bytes IS NULL AND kind = 'sample' ORDER BY target_id, seq", ())
 
     def unfetched(self, target_id: str, first_seq: int, last_seq: int) -> list[UnfetchedOperation]:
         """Return the finished operations of a range of sequence numbers that were not fetched, oldest first."""
         rows = self._database.read(
-            "SELECT seq, is_failed, LENGTH(outcome) AS num_bytes FROM operations WHERE target_id = ?"
-            " AND seq BETWEEN ? AND ? AND outcome != x'' AND fetched_service_s IS NULL"
+            "SELECT seq, is_failed, outcome_bytes AS num_bytes FROM operations WHERE target_id = ?"
+            " AND seq BETWEEN ? AND ? AND outcome_bytes > 0 AND fetched_service_s IS NULL"
             " ORDER BY finished_service_s, seq",
             (target_id, first_seq, last_seq),
         )
@@ -145,27 +146,32 @@ class Operations(Table[OperationRow]):
                 return total
 
     def _with_payloads(self, condition: str, parameters: Sequence[object]) -> list[tuple[OperationRow, bytes | None]]:
-        sql = f"SELECT {columns(OperationRow)}, payload FROM operations WHERE {condition}"  # noqa: S608 (our names)
+        source = f"{_WITH_OUTCOMES} LEFT JOIN payloads USING (target_id, seq)"
+        sql = f"SELECT {columns(OperationRow)}, payload FROM {source} WHERE {condition}"  # noqa: S608 (our names)
         rows: list[Row] = self._database.read(sql, parameters)
         return [(typed(OperationRow, row), row["payload"]) for row in rows]
 
 
 def _drop_slice(db: Connection, fetched_before: float, finished_before: float) -> int:
     """Drop at most `DROPPED_MAX` results; return how many rows were changed. See `Operations.drop_results`."""
-    emptied = db.execute(
-        "UPDATE operations SET outcome = x'', fetched_service_s = NULL WHERE (target_id, seq) IN (SELECT target_id, seq"
-        " FROM operations WHERE payload IS NULL AND fetched_service_s < ?"
-        " AND (request_id IS NOT NULL OR kind = 'sample') LIMIT ?)",
+    found = db.execute(
+        f"SELECT target_id, seq FROM operations WHERE fetched_service_s < ? AND {_IS_COVERED}"  # noqa: S608 (our names)
+        " AND (request_id IS NOT NULL OR kind = 'sample') LIMIT ?",
         (fetched_before, DROPPED_MAX),
-    ).rowcount
-    if emptied == DROPPED_MAX:  # the rows to delete are what is left of the fetched ones afterwards
+    )
+    emptied = [tuple(row) for row in found]
+    db.executemany("DELETE FROM outcomes WHERE target_id = ? AND seq = ?", emptied)
+    db.executemany(
+        "UPDATE operations SET outcome_bytes = 0, fetched_service_s = NULL WHERE target_id = ? AND seq = ?", emptied
+    )
+    if len(emptied) == DROPPED_MAX:  # the rows to delete are what is left of the fetched ones afterwards
         return DROPPED_MAX
     deleted = db.execute(
-        "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations"
-        " WHERE payload IS NULL AND (fetched_service_s < ? OR finished_service_s < ?) LIMIT ?)",
-        (fetched_before, finished_before, DROPPED_MAX - emptied),
+        "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations"  # noqa: S608
+        f" WHERE (fetched_service_s < ? OR finished_service_s < ?) AND {_IS_COVERED} LIMIT ?)",
+        (fetched_before, finished_before, DROPPED_MAX - len(emptied)),
     ).rowcount
-    return int(emptied + deleted)
+    return int(len(emptied) + deleted)
 
 
 def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozenset[str]:
@@ -191,13 +197,14 @@ def finish(db: Connection, operation: DecidedOperation, now: float, month: int) 
     """
     key = (operation.target_id, operation.seq, operation.append_id)
     changed = db.execute(
-        "UPDATE operations SET outcome = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
-        " WHERE target_id = ? AND seq = ? AND append_id = ? AND outcome IS NULL",
-        (operation.outcome, operation.is_failed, now, operation.engine_s, *key),
+        "UPDATE operations SET outcome_bytes = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
+        " WHERE target_id = ? AND seq = ? AND append_id = ? AND outcome_bytes IS NULL",
+        (len(operation.outcome), operation.is_failed, now, operation.engine_s, *key),
     ).rowcount
     assert changed == 1, f"{operation.target_id}:{operation.seq} was finished before"
+    _put_outcome(db, operation.target_id, operation.seq, operation.outcome)
     if operation.kind == "sample":  # no replay runs a finished sample
-        db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
+        db.execute("DELETE FROM payloads WHERE target_id = ? AND seq = ?", key[:2])
     add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
     if operation.num_tokens:
         add_month(db, operation.tenant_id, month, operation.num_tokens)
@@ -205,22 +212,36 @@ def finish(db: Connection, operation: DecidedOperation, now: float, month: int) 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:
     """Drop all payloads of an adapter that is deleted."""
-    db.execute("UPDATE operations SET payload = NULL WHERE target_id = ?", (adapter_id,))
+    db.execute("DELETE FROM payloads WHERE target_id = ?", (adapter_id,))
 
 
 def drop_covered_payloads(db: Connection, adapter_id: str, seq: int) -> None:
     """Drop the payloads of decided operations up to `seq`: a snapshot replaces them in a recovery."""
     db.execute(
-        "UPDATE operations SET payload = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
+        "DELETE FROM payloads WHERE target_id = ? AND seq <= ? AND EXISTS (SELECT 1 FROM operations"
+        " WHERE target_id = payloads.target_id AND seq = payloads.seq AND outcome_bytes IS NOT NULL)",
         (adapter_id, seq),
     )
 
 
 def _append(db: Connection, row: NewOperation, now: float) -> None:
-    is_finished = row.outcome is not None
-    insert(db, "operations", row, num_bytes=len(row.payload), finished_service_s=now if is_finished else None)
-    if is_finished:
+    insert(
+        db,
+        "operations",
+        row,
+        without=("payload", "outcome"),
+        num_bytes=len(row.payload),
+        outcome_bytes=len(row.outcome) if row.outcome is not None else None,
+        finished_service_s=now if row.outcome is not None else None,
+    )
+    db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.target_id, row.seq, row.payload))
+    if row.outcome is not None:
+        _put_outcome(db, row.target_id, row.seq, row.outcome)
         add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+
+
+def _put_outcome(db: Connection, target_id: str, seq: int, outcome: bytes) -> None:
+    db.execute("INSERT INTO outcomes VALUES (?, ?, ?)", (target_id, seq, outcome))
 
 
 def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool:

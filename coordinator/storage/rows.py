@@ -7,7 +7,7 @@ as it was inserted. Does not depend on any table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -281,8 +281,10 @@ class OperationRow:
     chunk_tokens: int
     batch_first_seq: int | None
     batch_last_seq: int | None
+    outcome_bytes: int | None
+    """Size of the outcome; None while undecided, 0 once dropped."""
     outcome: bytes | None
-    """The serialized v1.Operation; None while undecided, empty once dropped."""
+    """The serialized v1.Operation; None while undecided and once dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,9 +389,9 @@ def typed(row_type: type[R], row: Row) -> R:
     return row_type(**{name: convert(row[name]) if convert else row[name] for name, convert in _converters(row_type)})
 
 
-def insert(db: Connection, table: str, row: Any, **more: Any) -> None:
-    """Insert a typed row; `more` has columns that are not fields of it."""
-    values = {name: getattr(row, name) for name, _ in _converters(type(row))} | more
+def insert(db: Connection, table: str, row: Any, *, without: Collection[str] = (), **more: Any) -> None:
+    """Insert a typed row; `without` has fields that are not columns, `more` columns that are not fields."""
+    values = {name: getattr(row, name) for name, _ in _converters(type(row)) if name not in without} | more
     names, marks = ", ".join(values), ", ".join("?" * len(values))
     db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
 

@@ -14,7 +14,9 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
 | adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
 | samplers | a sampler | it is created, or weights are saved without a name; deleted after its session |
-| operations | an operation: its payload, then its outcome | it is appended, decided, and later emptied |
+| operations | an operation, without its payload and outcome | it is appended, decided, fetched; deleted later |
+| payloads | the payload of an operation that a recovery may need | it is appended; deleted once a snapshot covers it |
+| outcomes | the outcome of a decided operation | it is decided; deleted some time after it was fetched |
 | cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
@@ -28,7 +30,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -100,6 +102,50 @@ CREATE TABLE probations (
 """
 """The tenants whose operations killed workers, also for databases that a migration gives the table."""
 
+OPERATIONS = """CREATE TABLE operations (
+    target_id TEXT NOT NULL,              -- an adapter or a sampler
+    seq INTEGER NOT NULL CHECK (seq >= 1),
+    append_id INTEGER NOT NULL,           -- epoch << 32 | counter: an outcome is stored only for its own append
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    kind TEXT NOT NULL,
+    request_id TEXT,
+    payload_hash BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,           -- of the payload
+    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the payload and this
+    batch_first_seq INTEGER,              -- the batch that a forward_backward is part of: a failed one closes
+    batch_last_seq INTEGER,               -- the gradient window up to here; NULL: it is not marked
+    outcome_bytes INTEGER,                -- size of the outcome; NULL while undecided, 0 once it was dropped
+    is_failed INTEGER NOT NULL DEFAULT 0,
+    finished_service_s REAL,
+    fetched_service_s REAL,               -- when its owner first fetched the result
+    engine_s REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
+    UNIQUE (target_id, request_id)
+) WITHOUT ROWID;
+CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome_bytes IS NULL;
+CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
+CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
+CREATE TABLE payloads (                   -- the canonical request; no row once a snapshot covers it
+    target_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    payload BLOB NOT NULL,
+    PRIMARY KEY (target_id, seq),
+    FOREIGN KEY (target_id, seq) REFERENCES operations ON DELETE CASCADE
+);
+CREATE TABLE outcomes (                   -- the finished v1.Operation; no row while undecided and once dropped
+    target_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    outcome BLOB NOT NULL,
+    PRIMARY KEY (target_id, seq),
+    FOREIGN KEY (target_id, seq) REFERENCES operations ON DELETE CASCADE
+);
+"""
+"""The operation log, also for databases whose older table a migration replaces.
+
+Payloads and outcomes may have megabytes. They are in tables of their own, with a rowid: SQLite rewrites a whole row for
+each change of it, and in a table without rowid reads whole rows to find a key.
+"""
+
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
@@ -163,31 +209,7 @@ CREATE TABLE samplers (
 CREATE INDEX samplers_by_adapter ON samplers (adapter_id) WHERE adapter_id != '';
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND payload = x'';
-CREATE TABLE operations (
-    target_id TEXT NOT NULL,              -- an adapter or a sampler
-    seq INTEGER NOT NULL CHECK (seq >= 1),
-    append_id INTEGER NOT NULL,           -- epoch << 32 | counter: an outcome is stored only for its own append
-    tenant_id TEXT NOT NULL REFERENCES tenants,
-    kind TEXT NOT NULL,
-    request_id TEXT,
-    payload BLOB,                         -- the canonical request; NULL once a snapshot covers it
-    payload_hash BLOB NOT NULL,
-    num_bytes INTEGER NOT NULL,           -- of the payload
-    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the payload and this
-    batch_first_seq INTEGER,              -- the batch that a forward_backward is part of: a failed one closes
-    batch_last_seq INTEGER,               -- the gradient window up to here; NULL: it is not marked
-    outcome BLOB,                         -- the finished v1.Operation; NULL while undecided, empty once dropped
-    is_failed INTEGER NOT NULL DEFAULT 0,
-    finished_service_s REAL,
-    fetched_service_s REAL,               -- when its owner first fetched the result
-    engine_s REAL NOT NULL DEFAULT 0,
-    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
-    UNIQUE (target_id, request_id)
-) WITHOUT ROWID;
-CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome IS NULL;
-CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
-CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
-CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
+{OPERATIONS}CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
 CREATE TABLE plans (                      -- read after a crash: the adapters of a cycle that did not commit
     cycle_id INTEGER NOT NULL,
     adapter_id TEXT NOT NULL,

@@ -69,7 +69,7 @@ def test_a_repeatedly_full_disk_loses_no_operation_and_the_pool_continues_withou
                 future.result(FINISH_S)
     assert process.poll() is None
     assert query(terminal.data_dir, "PRAGMA integrity_check")[0][0] == "ok"
-    assert query(terminal.data_dir, "SELECT * FROM operations WHERE outcome IS NULL OR is_failed") == []
+    assert query(terminal.data_dir, "SELECT * FROM operations WHERE outcome_bytes IS NULL OR is_failed") == []
 
 
 def log_size(terminal: Terminal) -> int:

@@ -130,7 +130,7 @@ def test_a_stop_under_attack_is_in_time_and_leaves_nothing_to_replay(pool: Attac
     assert stop_s < STOP_LIMIT_S
     assert pool.exit_code == 0
     with closing(sqlite3.connect(pool.data_dir / "tinkerpool.db")) as database:
-        applied = "SELECT MAX(seq) FROM operations WHERE target_id = ? AND outcome IS NOT NULL"
+        applied = "SELECT MAX(seq) FROM operations WHERE target_id = ? AND outcome_bytes IS NOT NULL"
         covered = "SELECT seq FROM snapshots WHERE adapter_id = ?"
         adapter = (client.model_id,)
         assert database.execute(applied, adapter).fetchone() == database.execute(covered, adapter).fetchone()

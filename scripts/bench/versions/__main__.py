@@ -43,7 +43,8 @@ class Version:
 
     def __init__(self, folder: Path, item: str, args: argparse.Namespace) -> None:
         paths = [folder, folder / "scripts", ROOT]
-        command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
+        # By its path: as a module it would be the version's own, which may have other cases.
+        command = [sys.executable, str(Path(__file__).with_name("measure.py")), item]
         self._process = subprocess.Popen(
             [*command, "--seconds", str(args.seconds), "--threads", str(args.threads), *["--quick"] * args.quick],
             cwd=folder,

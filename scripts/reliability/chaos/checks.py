@@ -55,7 +55,7 @@ def check_store(data_dir: Path) -> None:
         if (found := db.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
             raise Violation(f"the database is damaged: {found}")
         unfinished = [
-            f"{r[0]}:{r[1]}" for r in db.execute("SELECT target_id, seq FROM operations WHERE outcome IS NULL")
+            f"{r[0]}:{r[1]}" for r in db.execute("SELECT target_id, seq FROM operations WHERE outcome_bytes IS NULL")
         ]
         if unfinished:
             raise Violation(f"{len(unfinished)} operations are not finished, for example {unfinished[0]}")

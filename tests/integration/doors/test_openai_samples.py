@@ -69,7 +69,7 @@ def rows(pool: RestartablePool, sql: str) -> list[Any]:
 
 def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
     """Return the operation of the only sample."""
-    [row] = rows(pool, "SELECT outcome FROM operations WHERE kind = 'sample'")
+    [row] = rows(pool, "SELECT outcome FROM operations LEFT JOIN outcomes USING (target_id, seq) WHERE kind = 'sample'")
     return ops_pb.Operation.FromString(row["outcome"] or b"")
 
 

@@ -87,7 +87,8 @@ def row(outcome: bytes | None, batch: tuple[int | None, int | None] = (None, Non
         chunk_tokens=16,
         batch_first_seq=batch[0],
         batch_last_seq=batch[1],
-        outcome=outcome,
+        outcome_bytes=len(outcome) if outcome is not None else None,
+        outcome=outcome or None,
     )
 
 

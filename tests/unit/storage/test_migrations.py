@@ -55,6 +55,32 @@ def test_a_migrated_database_has_the_tables_indexes_and_triggers_of_a_new_one(ol
     assert query(old, "PRAGMA user_version")[0][0] == SCHEMA_VERSION
 
 
+async def test_a_migration_keeps_operations_with_payload_and_outcome(old: Path) -> None:
+    db = sqlite3.connect(old)
+    payload_and_outcome = {1: (None, b""), 2: (None, b"done"), 3: (b"request", b"failed"), 4: (b"request", None)}
+    for seq, (payload, outcome) in payload_and_outcome.items():
+        db.execute(
+            "INSERT INTO operations (target_id, seq, append_id, tenant_id, kind, request_id, payload, payload_hash,"
+            " num_bytes, chunk_tokens, outcome, is_failed, engine_s) VALUES"
+            " ('a', ?, ?, 't', 'optim_step', ?, ?, x'05', 7, 16, ?, ?, 0.5)",
+            (seq, seq << 8, f"r{seq}", payload, outcome, seq == 3),
+        )
+    db.commit()
+    db.close()
+    store = Store(old, FakeTime(), Failure())
+    found = store.operations.since("a", 0)
+    await store.close()
+    assert [(row.seq, payload, row.outcome_bytes, row.outcome) for row, payload in found] == [
+        (1, None, 0, None),
+        (2, None, 4, b"done"),
+        (3, b"request", 6, b"failed"),
+        (4, b"request", None, None),
+    ]
+    assert [(row.append_id, row.request_id, row.num_bytes, row.chunk_tokens) for row, _ in found] == [
+        (seq << 8, f"r{seq}", 7, 16) for seq in payload_and_outcome
+    ]
+
+
 async def test_a_migration_keeps_the_rows(old: Path) -> None:
     store = Store(old, FakeTime(), Failure())
     [tenant] = store.tenants.all()

@@ -286,11 +286,13 @@ async def test_old_results_are_dropped_in_slices(tmp_path: Path, monkeypatch: py
         request_id = f"r{seq}" if seq % 2 else None
         await store.operations.append([operation(seq, payload=b"x", outcome=b"ok", request_id=request_id)])
         store.operations.note_fetched("a", seq)
-    await store.database.execute("UPDATE operations SET payload = NULL, fetched_service_s = 1")
+    await store.database.execute("DELETE FROM payloads")
+    await store.database.execute("UPDATE operations SET fetched_service_s = 1")
     num_commits = store.database.num_commits
     num_dropped = await store.operations.drop_results(fetched_before=2.0, finished_before=-1.0)
     assert store.database.num_commits - num_commits == 4
     assert num_dropped == 35
-    rows = store.database.read("SELECT seq, outcome FROM operations ORDER BY seq")
-    assert [(row["seq"], row["outcome"]) for row in rows] == [(seq, b"") for seq in range(1, 36, 2)]
+    rows = store.database.read("SELECT seq, outcome_bytes FROM operations ORDER BY seq")
+    assert [(row["seq"], row["outcome_bytes"]) for row in rows] == [(seq, 0) for seq in range(1, 36, 2)]
+    assert store.database.read("SELECT * FROM outcomes") == []
     await store.close()
