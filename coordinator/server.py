@@ -25,9 +25,9 @@ from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
 from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
-from coordinator.serving import READY_FILE, Serving
 from coordinator.storage.database import StorageError
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
+from tinkerpool.serving import READY_FILE, Serving
 from workers.contract.protocols import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
@@ -141,12 +141,13 @@ class Server:
 
     async def _write_key(self) -> list[str]:
         """Write address and key to the credentials file, for clients on this machine; return lines for the operator."""
+        data_dir = str(self._config.coordinator.data_dir)
         key = await self._coordinator.first_admin_key()
         if key is None and self._config.is_new_key_wanted:
             key = await self._coordinator.new_admin_key()
         if key is not None:
             self._key = key
-            path = write_credentials(Credentials(url=self.url, api_key=key, note=LOCAL_KEY_NOTE))
+            path = write_credentials(Credentials(url=self.url, api_key=key, note=LOCAL_KEY_NOTE, data_dir=data_dir))
             return [
                 f"A new key (tenant '{self._tenant_of(key)}') is in {path}, and nowhere else.",
                 f"It is {LOCAL_KEY_NOTE}.",
@@ -157,7 +158,7 @@ class Server:
         for found in kept_credentials():
             if self._is_ours(found.api_key):
                 self._key = found.api_key
-                path = write_credentials(dataclasses.replace(found, url=self.url))
+                path = write_credentials(dataclasses.replace(found, url=self.url, data_dir=data_dir))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [
             f"{credentials_file()} has no key of this pool. Use an existing one, with --api-key or "

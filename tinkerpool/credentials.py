@@ -1,18 +1,19 @@
 """Address and API key of a pool: from arguments, the environment, or the credentials file of this machine.
 
-A pool writes its address and an API key to `~/.tinkerpool/credentials.json`, readable by its owner only, and clients on
-this machine need no arguments. `TINKERPOOL_HOME` names another folder. Does not depend on the client or the pool; both
-use it.
+A pool that starts writes its address, an API key and its data directory to `~/.tinkerpool/credentials.json`, readable
+by its owner only, and clients on this machine need no arguments; the file of another pool is kept next to it.
+`TINKERPOOL_HOME` names another folder. Does not depend on the client or the pool; both use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,6 +34,8 @@ class Credentials:
     """An API key of that pool."""
     note: str = ""
     """What the key may do, for people who read the file."""
+    data_dir: str = ""
+    """Data directory of the pool on this machine. Empty: not known."""
 
 
 def home() -> Path:
@@ -51,17 +54,34 @@ def read_credentials() -> Credentials | None:
 
 
 def kept_credentials() -> Iterator[Credentials]:
-    """Yield the credentials in the file, then the earlier ones of other pools. Skips files of another form."""
-    for path in (credentials_file(), *sorted(home().glob(_KEPT_GLOB))):
+    """Yield the credentials in the file, then those of other pools, newest first. Skips files of another form."""
+    for _, credentials in _kept():
+        yield credentials
+
+
+def credentials_at(base_url: str) -> Credentials | None:
+    """Return the newest credentials of a pool at an address. Raises ConfigurationError for a malformed URL."""
+    target = parse_target(base_url)
+    for _, credentials in _kept():
+        with contextlib.suppress(ConfigurationError):
+            if parse_target(credentials.url) == target:
+                return credentials
+    return None
+
+
+def _kept() -> Iterator[tuple[Path, Credentials]]:
+    others = sorted(home().glob(_KEPT_GLOB), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in (credentials_file(), *others):
         with contextlib.suppress(ValueError):
             if (credentials := _read(path)) is not None:
-                yield credentials
+                yield path, credentials
 
 
 def _read(path: Path) -> Credentials | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]), note=str(fields.get("note", "")))
+        optional = {name: str(fields[name]) for name in ("note", "data_dir") if name in fields}
+        return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]), **optional)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -70,27 +90,39 @@ def _read(path: Path) -> Credentials | None:
         ) from error
 
 
-def write_credentials(credentials: Credentials, *, replaced: str = "") -> Path:
-    """Write the credentials, readable by this user only; return the file.
+def write_credentials(credentials: Credentials) -> Path:
+    """Write the credentials of the pool that was started last, readable by this user only; return the file.
 
-    A different key in it is kept next to it, unless it is `replaced`: the key that this one replaces.
+    A different key in it is kept next to it.
     """
     path = credentials_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(ValueError):
         previous = read_credentials()
-        if previous is not None and previous.api_key not in (credentials.api_key, replaced):
+        if previous is not None and previous.api_key != credentials.api_key:
             path.rename(_free_name(path))
+    _write(path, credentials)
+    for kept, other in _kept():
+        if kept != path and other.api_key == credentials.api_key:
+            kept.unlink()
+    return path
+
+
+def replace_key(replaced: str, api_key: str) -> Path | None:
+    """Replace a key in the file that has it, and return the file; None if no file has it. Raises OSError."""
+    for path, credentials in _kept():
+        if credentials.api_key == replaced:
+            _write(path, dataclasses.replace(credentials, api_key=api_key))
+            return path
+    return None
+
+
+def _write(path: Path, credentials: Credentials) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".credentials-")  # mode 0600
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(credentials), file, indent=2)
+        json.dump(dataclasses.asdict(credentials), file, indent=2)
         file.write("\n")
     Path(temporary).rename(path)
-    for kept in path.parent.glob(_KEPT_GLOB):
-        with contextlib.suppress(ValueError):
-            if (other := _read(kept)) is not None and other.api_key == credentials.api_key:
-                kept.unlink()
-    return path
 
 
 def _free_name(path: Path) -> Path:
@@ -101,9 +133,10 @@ def _free_name(path: Path) -> Path:
 
 
 def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
-    """Return address and key: each from its argument, else the environment, else the credentials file.
+    """Return address and key: each from its argument, else the environment, else this machine's credentials files.
 
-    A key from the file is sent only to the address in the file. Raises ConfigurationError if there is no key.
+    The address is that of the pool that was started last. A key from a file is sent only to the address in the file.
+    Raises ConfigurationError if there is no key.
     """
     base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
     api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
@@ -115,8 +148,8 @@ def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
         raise ConfigurationError(str(error)) from None
     if not base_url:
         base_url = found.url if found else f"http://127.0.0.1:{DEFAULT_PORT}"
-    if not api_key and found and parse_target(found.url) == parse_target(base_url):
-        api_key = found.api_key
+    if not api_key and (known := credentials_at(base_url)) is not None:
+        api_key = known.api_key
     if not api_key:
         raise ConfigurationError(
             f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from coordinator.cli import process
-from coordinator.cli.options import DATA_DIR_HELP, Settings, data_dir_of
+from coordinator.cli.options import Settings
 from tinkerpool.cli import show
+from tinkerpool.cli.finding import DataDirOption, data_dir_option, find_place
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import credentials_file, kept_credentials
 
@@ -37,7 +36,6 @@ prompt, params = tinkerpool.ModelInput.from_ints(tokens[:3]), tinkerpool.Samplin
 print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
 """
 """A first program, for the user to paste into Python."""
-DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR_HELP)]
 
 
 def serve(settings: Settings, _arguments: Sequence[str]) -> None:
@@ -70,13 +68,13 @@ def up(settings: Settings, arguments: Sequence[str]) -> None:
             spinner.update(f"Starting a pool ... [dim]{line[:90]}[/dim]")
 
         serving = process.start(settings.data_dir, arguments, on_wait, settings.pool.start_timeout_s + 60)
-    other_dir = "" if settings.data_dir == data_dir_of(None) else f" --data-dir {shlex.quote(str(settings.data_dir))}"
+    this_pool = data_dir_option(settings.data_dir)
     keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
     key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
     for line in (
         f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.",
         *serving.sdk_lines(key),
-        f"Its log: tinkerpool logs -f. Stop it: tinkerpool down{other_dir}\n",
+        f"Its log: tinkerpool logs -f{this_pool}. Stop it: tinkerpool down{this_pool}\n",
         "Try it in Python:\n",
         *(f"    {line}" for line in EXAMPLE.format(model=serving.models[0]).splitlines()),
     ):
@@ -89,7 +87,10 @@ def down(
 ) -> None:
     """Stop the pool on this machine: it finishes its cycle and keeps everything for the next start."""
     with Console(stderr=True, highlight=False).status("Stopping the pool ..."):
-        pid = process.stop(data_dir_of(data_dir), timeout)
+        place = find_place(data_dir)
+        pid = process.stop(place.folder(), timeout)
+    if pid is None:
+        raise place.no_pool()
     show.say(f"Stopped (process {pid}).")
 
 
@@ -100,7 +101,7 @@ def logs(
 ) -> None:
     """Show the log of the pool that `tinkerpool up` started."""
     try:
-        for line in process.tail(data_dir_of(data_dir), num_lines, follow=follow):
+        for line in process.tail(find_place(data_dir).folder(), num_lines, follow=follow):
             print(line, end="", flush=follow)
     except KeyboardInterrupt:
         pass

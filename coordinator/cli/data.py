@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from coordinator.cli.commands import DataDirOption
-from coordinator.cli.options import data_dir_of
 from coordinator.cli.process import running_pid
 from tinkerpool.cli import show
+from tinkerpool.cli.finding import DataDirOption, find_place, start_command
 from tinkerpool.cli.show import CliError
 
 if TYPE_CHECKING:
@@ -48,8 +47,9 @@ def backup(
     """Back a pool up, while it runs or when it is stopped. Raises CliError."""
     from coordinator.runtime.backup import back_up
 
+    source = find_place(data_dir).folder()
     with _reported() as on_progress:
-        made = back_up(data_dir_of(data_dir), target.expanduser().absolute(), on_progress)
+        made = back_up(source, target.expanduser().absolute(), on_progress)
     show.say(
         f"Backed up pool {made.identity.name} (epoch {made.identity.epoch}): {made.num_states} states, "
         f"{show.size(made.num_bytes)}, in {target}."
@@ -87,7 +87,7 @@ def restore(
     )
     for state in made.lost:
         show.say(f"lost: {state}")
-    show.say(f"Start it: tinkerpool up --data-dir {shlex.quote(str(target))}")
+    show.say(f"Start it: {start_command(target)}")
 
 
 def doctor(
@@ -97,7 +97,7 @@ def doctor(
     """Examine a pool's data, or a backup; exit with 1 if there is a problem. Raises CliError."""
     from coordinator.runtime.doctor import examine
 
-    path = data_dir_of(data_dir)
+    path = find_place(data_dir).folder()
     with _reported() as on_progress:
         report = examine(path, running_pid(path), is_verified=verify, on_progress=on_progress)
     for name, fact in report.facts:

@@ -25,8 +25,8 @@ from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, H
 from coordinator.base.errors import ServiceError
 from coordinator.base.tenant_limits import TenantLimits, limits_with
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
+from tinkerpool.cli.finding import default_data_dir
 from tinkerpool.cli.show import CliError
-from tinkerpool.credentials import home
 from workers.contract.settings import PoolConfig, PoolModel
 
 RAY_FILE = "ray.json"
@@ -270,8 +270,8 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
 
 def data_dir_of(given: Path | None) -> Path:
-    """Return the data directory that an operator means: the given one, or the default."""
-    return (given or home() / "pool").expanduser().absolute()
+    """Return the data directory of a pool that is started: the given one, or the default."""
+    return (given or default_data_dir()).expanduser().absolute()
 
 
 def http_port_after(grpc_port: int) -> int:

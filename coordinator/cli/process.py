@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from coordinator.serving import READY_FILE, Serving
+from tinkerpool.cli.finding import data_dir_option
 from tinkerpool.cli.show import CliError
+from tinkerpool.serving import READY_FILE, Serving
 
 LOG_FILE = "serve.log"
 LOG_BYTES_MAX = 16 << 20
@@ -48,8 +49,8 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
         serving = Serving.read(data_dir / READY_FILE)
         where = f"at {serving.url} " if serving else ""
         raise CliError(
-            f"a pool is already running {where}on {data_dir} (process {pid}); stop it with `tinkerpool down`, or give "
-            "another --data-dir and --port"
+            f"a pool is already running {where}on {data_dir} (process {pid}); stop it with "
+            f"`tinkerpool down{data_dir_option(data_dir)}`, or give another --data-dir and --port"
         )
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     ready_file = data_dir / READY_FILE
@@ -80,11 +81,14 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
     raise CliError(f"the pool was not ready after {timeout_s:.0f} s and was stopped; its log is {log_file}")
 
 
-def stop(data_dir: Path, timeout_s: float) -> int:
-    """Stop the pool on a data directory and wait until it has ended; return its process id. Raises CliError."""
+def stop(data_dir: Path, timeout_s: float) -> int | None:
+    """Stop the pool on a data directory and wait until it has ended; return its process id. Raises CliError.
+
+    Returns None if no pool runs there.
+    """
     pid = running_pid(data_dir)
     if pid is None:
-        raise CliError(f"no pool is running on {data_dir}; `tinkerpool up` starts one")
+        return None
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:

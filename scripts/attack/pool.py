@@ -25,9 +25,9 @@ from typing import Self
 
 import grpc
 
-from coordinator.serving import Serving
 from scripts.attack.probe import RemoteProbe
 from scripts.attack.probed import SOCKET
+from tinkerpool.serving import Serving
 from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]

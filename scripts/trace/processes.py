@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.serving import Serving
 from scripts.trace.recorder import ROOT, RemoteRecorder, answer_in
+from tinkerpool.serving import Serving
 
 if TYPE_CHECKING:
     from workers.contract.protocols import EngineFactory

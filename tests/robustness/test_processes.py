@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.serving import Serving
 from tests.support.database import query
 from tests.support.serving import TOY, Terminal
 from tinkerpool import TrainingClient, types
+from tinkerpool.serving import Serving
 
 NUM_FILLS = 6
 UNFINISHED_MAX = 100

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tinkerpool
-from coordinator.serving import Serving
+from tinkerpool.serving import Serving
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0")

@@ -7,16 +7,8 @@ from typing import Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import (
-    JsonOption,
-    KeyOption,
-    LimitOption,
-    UrlOption,
-    YesOption,
-    call,
-    fetch_list,
-    find_target,
-)
+from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
 from tinkerpool.v1 import adapters_pb2
 
@@ -24,14 +16,14 @@ app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
+@calls_pool
 def list_adapters(
+    target: Target,
     limit: LimitOption = 50,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """List your adapters, newest first."""
-    found = fetch_list(find_target(url, api_key), LIST_ADAPTERS, adapters_pb2.ListAdaptersRequest, "adapters", limit)
+    found = fetch_list(target, LIST_ADAPTERS, adapters_pb2.ListAdaptersRequest, "adapters", limit)
     if json:
         show.json_message(found)
         return
@@ -68,14 +60,13 @@ def list_adapters(
 
 
 @app.command()
+@calls_pool
 def delete(
+    target: Target,
     adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
     yes: YesOption = False,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Delete an adapter and its training state for good. Its checkpoints stay."""
-    target = find_target(url, api_key)
     if not yes:
         typer.confirm(f"Delete {adapter_id} and its training state for good?", abort=True)
     call(target, DELETE_ADAPTER, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter_id))

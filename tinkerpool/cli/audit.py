@@ -9,13 +9,16 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, KeyOption, LimitOption, UrlOption, fetch_list, find_target
+from tinkerpool.cli.connection import JsonOption, LimitOption, fetch_list
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.keys import seconds_of
 from tinkerpool.client.calls.methods import LIST_AUDIT_ENTRIES
 from tinkerpool.v1 import admin_pb2
 
 
+@calls_pool
 def audit(
+    target: Target,
     act: Annotated[
         str, typer.Option(help="Only these acts: key.revoke; or all on a kind of subject: key, tenant.")
     ] = "",
@@ -25,8 +28,6 @@ def audit(
     key: Annotated[str, typer.Option(help="Only acts of this key, by its id.")] = "",
     since: Annotated[str, typer.Option(metavar="DURATION", help="Only acts of the last 7d, 12h, 30m.")] = "",
     limit: LimitOption = 100,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """List what administrators did, the newest first."""
@@ -37,7 +38,7 @@ def audit(
             page_size=page_size, page_token=page_token, act=act, subject=subject, key_id=key, start_time=start
         )
 
-    response = fetch_list(find_target(url, api_key), LIST_AUDIT_ENTRIES, make_request, "entries", limit)
+    response = fetch_list(target, LIST_AUDIT_ENTRIES, make_request, "entries", limit)
     if json:
         show.json_message(response)
         return

@@ -10,18 +10,8 @@ from typing import Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import (
-    TIMEOUT_S,
-    JsonOption,
-    KeyOption,
-    LimitOption,
-    UrlOption,
-    YesOption,
-    ask,
-    call,
-    fetch_list,
-    find_target,
-)
+from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, LimitOption, YesOption, ask, call, fetch_list
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import (
@@ -45,20 +35,33 @@ _LOADERS = {
     ExportFormat.MERGED: "transformers.AutoModelForCausalLM.from_pretrained({directory!r}) loads it.",
     ExportFormat.VLLM: "an adapter without the unembedding.",
 }
-PathArgument = Annotated[str, typer.Argument(help="The path in `tinkerpool checkpoint list`, tinker://...")]
+
+
+def _path(text: str) -> str:
+    """Check a path of a checkpoint. Raises CliError."""
+    try:
+        CheckpointPath.parse(text)
+    except ValueError as error:
+        raise CliError(str(error)) from None
+    return text
+
+
+PathArgument = Annotated[
+    str, typer.Argument(parser=_path, metavar="PATH", help="The path in `tinkerpool checkpoint list`, tinker://...")
+]
 
 
 @app.command("list")
+@calls_pool
 def list_checkpoints(
+    target: Target,
     adapter_id: Annotated[str, typer.Option("--adapter", help="List only checkpoints of this adapter.")] = "",
     limit: LimitOption = 50,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """List your checkpoints, newest first."""
     make_request = partial(pb.ListCheckpointsRequest, adapter_id=adapter_id)
-    found = fetch_list(find_target(url, api_key), LIST_CHECKPOINTS, make_request, "checkpoints", limit)
+    found = fetch_list(target, LIST_CHECKPOINTS, make_request, "checkpoints", limit)
     if json:
         show.json_message(found)
         return
@@ -86,14 +89,13 @@ def list_checkpoints(
 
 
 @app.command()
+@calls_pool
 def save(
+    target: Target,
     adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
     name: Annotated[str, typer.Argument(help="Name of the checkpoint.")],
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Save an adapter's state as it is now, behind its queued operations. Its client need not run any more."""
-    target = find_target(url, api_key)
 
     async def save_and_wait(transport: Transport) -> Operation:
         request = pb.SaveStateRequest(adapter_id=adapter_id, name=name, request_id=uuid.uuid4().hex)
@@ -111,7 +113,9 @@ def save(
 
 
 @app.command()
+@calls_pool
 def export(
+    target: Target,
     path: PathArgument,
     directory: Annotated[Path, typer.Argument(help="A new directory.", file_okay=False)],
     export_format: Annotated[
@@ -134,12 +138,8 @@ def export(
             help="With peft: write a trained unembedding whole, so that merge_and_unload() is right. Needs base files.",
         ),
     ] = False,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Write a checkpoint as a directory that PEFT, transformers or vLLM loads."""
-    _check_path(path)
-    target = find_target(url, api_key)
     try:
         exporter = Exporter(
             checkpoint=path, format=export_format, base_model=base_model, whole_unembedding=whole_unembedding
@@ -161,23 +161,14 @@ def export(
 
 
 @app.command()
+@calls_pool
 def delete(
+    target: Target,
     path: PathArgument,
     yes: YesOption = False,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Delete a checkpoint for good."""
-    _check_path(path)
-    target = find_target(url, api_key)
     if not yes:
         typer.confirm(f"Delete {path} for good?", abort=True)
     call(target, DELETE_CHECKPOINT, pb.DeleteCheckpointRequest(path=path))
     show.note(f"{path} is deleted.")
-
-
-def _check_path(path: str) -> None:
-    try:
-        CheckpointPath.parse(path)
-    except ValueError as error:
-        raise CliError(str(error)) from None

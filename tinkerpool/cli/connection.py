@@ -1,22 +1,21 @@
-"""Calls of a command to a pool: finds the pool, and turns its errors into sentences for the terminal."""
+"""Calls of a command to a pool; turns the client's errors into sentences for the terminal."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from tinkerpool.cli.finding import Target
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
 from tinkerpool.client.calls.transport import GrpcTransport, Transport
-from tinkerpool.credentials import credentials_file, find_service, parse_target
+from tinkerpool.credentials import parse_target
 from tinkerpool.errors import (
     Code,
-    ConfigurationError,
     DeadlineExceeded,
     TinkerpoolError,
     Unauthenticated,
@@ -30,53 +29,7 @@ PAGE_SIZE = 1000
 
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list, the newest first.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-UrlOption = Annotated[
-    str,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        envvar="TINKERPOOL_BASE_URL",
-        help="Address of the pool, http://HOST:PORT (https:// for TLS). Default: the one started on this machine.",
-        show_default=False,
-    ),
-]
-KeyOption = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar="TINKERPOOL_API_KEY",
-        help="API key. Default: the one in this machine's credentials file.",
-        show_default=False,
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A pool and the API key for it."""
-
-    url: str
-    api_key: str
-    key_source: str
-    """Option, variable or file that the key is from."""
-
-
-def find_target(url: str, api_key: str) -> Target:
-    """Find the pool as ServiceClient does. Raises CliError."""
-    try:
-        found_url, found_key = find_service(url or None, api_key or None)
-    except ConfigurationError as error:
-        if not url and not credentials_file().exists():
-            raise CliError(
-                "no pool was started on this machine yet: start one with `tinkerpool up`, or give the --url and the "
-                "--api-key of another (or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY)"
-            ) from None
-        raise CliError(str(error)) from None
-    source = "--api-key or TINKERPOOL_API_KEY" if api_key else str(credentials_file())
-    return Target(url=found_url, api_key=found_key, key_source=source)
 
 
 @asynccontextmanager
@@ -135,9 +88,10 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
     match error:
         case Unavailable() if not is_refusal:
             host = parse_target(target.url)[0].rpartition(":")[0]
-            if host in {"127.0.0.1", "localhost", "[::1]"}:
-                return f"no pool is running at {target.url}; start one with `tinkerpool up`"
-            return f"no pool replies at {target.url}: is it running, and can this machine reach it?"
+            if target.place.data_dir is not None or host in {"127.0.0.1", "localhost", "[::1]"}:
+                return str(target.place.no_pool())
+            source = target.place.source
+            return f"no pool replies at {target.url} ({source}): is it running, and can this machine reach it?"
         case DeadlineExceeded():
             return f"the pool at {target.url} did not reply within {TIMEOUT_S:.0f} s; is it still starting?"
         case Unauthenticated():

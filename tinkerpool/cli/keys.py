@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from enum import StrEnum
 from typing import Annotated
@@ -11,9 +10,10 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
+from tinkerpool.cli.connection import JsonOption, call
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
-from tinkerpool.credentials import credentials_file, read_credentials, write_credentials
+from tinkerpool.credentials import replace_key
 from tinkerpool.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True)
@@ -47,7 +47,9 @@ def seconds_of(text: str) -> int:
 
 
 @app.command()
+@calls_pool
 def create(
+    target: Target,
     tenant: Annotated[
         str, typer.Argument(help="The key's tenant, new or existing: 1 to 64 letters, digits, '-', '_'.")
     ],
@@ -63,14 +65,12 @@ def create(
             show_default=False,
         ),
     ] = "",
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Create a key, and its tenant if it is new. The key is printed once."""
     request = admin_pb2.CreateApiKeyRequest(
         tenant=tenant, role=NUMBERS[role], ttl_seconds=seconds_of(expires), certificate_sha256=certificate
     )
-    response = call(find_target(url, api_key), CREATE_API_KEY, request)
+    response = call(target, CREATE_API_KEY, request)
     print(response.key)
     show.note(
         "Keep it: only its hash is stored. Its user sets TINKERPOOL_API_KEY, or passes api_key= to ServiceClient."
@@ -78,9 +78,10 @@ def create(
 
 
 @app.command("list")
-def list_keys(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
+@calls_pool
+def list_keys(target: Target, json: JsonOption = False) -> None:
     """List the keys, without their secrets."""
-    response = call(find_target(url, api_key), LIST_API_KEYS, admin_pb2.ListApiKeysRequest())
+    response = call(target, LIST_API_KEYS, admin_pb2.ListApiKeysRequest())
     if json:
         show.json_message(response)
         return
@@ -102,32 +103,30 @@ def list_keys(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = F
 
 
 @app.command()
+@calls_pool
 def rotate(
+    target: Target,
     key_id: Annotated[
         str, typer.Argument(help="The id of another key, for administrators. Default: the key of this command.")
     ] = "",
     grace: Annotated[
         str, typer.Option(metavar="DURATION", help="How long the old key stays valid; 0: it ends at once.")
     ] = "24h",
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Replace a key by a new one with the same rights and expiry.
 
-    A key from this machine's credentials file is replaced there; otherwise the new key is printed once.
+    A key in this machine's credentials files is replaced there; otherwise the new key is printed once.
     """
-    target = find_target(url, api_key)
     request = admin_pb2.RotateApiKeyRequest(key_id=_id_of(key_id), grace_seconds=seconds_of(grace))
     response = call(target, ROTATE_API_KEY, request)
     replaced, is_own = response.replaced, response.replaced.key_id == _id_of(target.api_key)
-    stored = read_credentials() if is_own and target.key_source == str(credentials_file()) else None
-    if stored is not None:
-        try:
-            path = write_credentials(dataclasses.replace(stored, api_key=response.key), replaced=target.api_key)
-            show.note(f"The new key {response.api_key.key_id} is in {path}.")
-        except OSError as error:
-            print(response.key)
-            show.note(f"Keep the new key: it cannot be written to {credentials_file()} ({error}).")
+    try:
+        path = replace_key(target.api_key, response.key) if is_own and target.is_key_stored else None
+    except OSError as error:
+        path = None
+        show.note(f"The new key cannot be written to the credentials file: {error}.")
+    if path is not None:
+        show.note(f"The new key {response.api_key.key_id} is in {path}.")
     else:
         print(response.key)
         show.note("Keep it: only its hash is stored.")
@@ -138,14 +137,14 @@ def rotate(
 
 
 @app.command()
+@calls_pool
 def revoke(
+    target: Target,
     key_id: Annotated[str, typer.Argument(help="The id in `tinkerpool key list`, or a whole key.")],
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Revoke a key for good."""
     key_id = _id_of(key_id)
-    call(find_target(url, api_key), REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
+    call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
     show.note(f"{key_id} is revoked.")
 
 

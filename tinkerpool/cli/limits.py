@@ -9,23 +9,24 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
+from tinkerpool.cli.connection import JsonOption, call
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.client.calls.methods import GET_TENANT_LIMITS, SET_TENANT_LIMITS
 from tinkerpool.v1 import limits_pb2
 
 
+@calls_pool
 def limit(
+    target: Target,
     tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
     changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME=VALUE]...", help="Limits to set; NAME= gives it the pool's default again."),
     ] = None,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """Set limits of a tenant, at once and for good, and show all of them. An administrator's key sets them."""
-    target, wanted = find_target(url, api_key), dict(_change(text) for text in changes or ())
+    wanted = dict(_change(text) for text in changes or ())
     if wanted:
         call(target, SET_TENANT_LIMITS, limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits=wanted))
     response = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))

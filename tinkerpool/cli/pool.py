@@ -13,7 +13,8 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
+from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, ask, call
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.limits import show_limits
 from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
@@ -27,16 +28,15 @@ NODE_CHARS = 12
 """Digits shown of a node's id: Ray's ids have 56. JSON has all of them."""
 
 
+@calls_pool
 def status(
+    target: Target,
     num_cycles: Annotated[
         int, typer.Option("--cycles", "-n", min=0, max=1000, help="Number of last cycles to show.")
     ] = 8,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """Show the workers, the queued operations, and the last cycles with their tenants."""
-    target = find_target(url, api_key)
     response = call(target, GET_POOL_STATUS, pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles or 1))
     if num_cycles == 0:
         response.ClearField("cycles")
@@ -123,14 +123,13 @@ def _show_cycles(cycles: Iterable[pool_pb2.Cycle]) -> None:
     )
 
 
+@calls_pool
 def watch(
+    target: Target,
     num_cycles: Annotated[int, typer.Option("--cycles", "-n", min=0, help="Stop after this many. 0: never.")] = 0,
-    url: UrlOption = "",
-    api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """Show each cycle when it has committed, with its tenants. Ctrl-C ends it."""
-    target = find_target(url, api_key)
 
     async def follow(transport: Transport) -> None:
         _end_at_ctrl_c()
@@ -168,12 +167,12 @@ def _end_at_ctrl_c() -> None:
         loop.add_signal_handler(signal.SIGINT, cancel)
 
 
-def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
+@calls_pool
+def usage(target: Target, json: JsonOption = False) -> None:
     """Show tokens and engine time, by tenant and kind of operation, and the limits of your tenant.
 
     An administrator's key shows the use of all tenants, any other key its own.
     """
-    target = find_target(url, api_key)
     response = call(target, GET_USAGE, pool_pb2.GetUsageRequest())
     limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
     if json:

@@ -8,7 +8,8 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, YesOption, call, find_target
+from tinkerpool.cli.connection import JsonOption, YesOption, call
+from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.limits import limit, show_limits
 from tinkerpool.client.calls.methods import (
     CREATE_TENANT,
@@ -29,23 +30,26 @@ TenantArgument = Annotated[str, typer.Argument(help="The tenant's name: 1 to 64 
 
 
 @app.command()
-def create(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "") -> None:
+@calls_pool
+def create(target: Target, tenant: TenantArgument) -> None:
     """Create a tenant, without a key."""
-    call(find_target(url, api_key), CREATE_TENANT, admin_pb2.CreateTenantRequest(tenant=tenant))
+    call(target, CREATE_TENANT, admin_pb2.CreateTenantRequest(tenant=tenant))
     show.note(f"Tenant {tenant} is created. A key for it: tinkerpool key create {tenant}")
 
 
 @app.command()
-def release(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "") -> None:
+@calls_pool
+def release(target: Target, tenant: TenantArgument) -> None:
     """End the probation of a tenant whose operations killed workers: they run with those of others again."""
-    call(find_target(url, api_key), RELEASE_TENANT, probation_pb2.ReleaseTenantRequest(tenant=tenant))
+    call(target, RELEASE_TENANT, probation_pb2.ReleaseTenantRequest(tenant=tenant))
     show.note(f"Tenant {tenant} is not on probation.")
 
 
 @app.command("list")
-def list_tenants(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
+@calls_pool
+def list_tenants(target: Target, json: JsonOption = False) -> None:
     """List the tenants."""
-    response = call(find_target(url, api_key), LIST_TENANTS, admin_pb2.ListTenantsRequest())
+    response = call(target, LIST_TENANTS, admin_pb2.ListTenantsRequest())
     if json:
         show.json_message(response)
         return
@@ -57,9 +61,9 @@ def list_tenants(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption 
 
 
 @app.command("show")
-def show_tenant(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
+@calls_pool
+def show_tenant(target: Target, tenant: TenantArgument, json: JsonOption = False) -> None:
     """Show a tenant, how much it has, and its limits."""
-    target = find_target(url, api_key)
     response = call(target, GET_TENANT, admin_pb2.GetTenantRequest(tenant=tenant))
     limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))
     limits.ClearField("tenant")  # the other message has more of it
@@ -87,30 +91,32 @@ def show_tenant(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption 
 
 
 @app.command()
+@calls_pool
 def suspend(
+    target: Target,
     tenant: TenantArgument,
     reason: Annotated[str, typer.Option(help="Why, as its users are told.")] = "",
-    url: UrlOption = "",
-    api_key: KeyOption = "",
 ) -> None:
     """Refuse a tenant's calls and let its queued work wait, until it is resumed. Nothing of it is lost."""
-    call(find_target(url, api_key), SUSPEND_TENANT, admin_pb2.SuspendTenantRequest(tenant=tenant, reason=reason))
+    call(target, SUSPEND_TENANT, admin_pb2.SuspendTenantRequest(tenant=tenant, reason=reason))
     show.note(f"Tenant {tenant} is suspended. To resume it: tinkerpool tenant resume {tenant}")
 
 
 @app.command()
-def resume(tenant: TenantArgument, url: UrlOption = "", api_key: KeyOption = "") -> None:
+@calls_pool
+def resume(target: Target, tenant: TenantArgument) -> None:
     """Let a suspended tenant call again, and its queued work run."""
-    call(find_target(url, api_key), RESUME_TENANT, admin_pb2.ResumeTenantRequest(tenant=tenant))
+    call(target, RESUME_TENANT, admin_pb2.ResumeTenantRequest(tenant=tenant))
     show.note(f"Tenant {tenant} is active.")
 
 
 @app.command()
-def delete(tenant: TenantArgument, yes: YesOption = False, url: UrlOption = "", api_key: KeyOption = "") -> None:
+@calls_pool
+def delete(target: Target, tenant: TenantArgument, yes: YesOption = False) -> None:
     """Delete a tenant with everything that it has: adapters, checkpoints, results, keys. It cannot be undone."""
     if not yes:
         typer.confirm(f"Delete tenant {tenant} with its adapters, checkpoints, results and keys for good?", abort=True)
-    call(find_target(url, api_key), DELETE_TENANT, admin_pb2.DeleteTenantRequest(tenant=tenant))
+    call(target, DELETE_TENANT, admin_pb2.DeleteTenantRequest(tenant=tenant))
     show.note(
         f"Tenant {tenant} is refused from now on, and is being deleted; `tinkerpool tenant list` shows when it is gone."
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import grpc
 
-from coordinator.serving import READY_FILE, Serving
+from tinkerpool.serving import READY_FILE, Serving
 from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
 from workers.contract.failpoints import ENVIRONMENT, POINTS
 

@@ -22,11 +22,11 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.cli.options import RAY_FILE
-from coordinator.serving import Serving
 from tests.support.batches import batch
 from tests.support.serving import TOY_ON_RAY, Terminal
 from tests.support.waiting import wait_until
 from tinkerpool import types
+from tinkerpool.serving import Serving
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.processes import find_marked

@@ -68,7 +68,7 @@ def test_what_a_command_cannot_do_is_one_sentence(run: Run, pool: Path, tmp_path
     for arguments, sentence in (
         (("backup", pool / "inside"), "is inside of"),
         (("backup", tmp_path), "is inside of"),
-        (("backup", "--data-dir", tmp_path / "none", tmp_path / "b"), "there is no pool in"),
+        (("backup", "--data-dir", tmp_path / "none", tmp_path / "b"), "there is no pool on"),
         (("restore", tmp_path / "none", tmp_path / "b"), "has no tinkerpool.db: give a complete backup"),
         (("restore", pool, pool), "is inside of"),
     ):

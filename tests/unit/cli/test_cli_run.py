@@ -19,11 +19,11 @@ import pytest
 from coordinator.base_models import resolve_model
 from coordinator.cli import process
 from coordinator.cli.process import running_pid
-from coordinator.serving import READY_FILE
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import ROOT, TOY, Terminal
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import FILE_NAME
+from tinkerpool.serving import READY_FILE
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 pytestmark = pytest.mark.slow
@@ -33,8 +33,9 @@ pytestmark = pytest.mark.slow
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     terminal = Terminal(tmp_path / "home")
     yield terminal
-    if running_pid(terminal.data_dir) is not None:
-        terminal.run("down")
+    for folder in terminal.home.glob("*/"):
+        if running_pid(folder) is not None:
+            terminal.run("down", "--data-dir", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +74,26 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal, here: Here) -> None:
-    up = terminal.run("up", *TOY)
+def test_every_command_finds_the_pool_that_up_started_on_a_data_directory_of_its_own(
+    terminal: Terminal, here: Here, tmp_path: Path
+) -> None:
+    data_dir = terminal.home / "a pool"
+    up = terminal.run("up", *TOY, "--data-dir", str(data_dir))
     assert up.returncode == 0, up.stderr
     assert "tinkerpool is ready at http://127.0.0.1:" in up.stdout
     assert "import tinkerpool" in up.stdout
+    assert f"tinkerpool down --data-dir '{data_dir}'" in up.stdout
 
     status = terminal.run("status")
     assert status.returncode == 0, status.stderr
     assert "w0" in status.stdout
+    for named in ((), ("--data-dir", str(data_dir))):
+        for command in (("usage",), ("key", "list"), ("doctor",), ("logs",)):
+            done = here(terminal.home, *command, *named)
+            assert done.code == 0, done.err
+    assert here(terminal.home, "backup", str(tmp_path / "backup")).code == 0
 
-    again = terminal.run("up", *TOY)
+    again = terminal.run("up", *TOY, "--data-dir", str(data_dir))
     assert (again.returncode, again.stderr.count("\n")) == (1, 1)
     assert "a pool is already running at http://127.0.0.1:" in again.stderr
 
@@ -94,13 +104,12 @@ def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal, h
 
     down = terminal.run("down")
     assert (down.returncode, down.stdout.startswith("Stopped")) == (0, True), down.stderr
-    assert running_pid(terminal.data_dir) is None
+    assert running_pid(data_dir) is None
     assert here(terminal.home, "logs", "-n", "1").out == "Stopped.\n"
-
-    assert here(terminal.home, "status").err.startswith("Error: no pool is running at http://127.0.0.1:")
-    refused = here(terminal.home, "down")
-    assert refused.code == 1
-    assert refused.err == f"Error: no pool is running on {terminal.data_dir}; `tinkerpool up` starts one\n"
+    refused = [here(terminal.home, command) for command in ("status", "down")]
+    assert refused[0] == refused[1]
+    assert refused[0].code == 1
+    assert f"start it with `tinkerpool up --data-dir '{data_dir}'`" in refused[0].err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -230,7 +239,7 @@ def test_logs_follow_prints_new_lines(terminal: Terminal, here: Here, monkeypatc
     monkeypatch.setattr(time, "sleep", lambda _: log.write_text(log.read_text() + "four\n"))
     lines = process.tail(terminal.data_dir, 2, follow=True)
     assert [next(lines) for _ in range(3)] == ["two\n", "three\n", "four\n"]
-    assert "there is no log at" in here(terminal.home, "logs", "--data-dir", str(terminal.home / "other")).err
+    assert "there is no log at" in here(terminal.home, "logs", "--data-dir", str(terminal.home)).err
 
 
 def test_a_model_has_the_operators_name_or_that_of_its_directory(tmp_path: Path) -> None:
