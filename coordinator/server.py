@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import signal
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from coordinator.coordinator import Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
+from coordinator.doors.tls import server_name
 from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
 from coordinator.storage.database import StorageError
-from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
+from tinkerpool.credentials import Certificate, Credentials, credentials_file, kept_credentials, write_credentials
 from tinkerpool.serving import READY_FILE, Serving
 from workers.contract.protocols import Pool, PoolStartError
 
@@ -93,15 +95,16 @@ class Server:
         await self._door.start(self._coordinator)
         if self._http_door is not None:
             await self._http_door.start(self._coordinator, self._config.coordinator.data_dir / TOKENIZERS_DIR)
-        for line in await self._write_key():
-            self._say(line)
         serving = Serving(
             url=self.url,
             http_url=self._http_door.url if self._http_door is not None else "",
             pid=os.getpid(),
             data_dir=str(self._config.coordinator.data_dir),
             models=tuple(self._coordinator.core.fleet.models),
+            certificate=self._local_certificate(),
         )
+        for line in await self._write_key(serving):
+            self._say(line)
         for path in (self._config.coordinator.data_dir / READY_FILE, self._config.ready_file):
             if path is not None:
                 serving.write(path)
@@ -139,15 +142,31 @@ class Server:
         """Address of the pool for clients on this machine."""
         return self._config.grpc.url(self._door.port)
 
-    async def _write_key(self) -> list[str]:
-        """Write address and key to the credentials file, for clients on this machine; return lines for the operator."""
-        data_dir = str(self._config.coordinator.data_dir)
+    def _local_certificate(self) -> Certificate | None:
+        """Return what clients on this machine are to trust; None without TLS."""
+        config = self._config.grpc
+        if config.tls_cert is None:
+            return None
+        try:
+            name = server_name(config, config.local_host)
+        except ssl.SSLError as error:
+            name = ""
+            _log.warning("clients will not trust %s: %s", config.tls_cert, error)
+        return Certificate(path=str(config.tls_cert.absolute()), server_name=name)
+
+    async def _write_key(self, serving: Serving) -> list[str]:
+        """Write what clients on this machine need to the credentials file; return lines for the operator."""
+        of_this_start: dict[str, Any] = {
+            "url": serving.url,
+            "data_dir": serving.data_dir,
+            "certificate": serving.certificate,
+        }
         key = await self._coordinator.first_admin_key()
         if key is None and self._config.is_new_key_wanted:
             key = await self._coordinator.new_admin_key()
         if key is not None:
             self._key = key
-            path = write_credentials(Credentials(url=self.url, api_key=key, note=LOCAL_KEY_NOTE, data_dir=data_dir))
+            path = write_credentials(Credentials(**of_this_start, api_key=key, note=LOCAL_KEY_NOTE))
             return [
                 f"A new key (tenant '{self._tenant_of(key)}') is in {path}, and nowhere else.",
                 f"It is {LOCAL_KEY_NOTE}.",
@@ -158,7 +177,7 @@ class Server:
         for found in kept_credentials():
             if self._is_ours(found.api_key):
                 self._key = found.api_key
-                path = write_credentials(dataclasses.replace(found, url=self.url, data_dir=data_dir))
+                path = write_credentials(dataclasses.replace(found, **of_this_start))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [
             f"{credentials_file()} has no key of this pool. Use an existing one, with --api-key or "

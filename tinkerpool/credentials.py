@@ -1,7 +1,8 @@
 """Address and API key of a pool: from arguments, the environment, or the credentials file of this machine.
 
-A pool that starts writes its address, an API key and its data directory to `~/.tinkerpool/credentials.json`, readable
-by its owner only, and clients on this machine need no arguments; the file of another pool is kept next to it.
+A pool that starts writes its address, an API key, its data directory and where its certificate is to
+`~/.tinkerpool/credentials.json`, readable by its owner only, and clients on this machine need no arguments; the file of
+another pool is kept next to it.
 `TINKERPOOL_HOME` names another folder. Does not depend on the client or the pool; both use it.
 """
 
@@ -12,9 +13,10 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tinkerpool.errors import ConfigurationError
@@ -22,6 +24,34 @@ from tinkerpool.errors import ConfigurationError
 DEFAULT_PORT = 7600
 FILE_NAME = "credentials.json"
 _KEPT_GLOB = "credentials.*.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The certificate of a pool with TLS, for clients on its machine to trust.
+
+    The file and not its content: a renewed certificate has the same path.
+    """
+
+    path: str
+    """Certificate chain, in PEM."""
+    server_name: str = ""
+    """A name that the certificate is for, if it is not for the host of the pool's URL."""
+
+    def read(self) -> bytes:
+        """Return the file's content. Raises ConfigurationError."""
+        try:
+            return Path(self.path).read_bytes()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot read {self.path}, the certificate of the pool on this machine: {error.strerror}; pass "
+                "root_certificates, or start the pool again, which writes where its certificate is"
+            ) from None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any] | None) -> Certificate | None:
+        """Return the certificate of a JSON object; None if there is none. Raises KeyError for another form."""
+        return cls(path=str(fields["path"]), server_name=str(fields.get("server_name", ""))) if fields else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +66,8 @@ class Credentials:
     """What the key may do, for people who read the file."""
     data_dir: str = ""
     """Data directory of the pool on this machine. Empty: not known."""
+    certificate: Certificate | None = None
+    """What to trust for `https://`. None: the authorities of this machine."""
 
 
 def home() -> Path:
@@ -80,11 +112,16 @@ def _kept() -> Iterator[tuple[Path, Credentials]]:
 def _read(path: Path) -> Credentials | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        optional = {name: str(fields[name]) for name in ("note", "data_dir") if name in fields}
-        return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]), **optional)
+        return Credentials(
+            url=str(fields["url"]),
+            api_key=str(fields["api_key"]),
+            note=str(fields.get("note", "")),
+            data_dir=str(fields.get("data_dir", "")),
+            certificate=Certificate.of(fields.get("certificate")),
+        )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"cannot read {path}: expected a JSON object with 'url' and 'api_key'; mend or delete it"
         ) from error
@@ -132,30 +169,29 @@ def _free_name(path: Path) -> Path:
     return kept
 
 
-def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
+def find_service(base_url: str | None, api_key: str | None) -> Credentials:
     """Return address and key: each from its argument, else the environment, else this machine's credentials files.
 
-    The address is that of the pool that was started last. A key from a file is sent only to the address in the file.
-    Raises ConfigurationError if there is no key.
+    The address is that of the pool that was started last. A key and a certificate from a file are for the address in
+    that file only. Raises ConfigurationError if there is no key.
     """
     base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
     api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
-    if base_url and api_key:
-        return base_url, api_key
-    try:
-        found = read_credentials()
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-    if not base_url:
-        base_url = found.url if found else f"http://127.0.0.1:{DEFAULT_PORT}"
-    if not api_key and (known := credentials_at(base_url)) is not None:
-        api_key = known.api_key
+    if not (base_url and api_key):
+        try:
+            last = read_credentials()
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        base_url = base_url or (last.url if last else f"http://127.0.0.1:{DEFAULT_PORT}")
+    known = credentials_at(base_url)
+    if known is not None:
+        return dataclasses.replace(known, url=base_url, api_key=api_key or known.api_key)
     if not api_key:
         raise ConfigurationError(
             f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
             f"`tinkerpool up`, which leaves its key in {credentials_file()}"
         )
-    return base_url, api_key
+    return Credentials(url=base_url, api_key=api_key)
 
 
 def parse_target(base_url: str) -> tuple[str, bool]:

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tinkerpool.credentials import Certificate
+
 READY_FILE = "serving.json"
 """In the data directory, while the pool serves."""
 
@@ -20,6 +22,8 @@ class Serving:
     models: tuple[str, ...]
     http_url: str = ""
     """Address for the Tinker SDK and OpenAI's clients; empty if there is no HTTP door."""
+    certificate: Certificate | None = None
+    """What clients on this machine trust, if the address is `https://`."""
 
     def sdk_lines(self, api_key: str) -> list[str]:
         """Return the commands that point the Tinker SDK and OpenAI's clients at this pool, if it has an HTTP door."""
@@ -42,6 +46,7 @@ class Serving:
         """Read the file; None if there is none, or if it has another format."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**fields, "models": tuple(fields["models"])})
-        except (OSError, ValueError, KeyError, TypeError):
+            certificate = Certificate.of(fields.get("certificate"))
+            return cls(**{**fields, "models": tuple(fields["models"]), "certificate": certificate})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -155,10 +155,14 @@ class DoorConfig:
         """Whether clients connect over TLS."""
         return self.tls_cert is not None
 
+    @property
+    def local_host(self) -> str:
+        """The host that clients on this machine connect to."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  # compared, not bound
+
     def url(self, port: int) -> str:
         """Return the address for clients on this machine of a door that listens on `port`."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  # compared, not bound
-        host = f"[{host}]" if ":" in host else host
+        host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
         return f"{'https' if self.is_tls else 'http'}://{host}:{port}"
 
 

@@ -6,16 +6,20 @@ are used only if they can be read, and the key belongs to the certificate; until
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coordinator.base.config import DoorConfig
 from coordinator.doors.door import DoorError
 
 _log = logging.getLogger(__name__)
+_OTHER_NAME = frozenset({62, 64})
+"""OpenSSL's codes for a certificate that is for another host name, or another IP address."""
 Signature = tuple[tuple[int, int, int], ...]
 
 
@@ -96,3 +100,45 @@ class TlsFiles:
         # `load_cert_chain` does not name the file that it cannot read.
         name = error.filename or next((path for path in self._paths() if not path.exists()), self._certificate)
         return f"cannot read {name}: {(error.strerror or str(error)).lower()}"
+
+
+def server_name(config: DoorConfig, host: str) -> str:
+    """Return a name that the door's certificate is for; empty if it is for `host` itself. Raises ssl.SSLError.
+
+    A client that trusts only this certificate raises the same error: it has expired, or has no name.
+    """
+    try:
+        _handshake(config, host, is_host_checked=True)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code not in _OTHER_NAME:
+            raise
+    else:
+        return ""
+    peer: dict[str, Any] = _handshake(config, host, is_host_checked=False)
+    names = [value for kind, value in peer.get("subjectAltName", ()) if kind in {"DNS", "IP Address"}]
+    names += [value for part in peer["subject"] for kind, value in part if kind == "commonName"]
+    if not names:
+        raise ssl.SSLError(f"{config.tls_cert} has no name")
+    return str(names[0]).replace("*", "pool", 1)
+
+
+def _handshake(config: DoorConfig, host: str, *, is_host_checked: bool) -> dict[str, Any]:
+    """Make a handshake in memory with a client that trusts only the certificate, and return what the client sees."""
+    assert config.tls_cert is not None
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.load_verify_locations(config.tls_cert)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.check_hostname = is_host_checked
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = client.wrap_bio(to_client, to_server, server_hostname=host)
+    there = server.wrap_bio(to_server, to_client, server_side=True)
+    while True:
+        try:
+            here.do_handshake()
+        except ssl.SSLWantReadError:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                there.do_handshake()
+        else:
+            return dict(here.getpeercert() or {})

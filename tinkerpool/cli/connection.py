@@ -35,7 +35,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 @asynccontextmanager
 async def open_transport(target: Target) -> AsyncIterator[Transport]:
     """Open a connection for one command. Raises CliError for any error of the client, also from inside the block."""
-    transport = GrpcTransport(target.url, target.api_key)
+    transport = GrpcTransport(target.url, target.api_key, certificate=target.certificate)
     try:
         yield transport
     except TinkerpoolError as error:

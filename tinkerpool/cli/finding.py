@@ -28,6 +28,7 @@ import typer
 
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
+    Certificate,
     Credentials,
     credentials_at,
     credentials_file,
@@ -114,6 +115,8 @@ class Target:
     place: Place
     url: str
     api_key: str
+    certificate: Certificate | None
+    """What to trust for a pool with TLS on this machine."""
     is_key_stored: bool
     """Whether the key is from this machine's credentials files."""
 
@@ -167,10 +170,16 @@ def find_target(data_dir: Path | None, url: str, api_key: str) -> Target:
     given = api_key or os.environ.get("TINKERPOOL_API_KEY", "")
     if place.url:
         try:
-            found_url, found_key = find_service(place.url, given or None)
+            found = find_service(place.url, given or None)
         except ConfigurationError as error:
             raise CliError(str(error)) from None
-        return Target(place=place, url=found_url, api_key=found_key, is_key_stored=not given)
+        return Target(
+            place=place,
+            url=found.url,
+            api_key=found.api_key,
+            certificate=found.certificate,
+            is_key_stored=not given,
+        )
     assert place.data_dir is not None
     serving = Serving.read(place.data_dir / READY_FILE)
     if serving is None:
@@ -182,7 +191,13 @@ def find_target(data_dir: Path | None, url: str, api_key: str) -> Target:
             "--api-key, or start the pool with --new-key, which writes one there"
         )
     place = dataclasses.replace(place, url=serving.url)
-    return Target(place=place, url=serving.url, api_key=found_key, is_key_stored=not given)
+    return Target(
+        place=place,
+        url=serving.url,
+        api_key=found_key,
+        certificate=serving.certificate,
+        is_key_stored=not given,
+    )
 
 
 def calls_pool(run: Callable[..., None]) -> Callable[..., None]:

@@ -229,8 +229,8 @@ class SamplingClient(Ready):
 
         Raises ValueError for a malformed handle, ConfigurationError if there is no key.
         """
-        base_url, api_key = find_service(SamplerHandle.decode(handle).base_url, api_key)
-        return _copy(handle, Endpoint(base_url, api_key, root_certificates))
+        found = find_service(SamplerHandle.decode(handle).base_url, api_key)
+        return _copy(handle, Endpoint(found.url, found.api_key, root_certificates, found.certificate))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy, (self.get_sampler_handle(), self._connection.endpoint)
@@ -313,7 +313,12 @@ def _last_n(prompt_logprobs_last_n: int | None) -> int:
 def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
     """Return a client of the same sampler, with a connection of its own."""
     sampler = SamplerHandle.decode(handle)
-    transport = GrpcTransport(endpoint.base_url, endpoint.api_key, root_certificates=endpoint.root_certificates)
+    transport = GrpcTransport(
+        endpoint.base_url,
+        endpoint.api_key,
+        root_certificates=endpoint.root_certificates,
+        certificate=endpoint.certificate,
+    )
     return SamplingClient(Connection(transport), sampler.sampler_id, sampler.base_model, is_copy=True)
 
 

@@ -54,7 +54,8 @@ class ServiceClient:
                 the pool that was last started on this machine, else 127.0.0.1:7600.
             api_key: None: `$TINKERPOOL_API_KEY`, else the key of this address in this machine's credentials file.
             user_metadata: labels for the session.
-            root_certificates: the authorities (PEM) to trust instead of this machine's. Implies TLS.
+            root_certificates: the authorities (PEM) to trust. Implies TLS. None: the certificate of this address in
+                this machine's credentials files, else the authorities of this machine.
             retry_timeout_s: how long a call is tried again while waiting may help: the queue is full, the pool restarts
                 or cannot be reached. Then it raises the refusal; a training client of which a call was given up can
                 submit nothing more (`get_training_client` continues). None: without end.
@@ -62,7 +63,10 @@ class ServiceClient:
         """
         policy = RetryPolicy(timeout_s=retry_timeout_s)
         if transport is None:
-            transport = GrpcTransport(*find_service(base_url, api_key), root_certificates=root_certificates)
+            found = find_service(base_url, api_key)
+            transport = GrpcTransport(
+                found.url, found.api_key, root_certificates=root_certificates, certificate=found.certificate
+            )
         self._connection = Connection(transport, policy)
         self._session = Session(self._connection, user_metadata)
 

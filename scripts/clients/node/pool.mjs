@@ -14,26 +14,30 @@ const MESSAGE_BYTES_MAX = 64 << 20;
 const CALL_TIMEOUT_MS = 30_000;
 const RETRY_CODES = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
 
-// Returns address and key: from the environment, or else from the file that a pool on this machine writes.
+// Returns address and key: from the environment, or else from the file that a pool on this machine writes, which also names
+// the certificate to trust.
 export function findPool() {
   const { TINKERPOOL_BASE_URL: url, TINKERPOOL_API_KEY: apiKey, TINKERPOOL_HOME } = process.env;
   if (url && apiKey) return { url, apiKey };
   const file = join(TINKERPOOL_HOME || join(homedir(), ".tinkerpool"), "credentials.json");
   try {
     const written = JSON.parse(readFileSync(file, "utf8"));
-    return { url: url || written.url, apiKey: apiKey || written.api_key };
+    const isWritten = !url || url === written.url;
+    return { url: url || written.url, apiKey: apiKey || written.api_key, certificate: isWritten ? written.certificate : null };
   } catch {
     throw new Error(`no pool found in ${file}: start one with \`make up\`, or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY`);
   }
 }
 
 export class Pool {
-  constructor({ url, apiKey }) {
+  constructor({ url, apiKey, certificate = null }) {
     const { protocol, hostname, port, host } = new URL(url);
     const isTls = protocol === "https:";
     const address = port ? host : `${hostname}:${isTls ? 443 : 80}`;
-    const credentials = isTls ? grpc.credentials.createSsl() : grpc.credentials.createInsecure();
+    const roots = certificate ? readFileSync(certificate.path) : null;
+    const credentials = isTls ? grpc.credentials.createSsl(roots) : grpc.credentials.createInsecure();
     const options = { "grpc.max_receive_message_length": MESSAGE_BYTES_MAX };
+    if (certificate?.server_name) options["grpc.ssl_target_name_override"] = certificate.server_name;
     const definition = protoLoader.loadSync(
       FILES.map((name) => `tinkerpool/v1/${name}.proto`),
       { includeDirs: [PROTOS], longs: Number, enums: String, defaults: true, oneofs: true },

@@ -220,15 +220,20 @@ def test_watch_ends_quietly_at_ctrl_c(served: Terminal) -> None:
     watch.stderr.close()
 
 
-def test_a_pool_with_tls_serves_clients_that_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path)
+def test_programs_and_commands_on_the_machine_of_a_pool_with_tls_need_no_option(
+    terminal: Terminal, here: Here, tmp_path: Path
+) -> None:
+    cert, key = make_certificate(tmp_path, "DNS:pool.example.org")
     with terminal.serve(*TOY, "--tls-cert", str(cert), "--tls-key", str(key)) as (_, serving):
         assert serving.url.startswith("https://127.0.0.1:")
-        status = terminal.run("status")
-        assert status.returncode == 1
-        assert f"the certificate of {serving.url} is not trusted on this machine" in status.stderr
-        status = terminal.run("status", GRPC_DEFAULT_SSL_ROOTS_FILE_PATH=str(cert))
-        assert status.returncode == 0, status.stderr
+        for named in ((), ("--data-dir", str(terminal.data_dir)), ("--url", serving.url)):
+            status = here(terminal.home, "status", *named)
+            assert status.code == 0, status.err
+        program = "import tinkerpool; print(tinkerpool.ServiceClient().get_server_capabilities().version)"
+        assert terminal.python("-c", program).returncode == 0
+        stranger = here(tmp_path / "elsewhere", "status", "--url", serving.url, "--api-key", "tp_x")
+        assert stranger.code == 1
+        assert f"the certificate of {serving.url} is not trusted on this machine" in stranger.err
 
 
 def test_logs_follow_prints_new_lines(terminal: Terminal, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from tinkerpool import errors
 from tinkerpool.credentials import (
+    Certificate,
     Credentials,
     credentials_file,
     find_service,
@@ -12,6 +13,12 @@ from tinkerpool.credentials import (
     read_credentials,
     write_credentials,
 )
+
+
+def found(base_url: str | None = None, api_key: str | None = None) -> tuple[str, str]:
+    service = find_service(base_url, api_key)
+    return service.url, service.api_key
+
 
 MINE = Credentials(url="http://127.0.0.1:7600", api_key="tp_mine")
 
@@ -59,20 +66,29 @@ def test_arguments_override_the_environment_and_that_overrides_the_credentials_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="stored"))
-    assert find_service(None, None) == ("http://127.0.0.1:7777", "stored")
+    assert found() == ("http://127.0.0.1:7777", "stored")
     monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
     monkeypatch.setenv("TINKERPOOL_API_KEY", "environment")
-    assert find_service(None, None) == ("http://127.0.0.1:8888", "environment")
-    assert find_service("host:1", "argument") == ("host:1", "argument")
+    assert found() == ("http://127.0.0.1:8888", "environment")
+    assert found("host:1", "argument") == ("host:1", "argument")
 
 
 def test_a_key_from_the_credentials_file_is_sent_to_its_own_pool_only() -> None:
     with pytest.raises(errors.ConfigurationError, match="no API key for"):
         find_service(None, None)
     write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="stored"))
-    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "stored")
+    assert found("127.0.0.1:7777", None) == ("127.0.0.1:7777", "stored")
     with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
         find_service("http://elsewhere:7777", None)
+
+
+def test_the_certificate_in_the_credentials_file_is_for_its_own_pool_only() -> None:
+    known = Credentials(url="https://127.0.0.1:7777", api_key="stored", certificate=Certificate(path="/cert.pem"))
+    write_credentials(known)
+    assert read_credentials() == known
+    assert find_service(None, None) == known
+    assert find_service("https://127.0.0.1:7777", "given").certificate == known.certificate
+    assert find_service("https://127.0.0.1:7778", "given").certificate is None
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from tests.support.doors.certificates import make_certificate
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
@@ -105,24 +102,6 @@ async def test_a_missing_pool_is_unavailable_and_the_error_has_its_address() -> 
     with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1\b") as raised:
         await call("127.0.0.1:1")
     assert raised.value.reason == ""
-
-
-def test_an_untrusted_certificate_fails_at_once_and_says_how_to_trust_it(tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path)
-    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    server.start()
-    try:
-        with (
-            ServiceClient(f"https://127.0.0.1:{port}", KEY) as service,
-            pytest.raises(
-                errors.ConfigurationError, match=r"is not trusted on this machine: pass .* root_certificates"
-            ),
-        ):
-            service.get_server_capabilities()
-    finally:
-        server.stop(None)
 
 
 async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeService) -> None:

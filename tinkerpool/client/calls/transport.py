@@ -16,8 +16,9 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tinkerpool.client.calls.handshake import is_untrusted, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.credentials import parse_target
+from tinkerpool.credentials import Certificate, parse_target
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 16 << 20
@@ -51,6 +52,9 @@ class Endpoint:
     base_url: str
     api_key: str = field(repr=False)
     root_certificates: bytes | None = field(default=None, repr=False)
+    """Authorities to trust, in PEM. None: `certificate`, or those of this machine."""
+    certificate: Certificate | None = None
+    """The pool's own certificate, if it runs on this machine."""
 
 
 class Transport(Protocol):
@@ -70,15 +74,30 @@ class Transport(Protocol):
 
 
 class GrpcTransport:
-    """Calls over one gRPC channel, which is opened at the first call, on the loop that makes it."""
+    """Calls over one gRPC channel, which is opened at the first call, on the loop that makes it.
 
-    def __init__(self, base_url: str, api_key: str, *, root_certificates: bytes | None = None) -> None:
-        self.endpoint = Endpoint(base_url, api_key, root_certificates)
+    A pool's own certificate is read from its file when the channel is opened, and again when it is not trusted any
+    more: after a renewal a new channel takes the next calls.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        *,
+        root_certificates: bytes | None = None,
+        certificate: Certificate | None = None,
+    ) -> None:
+        self.endpoint = Endpoint(base_url, api_key, root_certificates, certificate)
         self._target, is_tls = parse_target(base_url)
-        is_tls = is_tls or root_certificates is not None
-        self._credentials = grpc.ssl_channel_credentials(root_certificates) if is_tls else None
+        self._is_tls = is_tls or root_certificates is not None
+        self._certificate = certificate if self._is_tls and root_certificates is None else None
         self._metadata = (("authorization", f"Bearer {api_key}"),)
         self._channel: grpc.aio.Channel | None = None
+        self._roots = root_certificates
+        """What the channel trusts; None: the authorities of this machine."""
+        self._replaced: list[grpc.aio.Channel] = []
+        """Channels that trust an earlier certificate: running streams end on them."""
         self._calls: dict[Unary[Any, Any], Any] = {}
         self._call_slots = asyncio.Semaphore(CALLS_MAX)
 
@@ -86,10 +105,11 @@ class GrpcTransport:
         """See `Transport`. Raises UNAVAILABLE at once if nothing listens at the address."""
         async with self._call_slots:
             call = self._callable(method)
+            roots = self._roots
             try:
                 response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                raise self._api_error(error) from None
+                raise await self._error(error, roots) from None
             except asyncio.CancelledError:
                 _raise_if_closed()
                 raise
@@ -100,11 +120,12 @@ class GrpcTransport:
     ) -> AsyncGenerator[ResponseT, None]:
         """See `Transport`."""
         call = self._callable(method)(request, metadata=self._metadata)
+        roots = self._roots
         try:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise self._api_error(error) from None
+            raise await self._error(error, roots) from None
         except asyncio.CancelledError:
             _raise_if_closed()
             raise
@@ -113,9 +134,10 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """See `Transport`."""
-        channel, self._channel = self._channel, None
+        channels = [*self._replaced, *([self._channel] if self._channel is not None else [])]
+        self._channel, self._replaced = None, []
         self._calls.clear()
-        if channel is not None:
+        for channel in channels:
             await channel.close()
 
     def _callable(self, method: Unary[RequestT, ResponseT]) -> Any:
@@ -131,45 +153,67 @@ class GrpcTransport:
 
     def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
-            if self._credentials is None:
+            if not self._is_tls:
                 self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
-            else:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_CHANNEL_OPTIONS)
+                return self._channel
+            options = list(_CHANNEL_OPTIONS)
+            if self._certificate is not None:
+                self._roots = self._certificate.read()
+                if self._certificate.server_name:
+                    options.append(("grpc.ssl_target_name_override", self._certificate.server_name))
+            credentials = grpc.ssl_channel_credentials(self._roots)
+            self._channel = grpc.aio.secure_channel(self._target, credentials, options=options)
         return self._channel
 
-    def _api_error(self, error: grpc.aio.AioRpcError) -> ApiError | ConfigurationError:
-        reason, metadata, retry_delay_s = "", {}, None
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
-        for detail in status.details if status else ():
-            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                info = error_details_pb2.ErrorInfo()
-                detail.Unpack(info)
-                reason, metadata = info.reason, dict(info.metadata)
-            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                retry = error_details_pb2.RetryInfo()
-                detail.Unpack(retry)
-                retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+    async def _error(self, error: grpc.aio.AioRpcError, roots: bytes | None) -> ApiError | ConfigurationError:
+        """Return the exception for a failed attempt, whose channel trusted `roots`."""
+        refusal = _refusal(error)
         message = error.details() or "no details"
-        number: int = error.code().value[0]
-        if not reason and Code.of(number) is Code.UNAVAILABLE:
-            if "CERTIFICATE_VERIFY_FAILED" in message:
-                return ConfigurationError(_UNTRUSTED.format(url=self.endpoint.base_url))
-            if "http1.x server" in message or "Failed parsing HTTP/2" in message:
-                return ConfigurationError(_HTTP_PORT.format(target=self._target))
-            message = _UNREACHABLE.format(target=self._target, message=message)
-        elif not reason:
-            message = f"{message} (at {self._target})"
-        return api_error(Code.of(number), message, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+        if refusal is not None:
+            return refusal
+        code = Code.of(error.code().value[0])
+        if code is not Code.UNAVAILABLE:
+            return api_error(code, f"{message} (at {self._target})")
+        if is_untrusted(message) and self._has_new_certificate(roots):
+            return api_error(code, f"the certificate of {self.endpoint.base_url} was renewed")
+        mistake = await mistake_in(self.endpoint.base_url, message, is_tls=self._is_tls, certificate=self._certificate)
+        return mistake or api_error(code, _UNREACHABLE.format(target=self._target, message=message))
+
+    def _has_new_certificate(self, roots: bytes | None) -> bool:
+        """Return whether the pool's certificate is another one than `roots`; if so, the next call opens a channel."""
+        if self._certificate is None or self._certificate.read() == roots:
+            return False
+        if self._channel is not None and self._roots == roots:
+            self._replaced.append(self._channel)
+            self._channel = None
+            self._calls.clear()
+        return True
 
 
-_UNTRUSTED = (
-    "the certificate of {url} is not trusted on this machine: pass its authorities (PEM) as root_certificates, or name "
-    "their file in the environment variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
-)
-_HTTP_PORT = (
-    "{target} is an HTTP port, and this client speaks gRPC: give the pool's gRPC port, which `tinkerpool status` shows "
-    "(by default 7600); the HTTP port is for TINKER_BASE_URL and for OpenAI's clients"
-)
+def _refusal(error: grpc.aio.AioRpcError) -> ApiError | None:
+    """Return the error that the service made; None if the network or gRPC made it."""
+    reason, metadata, retry_delay_s = "", {}, None
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
+    for detail in status.details if status else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+    if not reason:
+        return None
+    return api_error(
+        Code.of(error.code().value[0]),
+        error.details() or "no details",
+        reason=reason,
+        metadata=metadata,
+        retry_delay_s=retry_delay_s,
+    )
+
+
 _UNREACHABLE = "no pool replies at {target}: start one with `tinkerpool up`, or give the address of another ({message})"
 
 

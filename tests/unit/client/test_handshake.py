@@ -1,0 +1,163 @@
+"""Connections that no retry mends fail at once with what to change, and a pool's own certificate needs no option."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.config import DoorConfig, GrpcConfig, HttpConfig
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.http_server import HttpDoor
+from coordinator.doors.tls import server_name
+from tests.support.doors.certificates import make_certificate
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tinkerpool import ServiceClient, errors
+from tinkerpool.client.calls.handshake import mistake_in
+from tinkerpool.client.calls.retry import RetryPolicy
+from tinkerpool.credentials import Certificate, Credentials, write_credentials
+from tinkerpool.v1 import sessions_pb2
+
+SOON_S = RetryPolicy().connect_timeout_s / 3
+"""A client that tried again would try for three times as long."""
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="9")))
+
+
+@asynccontextmanager
+async def grpc_door(files: tuple[Path, Path] | None = None, port: int = 0) -> AsyncIterator[int]:
+    """Serve gRPC until the block ends; yield the port."""
+    cert, key = files or (None, None)
+    door = GrpcDoor(GrpcConfig(port=port, tls_cert=cert, tls_key=key))
+    door.bind()
+    await door.start(backend())
+    try:
+        yield door.port
+    finally:
+        await door.stop(0)
+
+
+@asynccontextmanager
+async def http_door(data_dir: Path, files: tuple[Path, Path] | None = None) -> AsyncIterator[int]:
+    """Serve HTTP until the block ends; yield the port."""
+    cert, key = files or (None, None)
+    door = HttpDoor(HttpConfig(port=0, tls_cert=cert, tls_key=key))
+    door.bind()
+    await door.start(backend(), data_dir)
+    try:
+        yield int(door.url.rpartition(":")[2])
+    finally:
+        await door.stop(0)
+
+
+def version_at(url: str, roots: bytes | None = None) -> str:
+    """Make one call as a user's program does."""
+    with ServiceClient(url, KEY, root_certificates=roots) as service:
+        return service.get_server_capabilities().version
+
+
+Ask = Callable[[], str]
+
+
+async def refusal(ask: Ask) -> str:
+    """Return the message of a call that is refused, soon."""
+    begin = time.monotonic()
+    with pytest.raises(errors.ConfigurationError) as raised:
+        await asyncio.to_thread(ask)
+    assert time.monotonic() - begin < SOON_S
+    return str(raised.value)
+
+
+async def test_an_untrusted_certificate_fails_at_once_and_says_how_to_trust_it(tmp_path: Path) -> None:
+    async with grpc_door(make_certificate(tmp_path)) as port:
+        message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}"))
+    assert "is not trusted on this machine: pass" in message
+    assert "root_certificates" in message
+
+
+async def test_a_certificate_for_another_name_fails_at_once(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "DNS:pool.example.org")
+    async with grpc_door((cert, key)) as port:
+        message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}", cert.read_bytes()))
+    assert message.startswith(f"the certificate of https://127.0.0.1:{port} is for other names")
+
+
+async def test_an_expired_certificate_is_told_from_an_unknown_one() -> None:
+    details = (
+        "SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: certificate has expired"
+    )
+    assert "has expired, or is not valid yet" in str(await mistake_in("https://pool", details, is_tls=True))
+
+
+async def test_http_and_https_are_told_apart_at_once(tmp_path: Path) -> None:
+    async with grpc_door(make_certificate(tmp_path)) as port:
+        message = await refusal(lambda: version_at(f"http://127.0.0.1:{port}"))
+    assert message == f"http://127.0.0.1:{port} speaks TLS: give the address with https://"
+    async with grpc_door() as port:
+        message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}"))
+    assert message == f"https://127.0.0.1:{port} does not speak TLS: give the address with http://"
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_the_http_port_given_to_this_client_is_named_at_once(tmp_path: Path, is_tls: bool) -> None:
+    files = make_certificate(tmp_path) if is_tls else None
+    roots = files[0].read_bytes() if files else None
+    url = "https://127.0.0.1" if is_tls else "http://127.0.0.1"
+    async with http_door(tmp_path, files) as port:
+        message = await refusal(lambda: version_at(f"{url}:{port}", roots))
+    assert "is an HTTP port, and this client speaks gRPC: give the pool's gRPC port" in message
+    assert "7600" in message
+
+
+@pytest.mark.parametrize("names", ["DNS:localhost,IP:127.0.0.1", "DNS:pool.example.org", "DNS:*.example.org"])
+async def test_a_client_trusts_the_certificate_in_the_credentials_file_whatever_its_names(
+    tmp_path: Path, names: str
+) -> None:
+    cert, key = make_certificate(tmp_path, names)
+    async with grpc_door((cert, key)) as port:
+        url = f"https://127.0.0.1:{port}"
+        name = server_name(DoorConfig(tls_cert=cert, tls_key=key), "127.0.0.1")
+        write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert), server_name=name)))
+
+        def ask() -> str:
+            with ServiceClient() as service:
+                return service.get_server_capabilities().version
+
+        assert await asyncio.to_thread(ask) == "9"
+        cert.unlink()
+        assert f"cannot read {cert}" in await refusal(ask)
+
+
+async def test_a_running_client_follows_a_renewed_certificate_without_an_error(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    (tmp_path / "new").mkdir()
+    new_cert, new_key = make_certificate(tmp_path / "new")
+    async with grpc_door((cert, key)) as port:
+        url = f"https://127.0.0.1:{port}"
+        write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert))))
+        service = ServiceClient()
+        assert (await service.get_server_capabilities_async()).version == "9"
+    new_cert.replace(cert)
+    new_key.replace(key)
+    async with grpc_door((cert, key), port):
+        assert (await service.get_server_capabilities_async()).version == "9"
+        await asyncio.to_thread(service.close)
+
+
+async def test_another_certificate_than_the_one_in_the_credentials_file_is_refused_and_both_are_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "other").mkdir()
+    known, _ = make_certificate(tmp_path / "other")
+    async with grpc_door(make_certificate(tmp_path)) as port:
+        url = f"https://127.0.0.1:{port}"
+        write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(known))))
+        message = await refusal(lambda: version_at(url))
+    assert f"the certificate of {url} is not the one that its pool left" in message
+    assert str(known) in message
