@@ -1,0 +1,49 @@
+"""The pages of the guide, as a reader runs them, with the shipped model on one pool; and what their tables say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT, run_page
+from tests.support.served_pool import ServedPool, shipped_pool
+from workers.contract.loss_inputs import LOSS_RULES
+
+PAGES = ("docs/concepts.md", "docs/losses.md", "docs/checkpoints.md")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
+    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_programs_of_a_page_run(
+    pool: ServedPool, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKERPOOL_BASE_URL", pool.url)
+    monkeypatch.setenv("TINKERPOOL_API_KEY", pool.key(Path(page).stem))
+    names = run_page(page)
+    names["service"].close()
+
+
+def test_the_table_of_losses_has_every_loss_with_its_inputs_and_options() -> None:
+    text = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    table = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in LOSS_RULES and len(row) == 5}
+
+    def names(cell: str) -> set[str]:
+        return set(re.findall(r"`(\w+)`", cell))
+
+    assert list(table) == list(LOSS_RULES)
+    for name, (required, optional, options) in table.items():
+        rule = LOSS_RULES[name]
+        assert names(required) == rule.required
+        assert names(optional) == rule.optional | rule.filled.keys()
+        assert {option: float(value) for option, value in re.findall(r"`(\w+)` ([\d.]+)", options)} == rule.options
