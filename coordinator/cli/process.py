@@ -17,14 +17,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from coordinator.cli.options import RAY_FILE
 from tinkerpool.cli.finding import data_dir_option
 from tinkerpool.cli.show import CliError
 from tinkerpool.serving import READY_FILE, Serving
+from workers.pool.factory import remove_leftovers
 
 LOG_FILE = "serve.log"
 LOG_BYTES_MAX = 16 << 20
 """A start renames a log that is longer."""
 POLL_S = 0.1
+STOP_TIMEOUT_S = 30.0
+"""How long a pool that did not become ready may take to stop."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def running_pid(data_dir: Path) -> int | None:
@@ -43,7 +48,7 @@ def running_pid(data_dir: Path) -> int | None:
 def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str], None], timeout_s: float) -> Serving:
     """Start `tinkerpool serve` in a session of its own and wait until it is ready. Raises CliError.
 
-    While it waits, it calls `on_wait` with the last line of the log.
+    While it waits, it calls `on_wait` with the last line of the log. A signal ends the wait, and the pool with it.
     """
     if (pid := running_pid(data_dir)) is not None:
         serving = Serving.read(data_dir / READY_FILE)
@@ -57,27 +62,30 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
     ready_file.unlink(missing_ok=True)
     log_file = _fresh_log(data_dir)
     log_start = log_file.stat().st_size if log_file.exists() else 0
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tinkerpool.cli", "serve", "--data-dir", str(data_dir), *serve_arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + timeout_s
-    try:
-        while time.monotonic() < deadline:
-            if (serving := Serving.read(ready_file)) is not None and serving.pid == process.pid:
-                return serving
-            if process.poll() is not None:
-                raise CliError(_start_failure(log_file, log_start, process.returncode))
-            on_wait(_last_line(log_file, log_start))
-            time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        _terminate(process)
-        raise
-    _terminate(process)
+    with _counted_signals() as num_signals:
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tinkerpool.cli", "serve", "--data-dir", str(data_dir), *serve_arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while time.monotonic() < deadline and not num_signals():
+                if (serving := Serving.read(ready_file)) is not None and serving.pid == process.pid:
+                    return serving
+                if process.poll() is not None:
+                    raise CliError(_start_failure(log_file, log_start, process.returncode))
+                on_wait(_last_line(log_file, log_start))
+                time.sleep(POLL_S)
+        except BaseException:
+            _end(process, data_dir, num_signals)
+            raise
+        _end(process, data_dir, num_signals)
+        if num_signals():
+            raise CliError("interrupted: the pool that was starting was stopped")
     raise CliError(f"the pool was not ready after {timeout_s:.0f} s and was stopped; its log is {log_file}")
 
 
@@ -163,10 +171,25 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+@contextlib.contextmanager
+def _counted_signals() -> Iterator[Callable[[], int]]:
+    """Count signals that would end this process, instead of ending it; yield a function that returns their number."""
+    seen: list[int] = []
+    previous = {signum: signal.signal(signum, lambda signum, _: seen.append(signum)) for signum in _SIGNALS}
     try:
-        process.wait(30)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C again: do not wait for it, and do not leave it
+        yield lambda: len(seen)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _end(process: subprocess.Popen[bytes], data_dir: Path, num_signals: Callable[[], int]) -> None:
+    """Stop a pool that is starting; after a while, or at the second signal, kill it and its Ray."""
+    process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline and num_signals() < 2:
+        time.sleep(POLL_S)
+    if process.poll() is None:
         process.kill()
         process.wait()
+        remove_leftovers(data_dir / RAY_FILE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from workers.contract.protocols import Pool
 from workers.contract.settings import PoolConfig
@@ -39,3 +40,11 @@ def make_pool(config: PoolConfig) -> Pool:
 def _add_to_environment(variables: Mapping[str, str]) -> None:
     """Set variables that the operator has not set."""
     os.environ |= {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def remove_leftovers(owner_file: Path) -> None:
+    """End the private Ray of a killed process, which `PoolConfig.owner_file` names; do nothing without that file."""
+    if owner_file.exists():
+        from workers.pool.ray_host import remove_leftovers as remove
+
+        remove(owner_file)

@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
+from workers.pool.ray_head import check_head
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,6 @@ PRIVATE_RAY = {
 }
 """Default environment of a private Ray: it starts no idle workers, reports no usage, and its workers have normal
 priority (Ray's own default is niceness 15)."""
-
-CONNECT_TIMEOUT_S = 10.0
-"""How long a cluster's head may take to accept a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,23 +100,6 @@ class Belongings:
         return num_killed
 
 
-def check_listens(address: str) -> None:
-    """Raise ConnectionError unless something accepts connections at `host:port`; Ray itself would try for minutes.
-
-    Other forms of an address (`auto`) are Ray's to resolve.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or "/" in host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConnectionError(
-            f"no Ray listens at {address} ({error}): start its head node with `ray start --head --port={port}`, give "
-            "the address of another, or leave --ray-address out, and the pool starts a Ray of its own"
-        ) from None
-
-
 class RayHost:
     """Ray in this process, from start to stop, in a thread of its own.
 
@@ -147,8 +127,10 @@ class RayHost:
         """
         if ray.is_initialized():
             raise PoolStartError("this process uses Ray already; one pool at a time")
-        self._thread.start()
         try:
+            if self._config.ray_address is not None:
+                await check_head(self._config.ray_address)
+            self._thread.start()
             await asyncio.shield(asyncio.wrap_future(self._started))
         except Exception as error:
             self._end(f"Ray does not start: {error}")
@@ -174,7 +156,7 @@ class RayHost:
         config, belongings = self._config, None
         try:
             if config.owner_file is not None:
-                _remove_leftovers(config.owner_file)
+                remove_leftovers(config.owner_file)
             if config.ray_address is None:
                 belongings = self._new_belongings()
             self._enter(belongings)
@@ -207,8 +189,6 @@ class RayHost:
     def _enter(self, belongings: Belongings | None) -> None:
         config = self._config
         options: dict[str, Any] = {"address": config.ray_address}
-        if config.ray_address is not None:
-            check_listens(config.ray_address)
         if belongings is not None:
             for name, value in PRIVATE_RAY.items():
                 os.environ.setdefault(name, value)
@@ -242,7 +222,8 @@ class RayHost:
             self._is_told.wait(HEARD_TIMEOUT_S)
 
 
-def _remove_leftovers(owner_file: Path) -> None:
+def remove_leftovers(owner_file: Path) -> None:
+    """Kill the processes that the file names, and remove their folder and the file."""
     if (left := Belongings.read(owner_file)) is not None:
         num_killed = left.remove()
         logger.warning("removed the leftovers of a killed pool's Ray: %d processes", num_killed)

@@ -1,14 +1,19 @@
-"""The next start on a data directory removes the Ray processes of a killed pool."""
+"""The next start on a data directory removes the Ray processes of a killed pool, and an interrupted `up` leaves none."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli.options import RAY_FILE
-from tests.support.serving import TOY_ON_RAY, Terminal
+from coordinator.cli.process import POLL_S, running_pid
+from tests.support.serving import ROOT, TOY_ON_RAY, Terminal
+from tests.support.waiting import wait_until
 from workers.pool.processes import find_marked
 from workers.pool.ray_host import Belongings
 
@@ -132,3 +137,24 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
     assert not (first.data_dir / RAY_FILE).exists()
     assert not processes(bystander)
     assert not Path(str(bystander.folder)).exists()
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["once", "twice"])
+def test_an_interrupted_up_leaves_no_process_of_its_ray(tmp_path: Path, stops: bool) -> None:
+    terminal = Terminal(tmp_path / "home")
+    up = subprocess.Popen(
+        [sys.executable, "-m", "tinkerpool.cli", "up", *TOY_ON_RAY], env=terminal.environment, cwd=ROOT
+    )
+    wait_until(lambda: (terminal.data_dir / RAY_FILE).exists() and processes(belongings(terminal)))
+    ray, pool = belongings(terminal), running_pid(terminal.data_dir)
+    assert pool is not None
+    if not stops:
+        os.kill(pool, signal.SIGSTOP)
+        up.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            up.wait(3 * POLL_S)
+    up.send_signal(signal.SIGINT)
+    assert up.wait(60) == 1
+    assert not processes(ray)
+    assert not (terminal.data_dir / RAY_FILE).exists()
+    assert running_pid(terminal.data_dir) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from coordinator.base_models import resolve_model
 from coordinator.cli import process
 from coordinator.cli.process import running_pid
 from tests.support.doors.certificates import make_certificate
-from tests.support.serving import ROOT, TOY, Terminal
+from tests.support.serving import ROOT, TOY, TOY_ON_RAY, Terminal
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import FILE_NAME
 from tinkerpool.serving import READY_FILE
@@ -134,6 +135,69 @@ def test_up_prints_the_cause_if_a_pool_does_not_start(terminal: Terminal) -> Non
     assert up.returncode == 1
     assert f"cannot listen on port {port}" in up.stderr
     assert "Traceback" not in up.stderr
+
+
+def processes_of(terminal: Terminal) -> set[int]:
+    """Return the processes that were started from a terminal and have not ended."""
+    mark, found = f"TINKERPOOL_HOME={terminal.home}".encode(), set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def waiting_up(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run an `up` that waits for a cluster whose head never replies; yield it, and the pool that it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        up = subprocess.Popen(
+            [sys.executable, "-m", "tinkerpool.cli", "up", *TOY_ON_RAY, "--ray-address", address],
+            env=terminal.environment,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert up.stderr is not None
+        with up.stderr:
+            silent.settimeout(60)
+            with silent.accept()[0]:
+                [pool] = processes_of(terminal) - {up.pid}
+                yield up, pool
+
+
+def test_up_on_a_cluster_address_where_nothing_listens_says_so_and_leaves_no_process(terminal: Terminal) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        up = terminal.run("up", *TOY_ON_RAY, "--ray-address", address)
+    assert up.returncode == 1
+    assert f"no Ray listens at {address}" in up.stderr
+    assert "`ray start --head --port=" in up.stderr
+    assert not processes_of(terminal)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_up_that_is_interrupted_while_it_waits_leaves_no_process(terminal: Terminal, signum: signal.Signals) -> None:
+    with waiting_up(terminal) as (up, _):
+        up.send_signal(signum)
+        assert (up.wait(60), up.stderr and up.stderr.read()) == (
+            1,
+            "Error: interrupted: the pool that was starting was stopped\n",
+        )
+    assert not processes_of(terminal)
+
+
+def test_a_second_ctrl_c_ends_a_pool_that_does_not_stop(terminal: Terminal) -> None:
+    with waiting_up(terminal) as (up, pool):
+        os.kill(pool, signal.SIGSTOP)
+        up.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            up.wait(3 * process.POLL_S)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(process.STOP_TIMEOUT_S / 2) == 1
+    assert not processes_of(terminal)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
+import grpc
 import pytest
 
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.model.pretrained import find_directory
-from workers.pool.ray_host import Belongings, RayHost, check_listens
+from workers.pool import ray_head
+from workers.pool.ray_host import Belongings, RayHost
 
 MODELS = (PoolModel(name="m", path="m", num_workers=2),)
 
@@ -51,12 +54,37 @@ async def test_a_cluster_address_where_nothing_listens_fails_at_once_and_says_ho
         with pytest.raises(PoolStartError, match=rf"no Ray listens at {address} .*`ray start --head --port="):
             await host.start()
         await host.stop()
+        with pytest.raises(ConnectionError, match="no Ray listens at ray://"):
+            await ray_head.check_head(f"ray://{address}")
 
 
-def test_an_address_that_accepts_connections_or_is_rays_to_resolve_is_left_to_ray() -> None:
-    check_listens("auto")
+async def test_a_server_that_never_replies_is_no_ray_after_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_head, "CONNECT_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(ConnectionError, match=r"no Ray listens at .*\(no reply in 0.05 s\)"):
+            await ray_head.check_head(f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv(ray_head.TLS_VARIABLE, "1")
+        await ray_head.check_head(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+async def test_a_server_of_another_protocol_is_no_ray_at_once(reply: bytes) -> None:
+    def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply)
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        with pytest.raises(ConnectionError, match=r"does not speak gRPC|reset"):
+            await ray_head.check_head(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+async def test_a_server_of_grpc_and_an_address_that_is_rays_to_resolve_are_left_to_ray() -> None:
+    await ray_head.check_head("auto")
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await ray_head.check_head(f"127.0.0.1:{port}")
+    await server.stop(0)
 
 
 def test_a_model_that_is_not_in_the_hub_cache_is_refused_with_the_command_that_downloads_it(
