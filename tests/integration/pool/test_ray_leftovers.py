@@ -1,4 +1,4 @@
-"""The next start on a data directory removes the Ray processes of a killed pool, and an interrupted `up` leaves none."""
+"""A start removes the Ray processes of a killed pool, and an interrupted `up` leaves none."""
 
 from __future__ import annotations
 
