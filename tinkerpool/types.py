@@ -50,7 +50,12 @@ def as_tokens(values: Any, what: str) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class TensorData:
-    """A dense array of int64 or float32."""
+    """An array of int64 or float32, always held dense.
+
+    A matrix may be given in compressed sparse rows (CSR): `data` has the values, `sparse_crow_indices` where each row
+    begins in them and, last, their number, `sparse_col_indices` the column of each value. Elements that are not given
+    are 0, and no target in `target_prompt_logprobs`.
+    """
 
     data: NDArray[Any]
     """The elements in row-major order, shape (size,), read-only."""
@@ -58,9 +63,24 @@ class TensorData:
     """Type of the elements."""
     shape: tuple[int, ...]
     """Sizes of the dimensions, outermost first."""
+    is_given: NDArray[np.bool_] | None
+    """Of a tensor in sparse rows: which elements were given, shape (size,), read-only. None: all of them."""
 
-    def __init__(self, data: Any, dtype: str | None = None, shape: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | None = None,
+        sparse_col_indices: Sequence[int] | None = None,
+    ) -> None:
+        """Raises ValueError for anything but numbers, and for a shape or rows that do not fit them."""
         array = as_array(data)
+        is_given = None
+        if (sparse_crow_indices is None) != (sparse_col_indices is None):
+            raise ValueError("sparse_crow_indices and sparse_col_indices belong together: give both or neither")
+        if sparse_crow_indices is not None and sparse_col_indices is not None:
+            array, is_given = _dense(array, shape, sparse_crow_indices, sparse_col_indices)
         if dtype is None:
             dtype = _dtype_of(array)
         if dtype not in {"int64", "float32"}:
@@ -77,6 +97,7 @@ class TensorData:
         object.__setattr__(self, "data", flat)
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "is_given", is_given)
 
     @classmethod
     def from_numpy(cls, array: NDArray[Any]) -> TensorData:
@@ -87,6 +108,16 @@ class TensorData:
     def from_torch(cls, tensor: Any) -> TensorData:
         """Return the tensor of a torch tensor on any device; integers become int64, floats float32."""
         return cls(tensor)
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: Any, pad_value: int = 0) -> TensorData:
+        """Return the tensor of a torch tensor; elements of a matrix that equal `pad_value` count as not given."""
+        dense = cls(tensor)
+        if len(dense.shape) == 2:
+            is_given = dense.data != pad_value
+            is_given.flags.writeable = False
+            object.__setattr__(dense, "is_given", is_given)
+        return dense
 
     def to_numpy(self) -> NDArray[Any]:
         """Return a new numpy array in this tensor's shape."""
@@ -109,6 +140,31 @@ class TensorData:
             return NotImplemented
         same_kind = self.dtype == other.dtype and self.shape == other.shape
         return same_kind and np.array_equal(self.data, other.data, equal_nan=self.dtype == "float32")
+
+
+def _dense(
+    values: NDArray[Any], shape: Sequence[int] | None, crow_indices: Sequence[int], col_indices: Sequence[int]
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return a matrix in compressed sparse rows as a dense one, and which of its elements were given (flat)."""
+    if shape is None or len(shape) != 2:
+        raise ValueError(f"a tensor in sparse rows needs a shape of two dimensions, got {shape}")
+    num_rows, num_columns = (int(size) for size in shape)
+    starts, columns = np.asarray(crow_indices, dtype=np.int64), np.asarray(col_indices, dtype=np.int64)
+    counts = np.diff(starts)
+    if len(starts) != num_rows + 1 or starts[0] != 0 or (counts < 0).any() or starts[-1] != values.size:
+        raise ValueError(
+            f"sparse_crow_indices must have {num_rows + 1} numbers from 0 to the number of values, {values.size}, none "
+            "below the one before it"
+        )
+    if columns.shape != (values.size,) or (columns < 0).any() or (columns >= num_columns).any():
+        raise ValueError(f"sparse_col_indices must have {values.size} columns from 0 to {num_columns - 1}, one a value")
+    rows = np.repeat(np.arange(num_rows), counts)
+    dense = np.zeros((num_rows, num_columns), dtype=values.dtype)
+    dense[rows, columns] = values.reshape(-1)
+    is_given = np.zeros((num_rows, num_columns), dtype=np.bool_)
+    is_given[rows, columns] = True
+    is_given.flags.writeable = False
+    return dense, is_given.reshape(-1)
 
 
 def _dtype_of(array: NDArray[Any]) -> TensorDtype:
@@ -335,6 +391,38 @@ class SaveWeightsForSamplerResponse:
 
     path: str
     """`tinker://<adapter id>/sampler_weights/<name>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeightsExternalResponse:
+    """Result of save_weights_external."""
+
+    path: str
+    """`tinker://<adapter id>/external_weights/<name>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetSamplerResponse:
+    """A sampler."""
+
+    sampler_id: str
+    """`<session id>:sample:<index>`."""
+    base_model: str
+    """Name of its base model."""
+    model_path: str | None
+    """The checkpoint whose weights it has; None for the bare base model and for weights without a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhoamiResponse:
+    """The holder of an API key."""
+
+    user_urn: str
+    """`urn:tinkerpool:key:<id>`: the key, without its secret."""
+    org_urn: str
+    """`urn:tinkerpool:tenant:<name>`: the tenant that the key belongs to."""
+    email: str | None = None
+    """Always None: a pool knows keys and tenants, not people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

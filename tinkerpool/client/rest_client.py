@@ -8,36 +8,63 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool import types
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.calls import methods
+from tinkerpool.client.calls import methods, sdk_arguments
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
+from tinkerpool.client.calls.transport import GrpcTransport
 from tinkerpool.client.export import Exporter
 from tinkerpool.errors import ApiError
 from tinkerpool.names import CheckpointPath
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    limits_pb2,
+    operations_pb2,
+    pool_pb2,
+    sampling_pb2,
+    sessions_pb2,
+)
 
 T = TypeVar("T")
+Owned = Literal["owned"]
+"""What a listing or look-up covers: the SDK has other scopes, a pool this one."""
 _log = logging.getLogger("tinkerpool")
 PAGE_SIZE_MAX = 1000
+_KEY_ID = re.compile(r"tp_([a-z0-9]+)_")
+"""The part of an API key that is not secret."""
 
 
 class RestClient:
-    """Created by `ServiceClient.create_rest_client`; shares its connection."""
+    """Made by `ServiceClient.create_rest_client`, whose connection it shares, or by itself: it needs no session."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self,
+        connection: Connection | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        root_certificates: bytes | None = None,
+    ) -> None:
+        """Without a connection, one is made to the pool that `ServiceClient` would find with these arguments.
+
+        Raises ConfigurationError if there is no key, or for a malformed URL.
+        """
+        if connection is None:
+            connection = Connection(GrpcTransport.to_pool(base_url, api_key, root_certificates))
         self._connection = connection
 
     def __repr__(self) -> str:
@@ -50,17 +77,23 @@ class RestClient:
         """Return the pool's base models and limits."""
         return self._start(fetch_capabilities(self._connection))
 
-    def list_training_runs(self, limit: int = 20, offset: int = 0) -> APIFuture[types.TrainingRunsResponse]:
+    def list_training_runs(
+        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned", project_id: None = None
+    ) -> APIFuture[types.TrainingRunsResponse]:
         """List your adapters, newest first."""
+        sdk_arguments.refuse(access_scope=access_scope, project_id=project_id)
         return self._start(self._list_training_runs(limit, offset))
 
-    def get_training_run(self, training_run_id: str) -> APIFuture[types.TrainingRun]:
+    def get_training_run(self, training_run_id: str, access_scope: Owned = "owned") -> APIFuture[types.TrainingRun]:
         """Return an adapter. Raises NotFound."""
+        sdk_arguments.refuse(access_scope=access_scope)
         return self._start(self._get_training_run(training_run_id))
 
-    def get_training_run_by_tinker_path(self, tinker_path: str) -> APIFuture[types.TrainingRun]:
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: Owned = "owned"
+    ) -> APIFuture[types.TrainingRun]:
         """Return the adapter of a checkpoint. Raises NotFound, and ValueError for a malformed path."""
-        return self.get_training_run(CheckpointPath.parse(tinker_path).adapter_id)
+        return self.get_training_run(CheckpointPath.parse(tinker_path).adapter_id, access_scope)
 
     def delete_training_run(self, training_run_id: str) -> APIFuture[None]:
         """Delete an adapter and its training state; its checkpoints stay. Raises NotFound."""
@@ -104,13 +137,21 @@ class RestClient:
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path)
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_ACCESS, request))
 
-    def copy_weights(self, tinker_path: str, *, ttl_seconds: int | None = None) -> APIFuture[types.Checkpoint]:
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: None = None,
+    ) -> APIFuture[types.Checkpoint]:
         """Copy a training checkpoint, yours or a public one, with its moments, to a new adapter of yours.
 
         Raises NotFound, and InvalidArgument for any other checkpoint.
         """
+        sdk_arguments.refuse(destination_project_id=destination_project_id, weights_access_token=weights_access_token)
         request = checkpoints_pb2.CopyCheckpointRequest(
-            path=tinker_path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
+            path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
         )
         return self._start(self._checkpoint(methods.COPY_CHECKPOINT, request))
 
@@ -152,13 +193,25 @@ class RestClient:
         )
         return self._start(self._export(exporter, Path(directory)))
 
-    def list_sessions(self, limit: int = 20, offset: int = 0) -> APIFuture[types.ListSessionsResponse]:
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
+    ) -> APIFuture[types.ListSessionsResponse]:
         """List the ids of your live sessions, newest first."""
+        sdk_arguments.refuse(access_scope=access_scope)
         return self._start(self._list_sessions(limit, offset))
 
-    def get_session(self, session_id: str) -> APIFuture[types.SessionInfo]:
+    def get_session(self, session_id: str, access_scope: Owned = "owned") -> APIFuture[types.SessionInfo]:
         """Return a session, live or not. Raises NotFound."""
+        sdk_arguments.refuse(access_scope=access_scope)
         return self._start(self._get_session(session_id))
+
+    def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
+        """Return a sampler. Raises NotFound."""
+        return self._start(self._get_sampler(sampler_id))
+
+    def whoami(self) -> APIFuture[types.WhoamiResponse]:
+        """Return which key and tenant the calls are made with. Raises Unauthenticated."""
+        return self._start(self._whoami())
 
     def get_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
         """Return an operation in its current state. Raises NotFound, also after its retention."""
@@ -188,17 +241,21 @@ class RestClient:
         """`get_server_capabilities`, awaited."""
         return await self.get_server_capabilities()
 
-    async def list_training_runs_async(self, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
+    async def list_training_runs_async(
+        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned", project_id: None = None
+    ) -> types.TrainingRunsResponse:
         """`list_training_runs`, awaited."""
-        return await self.list_training_runs(limit, offset)
+        return await self.list_training_runs(limit, offset, access_scope, project_id)
 
-    async def get_training_run_async(self, training_run_id: str) -> types.TrainingRun:
+    async def get_training_run_async(self, training_run_id: str, access_scope: Owned = "owned") -> types.TrainingRun:
         """`get_training_run`, awaited."""
-        return await self.get_training_run(training_run_id)
+        return await self.get_training_run(training_run_id, access_scope)
 
-    async def get_training_run_by_tinker_path_async(self, tinker_path: str) -> types.TrainingRun:
+    async def get_training_run_by_tinker_path_async(
+        self, tinker_path: str, access_scope: Owned = "owned"
+    ) -> types.TrainingRun:
         """`get_training_run_by_tinker_path`, awaited."""
-        return await self.get_training_run_by_tinker_path(tinker_path)
+        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
 
     async def delete_training_run_async(self, training_run_id: str) -> None:
         """`delete_training_run`, awaited."""
@@ -238,9 +295,18 @@ class RestClient:
         """`unpublish_checkpoint_from_tinker_path`, awaited."""
         return await self.unpublish_checkpoint_from_tinker_path(tinker_path)
 
-    async def copy_weights_async(self, tinker_path: str, *, ttl_seconds: int | None = None) -> types.Checkpoint:
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: None = None,
+    ) -> types.Checkpoint:
         """`copy_weights`, awaited."""
-        return await self.copy_weights(tinker_path, ttl_seconds=ttl_seconds)
+        return await self.copy_weights(
+            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
 
     async def export_checkpoint_async(
         self,
@@ -256,13 +322,19 @@ class RestClient:
             tinker_path, directory, format=format, base_model=base_model, whole_unembedding=whole_unembedding
         )
 
-    async def list_sessions_async(self, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
+    async def list_sessions_async(
+        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
+    ) -> types.ListSessionsResponse:
         """`list_sessions`, awaited."""
-        return await self.list_sessions(limit, offset)
+        return await self.list_sessions(limit, offset, access_scope)
 
-    async def get_session_async(self, session_id: str) -> types.SessionInfo:
+    async def get_session_async(self, session_id: str, access_scope: Owned = "owned") -> types.SessionInfo:
         """`get_session`, awaited."""
-        return await self.get_session(session_id)
+        return await self.get_session(session_id, access_scope)
+
+    async def get_sampler_async(self, sampler_id: str) -> types.GetSamplerResponse:
+        """`get_sampler`, awaited."""
+        return await self.get_sampler(sampler_id)
 
     async def get_operation_async(self, name: str) -> operations_pb2.Operation:
         """`get_operation`, awaited."""
@@ -346,6 +418,20 @@ class RestClient:
     async def _get_session(self, session_id: str) -> types.SessionInfo:
         request = sessions_pb2.GetSessionRequest(session_id=session_id)
         return _session((await self._connection.call(methods.GET_SESSION, request)).session)
+
+    async def _get_sampler(self, sampler_id: str) -> types.GetSamplerResponse:
+        request = sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
+        sampler = (await self._connection.call(methods.GET_SAMPLER, request)).sampler
+        return types.GetSamplerResponse(
+            sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path or None
+        )
+
+    async def _whoami(self) -> types.WhoamiResponse:
+        limits = await self._connection.call(methods.GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
+        [key_id] = _KEY_ID.findall(self._connection.endpoint.api_key)
+        return types.WhoamiResponse(
+            user_urn=f"urn:tinkerpool:key:{key_id}", org_urn=f"urn:tinkerpool:tenant:{limits.tenant}"
+        )
 
     async def _get_operation(self, name: str) -> operations_pb2.Operation:
         request = operations_pb2.GetOperationRequest(name=name)

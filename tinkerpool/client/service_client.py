@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from tinkerpool import types
-from tinkerpool.client.calls import methods
+from tinkerpool.client.calls import methods, sdk_arguments
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import checkpoint_path, string_map
 from tinkerpool.client.calls.futures import APIFuture
@@ -20,7 +20,6 @@ from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.training_client import TrainingClient
-from tinkerpool.credentials import find_service
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
@@ -63,10 +62,7 @@ class ServiceClient:
         """
         policy = RetryPolicy(timeout_s=retry_timeout_s)
         if transport is None:
-            found = find_service(base_url, api_key)
-            transport = GrpcTransport(
-                found.url, found.api_key, root_certificates=root_certificates, certificate=found.certificate
-            )
+            transport = GrpcTransport.to_pool(base_url, api_key, root_certificates)
         self._connection = Connection(transport, policy)
         self._session = Session(self._connection, user_metadata)
 
@@ -86,6 +82,7 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: None = None,
         *,
         alpha: float | None = None,
     ) -> TrainingClient:
@@ -100,6 +97,7 @@ class ServiceClient:
             train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care: a line
                 in the log of this process says so, once for each base model.
             user_metadata: labels for the adapter.
+            optimizer: only None, as in the Tinker SDK's default: AdamW.
             alpha: LoRA scaling numerator. None: 32.
 
         Raises:
@@ -107,6 +105,7 @@ class ServiceClient:
             InvalidArgument: the rank is not allowed, or all three `train_*` are false.
             ValueError: no `base_model`, and the pool has several; or a rank below 1.
         """
+        sdk_arguments.refuse(optimizer=optimizer)
         make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
         return self._connection.start(self._create_adapter(make_request, base_model)).result()
 
@@ -119,43 +118,67 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: None = None,
         *,
         alpha: float | None = None,
     ) -> TrainingClient:
         """`create_lora_training_client`, awaited."""
+        sdk_arguments.refuse(optimizer=optimizer)
         make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
         return await self._connection.start(self._create_adapter(make_request, base_model))
 
     def create_training_client_from_state(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: None = None,
+        optimizer: None = None,
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and fresh moments; return its client.
 
         `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
         model, and ValueError for a malformed path.
         """
+        sdk_arguments.refuse(weights_access_token=weights_access_token, optimizer=optimizer)
         return self._from_state(path, base_model, user_metadata, with_optimizer=False).result()
 
     async def create_training_client_from_state_async(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: None = None,
+        optimizer: None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state`, awaited."""
+        sdk_arguments.refuse(weights_access_token=weights_access_token, optimizer=optimizer)
         return await self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: None = None,
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and moments; return its client.
 
         `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
         model, and ValueError for a malformed path.
         """
+        sdk_arguments.refuse(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True).result()
 
     async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state_with_optimizer`, awaited."""
+        sdk_arguments.refuse(weights_access_token=weights_access_token)
         return await self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
     def get_training_client(self, model_id: str) -> TrainingClient:
@@ -169,17 +192,29 @@ class ServiceClient:
         """`get_training_client`, awaited."""
         return await self._connection.start(self._attach(model_id))
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
         """Create a sampler of a checkpoint or of a base model; of the pool's only base model if neither is given.
 
         Raises NotFound, InvalidArgument if both are given, ValueError if neither is and the pool has several models.
         """
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return self._connection.start(self._create_sampler(model_path, base_model)).result()
 
     async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: None = None,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return await self._connection.start(self._create_sampler(model_path, base_model))
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
@@ -189,6 +224,16 @@ class ServiceClient:
     async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
         """`get_server_capabilities`, awaited."""
         return await self._connection.start(fetch_capabilities(self._connection))
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: None = None
+    ) -> APIFuture[str]:
+        """Copy a checkpoint, yours or a public one, to a new adapter of yours; return the path of the copy.
+
+        Raises NotFound, and InvalidArgument for any other checkpoint.
+        """
+        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        return self._connection.start(self._copy_weights(path, ttl_seconds))
 
     def create_rest_client(self) -> RestClient:
         """Return a client for checkpoints, listings and the state of the pool. Makes no call."""
@@ -249,6 +294,9 @@ class ServiceClient:
         if model_path is None and base_model is None:
             base_model = await self._only_model()
         return await create_sampler(self._session, model_path=model_path or "", base_model=base_model or "")
+
+    async def _copy_weights(self, path: str, ttl_seconds: int | None) -> str:
+        return (await self.create_rest_client().copy_weights(path, ttl_seconds=ttl_seconds)).tinker_path
 
     async def _only_model(self) -> str:
         models = [model.model_name for model in (await fetch_capabilities(self._connection)).supported_models]

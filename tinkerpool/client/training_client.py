@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args, overload
 
 from tinkerpool import types
-from tinkerpool.client.calls import encoding, methods
+from tinkerpool.client.calls import encoding, methods, sdk_arguments
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, Ready
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
@@ -65,12 +65,17 @@ class TrainingClient(Ready):
         requests = self._requests(training_pb2.ForwardBackwardRequest, passes.split(data), loss_fn, loss_fn_config)
         return self._run(methods.FORWARD_BACKWARD, requests)
 
-    def optim_step(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
+    def optim_step(
+        self, optim_params: types.AdamParams | None = None, *, adam_params: types.AdamParams | None = None
+    ) -> APIFuture[types.OptimStepResponse]:
         """Take one AdamW step with the pending gradient, which is zero afterwards.
 
         Submit it without awaiting the `forward_backward` before it: then both run in the same clock cycle.
+        `adam_params` is another name of `optim_params`. Raises ValueError for both, and for anything but AdamParams.
         """
-        adam = encoding.adam_params(adam_params)
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("optim_params and adam_params are two names of one argument: pass one of them")
+        adam = encoding.adam_params(adam_params if optim_params is None else optim_params)
         request = training_pb2.OptimStepRequest(adapter_id=self.model_id, adam=adam)
         return self._sequence.reserve(1, lambda seq: self._optim_step(request, seq))
 
@@ -185,16 +190,36 @@ class TrainingClient(Ready):
         )
         return self._sequence.reserve(1, lambda seq: self._named_sampler_weights(request, seq))
 
-    def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: None = None
+    ) -> APIFuture[types.SaveWeightsExternalResponse]:
+        """Save the weights as checkpoint `external_weights/<name>`, to be exported: nothing here samples from them.
+
+        The pool deletes the checkpoint after `ttl_seconds`; None keeps it. Raises ValueError for an empty name; the
+        future raises OperationFailed (ALREADY_EXISTS) if a checkpoint of that name exists.
+        """
+        sdk_arguments.refuse(age_encryption_recipients=age_encryption_recipients)
+        if not name:
+            raise ValueError("name is empty: weights that are saved for export need one")
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+            adapter_id=self.model_id, name=name, ttl_seconds=ttl_seconds or 0, for_export=True
+        )
+        return self._sequence.reserve(1, lambda seq: self._external_weights(request, seq))
+
+    def load_state(self, path: str, weights_access_token: None = None) -> APIFuture[types.LoadWeightsResponse]:
         """Replace the weights by a checkpoint's, reset the moments, and discard the pending gradient.
 
         Raises ValueError for a malformed path; the future raises NotFound.
         """
+        sdk_arguments.refuse(weights_access_token=weights_access_token)
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=encoding.checkpoint_path(path))
         return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
-    def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
         """Replace weights, moments and step count by a checkpoint's, and discard the pending gradient."""
+        sdk_arguments.refuse(weights_access_token=weights_access_token)
         request = training_pb2.LoadStateRequest(
             adapter_id=self.model_id, path=encoding.checkpoint_path(path), with_optimizer=True
         )
@@ -209,7 +234,11 @@ class TrainingClient(Ready):
         return self._sequence.reserve(1, lambda seq: self._discard_gradient(request, seq))
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
+        self,
+        name: str | None = None,
+        retry_config: None = None,
+        record_stability_info: bool = False,
+        kind: types.SamplerKind = "snapshot",
     ) -> SamplingClient:
         """Create a sampler of the weights as they are after all earlier calls, and wait for it.
 
@@ -217,10 +246,14 @@ class TrainingClient(Ready):
         across restarts of the service. An "inflight" sampler has no name: each new sample uses the newest weights of
         this adapter that were saved as inflight, by this call or a later one; running samples keep their weights.
         """
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return self._sampling_client(name, kind).result()
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
+    def create_sampling_client(
+        self, model_path: str, retry_config: None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
         """Create a sampler of a checkpoint. Raises NotFound, InvalidArgument."""
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return self._connection.start(create_sampler(self._session, model_path=model_path)).result()
 
     def get_info(self) -> types.GetInfoResponse:
@@ -264,9 +297,11 @@ class TrainingClient(Ready):
             return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, with_gradients=True)
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
 
-    async def optim_step_async(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
+    async def optim_step_async(
+        self, optim_params: types.AdamParams | None = None, *, adam_params: types.AdamParams | None = None
+    ) -> APIFuture[types.OptimStepResponse]:
         """`optim_step`, as a future."""
-        return self.optim_step(adam_params)
+        return self.optim_step(optim_params, adam_params=adam_params)
 
     async def train_step_async(
         self,
@@ -299,26 +334,44 @@ class TrainingClient(Ready):
         """`save_weights_for_sampler`, as a future."""
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite=overwrite)
 
-    async def load_state_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """`load_state`, as a future."""
-        return self.load_state(path)
+    async def save_weights_external_async(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: None = None
+    ) -> APIFuture[types.SaveWeightsExternalResponse]:
+        """`save_weights_external`, as a future."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
 
-    async def load_state_with_optimizer_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+    async def load_state_async(
+        self, path: str, weights_access_token: None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """`load_state`, as a future."""
+        return self.load_state(path, weights_access_token)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
         """`load_state_with_optimizer`, as a future."""
-        return self.load_state_with_optimizer(path)
+        return self.load_state_with_optimizer(path, weights_access_token)
 
     async def discard_gradient_async(self) -> APIFuture[types.DiscardGradientResponse]:
         """`discard_gradient`, as a future."""
         return self.discard_gradient()
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
+        self,
+        name: str | None = None,
+        retry_config: None = None,
+        record_stability_info: bool = False,
+        kind: types.SamplerKind = "snapshot",
     ) -> SamplingClient:
         """`save_weights_and_get_sampling_client`, awaited."""
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return await self._sampling_client(name, kind)
 
-    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
+    async def create_sampling_client_async(
+        self, model_path: str, retry_config: None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
+        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return await self._connection.start(create_sampler(self._session, model_path=model_path))
 
     async def get_info_async(self) -> types.GetInfoResponse:
@@ -356,6 +409,11 @@ class TrainingClient(Ready):
         self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
     ) -> types.SaveWeightsForSamplerResponse:
         return types.SaveWeightsForSamplerResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
+
+    async def _external_weights(
+        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
+    ) -> types.SaveWeightsExternalResponse:
+        return types.SaveWeightsExternalResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
 
     async def _load_state(self, request: training_pb2.LoadStateRequest, seq: int) -> types.LoadWeightsResponse:
         operation = await self._sequence.run(methods.LOAD_STATE, request, seq)

@@ -18,6 +18,7 @@ from tinkerpool import (
     Datum,
     ModelInput,
     OperationFailed,
+    RestClient,
     SamplingClient,
     SamplingParams,
     ServiceClient,
@@ -96,6 +97,27 @@ def test_a_client_of_the_http_port_says_at_once_that_grpc_has_another(pool: Rest
         pytest.raises(errors.ConfigurationError, match="is an HTTP port, and this client speaks gRPC"),
     ):
         service.get_server_capabilities()
+
+
+def test_a_rest_client_needs_no_session_and_knows_its_key_and_tenant(pool: RestartablePool) -> None:
+    key = pool.key()
+    rest = RestClient(base_url=pool.url, api_key=key)
+    holder = rest.whoami().result(60)
+    assert holder.user_urn.removeprefix("urn:tinkerpool:key:") == key.split("_")[1]
+    assert holder.org_urn.startswith("urn:tinkerpool:tenant:")
+    assert rest.list_sessions().result(60).sessions == []
+
+
+def test_weights_for_export_are_saved_and_a_sampler_is_looked_up(service: ServiceClient, tmp_path: Path) -> None:
+    client = service.create_lora_training_client(rank=8)
+    rest = service.create_rest_client()
+    path = client.save_weights_external("final").result(60).path
+    assert path == f"tinker://{client.model_id}/external_weights/final"
+    assert (rest.export_checkpoint(path, tmp_path / "final").result(60) / "adapter_config.json").exists()
+    named = service.create_sampling_client(client.save_weights_for_sampler("a").result(60).path)
+    found = rest.get_sampler(named.sampler_id).result(60)
+    assert (found.base_model, found.model_path) == ("toy", f"tinker://{client.model_id}/sampler_weights/a")
+    assert service.copy_weights(client.save_state("b").result(60).path).result(60).endswith("/weights/b")
 
 
 def test_another_tenants_training_run_is_not_found(service: ServiceClient, pool: RestartablePool) -> None:

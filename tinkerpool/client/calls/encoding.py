@@ -172,6 +172,8 @@ def prompt_targets(values: Any) -> types_pb2.Tensor:
             "target_prompt_logprobs are token ids of shape (prompt length - 1, k), with -1 for no target; "
             f"got {array.dtype} of shape {array.shape}"
         )
+    if isinstance(values, types.TensorData) and values.is_given is not None:
+        array = np.where(values.is_given.reshape(array.shape), array, -1)
     return to_tensor(array.astype(np.int64))
 
 

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from tinkerpool.client.calls.handshake import is_untrusted, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.credentials import Certificate, parse_target
+from tinkerpool.credentials import Certificate, find_service, parse_target
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 16 << 20
@@ -100,6 +100,12 @@ class GrpcTransport:
         """Channels that trust an earlier certificate: running streams end on them."""
         self._calls: dict[Unary[Any, Any], Any] = {}
         self._call_slots = asyncio.Semaphore(CALLS_MAX)
+
+    @classmethod
+    def to_pool(cls, base_url: str | None, api_key: str | None, root_certificates: bytes | None) -> GrpcTransport:
+        """Return the transport to a pool, found as `ServiceClient` says. Raises ConfigurationError."""
+        found = find_service(base_url, api_key)
+        return cls(found.url, found.api_key, root_certificates=root_certificates, certificate=found.certificate)
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
         """See `Transport`. Raises UNAVAILABLE at once if nothing listens at the address."""
