@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,21 @@ class Credentials:
 def home() -> Path:
     """Return the folder of tinkerpool's files for this user: `TINKERPOOL_HOME`, or else `~/.tinkerpool`."""
     return Path(os.environ.get("TINKERPOOL_HOME") or Path.home() / ".tinkerpool").expanduser()
+
+
+def default_data_dir() -> Path:
+    """Return the data directory of a pool that is started without `--data-dir`."""
+    return home() / "pool"
+
+
+def start_command(data_dir: Path) -> str:
+    """Return the command that starts a pool on a data directory."""
+    return f"tinkerpool up{data_dir_option(data_dir)}"
+
+
+def data_dir_option(data_dir: Path) -> str:
+    """Return ` --data-dir DIR`, for a command; nothing for the default data directory."""
+    return "" if data_dir == default_data_dir().absolute() else f" --data-dir {shlex.quote(str(data_dir))}"
 
 
 def credentials_file() -> Path:

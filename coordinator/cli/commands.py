@@ -15,9 +15,9 @@ from rich.console import Console
 from coordinator.cli import process
 from coordinator.cli.options import Settings
 from tinkerpool.cli import show
-from tinkerpool.cli.finding import DataDirOption, data_dir_option, find_place
+from tinkerpool.cli.finding import DataDirOption, find_place
 from tinkerpool.cli.show import CliError
-from tinkerpool.credentials import credentials_file, kept_credentials
+from tinkerpool.credentials import credentials_file, data_dir_option, kept_credentials
 
 _log = logging.getLogger(__name__)
 PRIVATE_UMASK = 0o077

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from coordinator.cli.process import running_pid
 from tinkerpool.cli import show
-from tinkerpool.cli.finding import DataDirOption, find_place, start_command
+from tinkerpool.cli.finding import DataDirOption, find_place
 from tinkerpool.cli.show import CliError
+from tinkerpool.credentials import start_command
 
 if TYPE_CHECKING:
     from coordinator.runtime.backup import Progress

@@ -25,8 +25,8 @@ from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, H
 from coordinator.base.errors import ServiceError
 from coordinator.base.tenant_limits import TenantLimits, limits_with
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
-from tinkerpool.cli.finding import default_data_dir
 from tinkerpool.cli.show import CliError
+from tinkerpool.credentials import default_data_dir
 from workers.contract.settings import PoolConfig, PoolModel
 
 RAY_FILE = "ray.json"

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from coordinator.cli.options import RAY_FILE
-from tinkerpool.cli.finding import data_dir_option
 from tinkerpool.cli.show import CliError
+from tinkerpool.credentials import data_dir_option
 from tinkerpool.serving import READY_FILE, Serving
 from workers.pool.factory import remove_leftovers
 

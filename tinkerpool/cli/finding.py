@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,12 @@ from tinkerpool.credentials import (
     Credentials,
     credentials_at,
     credentials_file,
+    default_data_dir,
     find_service,
     home,
     kept_credentials,
     read_credentials,
+    start_command,
 )
 from tinkerpool.errors import ConfigurationError
 from tinkerpool.serving import READY_FILE, Serving
@@ -124,21 +125,6 @@ class Target:
     def key_source(self) -> str:
         """Option, variable or files that the key is from, for messages."""
         return f"the credentials files in {home()}" if self.is_key_stored else "--api-key or TINKERPOOL_API_KEY"
-
-
-def default_data_dir() -> Path:
-    """Return the data directory of a pool that is started without `--data-dir`."""
-    return home() / "pool"
-
-
-def start_command(data_dir: Path) -> str:
-    """Return the command that starts a pool on a data directory."""
-    return f"tinkerpool up{data_dir_option(data_dir)}"
-
-
-def data_dir_option(data_dir: Path) -> str:
-    """Return ` --data-dir DIR`, for a command; nothing for the default data directory."""
-    return "" if data_dir == default_data_dir().absolute() else f" --data-dir {shlex.quote(str(data_dir))}"
 
 
 def find_place(data_dir: Path | None, url: str = "") -> Place:

@@ -14,6 +14,7 @@ from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.transport import GrpcTransport
+from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
@@ -98,10 +99,13 @@ async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service
     assert full.value.retry_delay_s == 0.05
 
 
-async def test_a_missing_pool_is_unavailable_and_the_error_has_its_address() -> None:
-    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1\b") as raised:
+async def test_a_missing_pool_is_unavailable_and_the_error_has_its_address_and_the_command_that_starts_it() -> None:
+    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1: start it with `tinkerpool up`") as raised:
         await call("127.0.0.1:1")
     assert raised.value.reason == ""
+    write_credentials(Credentials(url="http://127.0.0.1:1", api_key=KEY, data_dir="/my data"))
+    with pytest.raises(errors.Unavailable, match="start it with `tinkerpool up --data-dir '/my data'`"):
+        await call("http://127.0.0.1:1")
 
 
 async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeService) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -18,7 +19,7 @@ from grpc_status import rpc_status
 
 from tinkerpool.client.calls.handshake import is_untrusted, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.credentials import Certificate, find_service, parse_target
+from tinkerpool.credentials import Certificate, credentials_at, find_service, parse_target, start_command
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 16 << 20
@@ -183,7 +184,11 @@ class GrpcTransport:
         if is_untrusted(message) and self._has_new_certificate(roots):
             return api_error(code, f"the certificate of {self.endpoint.base_url} was renewed")
         mistake = await mistake_in(self.endpoint.base_url, message, is_tls=self._is_tls, certificate=self._certificate)
-        return mistake or api_error(code, _UNREACHABLE.format(target=self._target, message=message))
+        if mistake is not None:
+            return mistake
+        known = credentials_at(self.endpoint.base_url)
+        start = start_command(Path(known.data_dir)) if known is not None and known.data_dir else "tinkerpool up"
+        return api_error(code, _UNREACHABLE.format(target=self._target, start=start, message=message))
 
     def _has_new_certificate(self, roots: bytes | None) -> bool:
         """Return whether the pool's certificate is another one than `roots`; if so, the next call opens a channel."""
@@ -220,7 +225,7 @@ def _refusal(error: grpc.aio.AioRpcError) -> ApiError | None:
     )
 
 
-_UNREACHABLE = "no pool replies at {target}: start one with `tinkerpool up`, or give the address of another ({message})"
+_UNREACHABLE = "no pool replies at {target}: start it with `{start}`, or give the address of another ({message})"
 
 
 def _raise_if_closed() -> None:
