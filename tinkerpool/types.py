@@ -55,16 +55,18 @@ class TensorData:
     A matrix may be given in compressed sparse rows (CSR): `data` has the values, `sparse_crow_indices` where each row
     begins in them and, last, their number, `sparse_col_indices` the column of each value. Elements that are not given
     are 0, and no target in `target_prompt_logprobs`.
+
+    Attributes:
+        data: The elements in row-major order, shape (size,), read-only.
+        dtype: Type of the elements.
+        shape: Sizes of the dimensions, outermost first.
+        is_given: Of a tensor in sparse rows: which elements were given, shape (size,), read-only. None: all of them.
     """
 
     data: NDArray[Any]
-    """The elements in row-major order, shape (size,), read-only."""
     dtype: TensorDtype
-    """Type of the elements."""
     shape: tuple[int, ...]
-    """Sizes of the dimensions, outermost first."""
     is_given: NDArray[np.bool_] | None
-    """Of a tensor in sparse rows: which elements were given, shape (size,), read-only. None: all of them."""
 
     def __init__(
         self,
@@ -190,10 +192,13 @@ def _input_ids(tokens: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class EncodedTextChunk:
-    """A run of token ids."""
+    """A run of token ids.
+
+    Attributes:
+        tokens: Shape (n,), read-only.
+    """
 
     tokens: NDArray[np.int32]
-    """Shape (n,), read-only."""
 
     def __init__(self, tokens: Any) -> None:
         """Raises ValueError for anything but token ids, or the output of a tokenizer for one text."""
@@ -213,10 +218,13 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ModelInput:
-    """The input of the model: a sequence of chunks."""
+    """The input of the model: a sequence of chunks.
+
+    Attributes:
+        chunks: The chunks in order.
+    """
 
     chunks: tuple[EncodedTextChunk, ...]
-    """The chunks in order."""
 
     def __init__(self, chunks: Iterable[EncodedTextChunk] = ()) -> None:
         object.__setattr__(self, "chunks", tuple(chunks))
@@ -275,12 +283,16 @@ INPUT_DTYPES: Mapping[str, TensorDtype] = {
 
 @dataclass(frozen=True, slots=True, init=False)
 class Datum:
-    """One training sequence."""
+    """One training sequence.
+
+    Attributes:
+        model_input: Token ids, n of them. Targets are shifted by the caller: input `x[:-1]`, target `x[1:]`.
+        loss_fn_inputs: Inputs of the loss by name; the first dimension is n. A target of -100 has weight 0 in
+            `cross_entropy`.
+    """
 
     model_input: ModelInput
-    """Token ids, n of them. Targets are shifted by the caller: input `x[:-1]`, target `x[1:]`."""
     loss_fn_inputs: Mapping[str, TensorData]
-    """Inputs of the loss by name; the first dimension is n. A target of -100 has weight 0 in `cross_entropy`."""
 
     def __init__(self, model_input: ModelInput | Any, loss_fn_inputs: Mapping[str, Any]) -> None:
         inputs = {name: _loss_input(name, value) for name, value in loss_fn_inputs.items()}
@@ -300,38 +312,44 @@ def _loss_input(name: str, value: Any) -> TensorData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """AdamW (decoupled weight decay) for one step. The service checks the ranges."""
+    """AdamW (decoupled weight decay) for one step. The service checks the ranges.
+
+    Attributes:
+        learning_rate: Step size, >= 0.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        eps: Added to the root of the second moment, > 0.
+        weight_decay: Decoupled weight decay, >= 0.
+        grad_clip_norm: Limit of the global norm of this adapter's gradient. 0: no limit.
+    """
 
     learning_rate: float = 1e-4
-    """Step size, >= 0."""
     beta1: float = 0.9
-    """Decay of the first moment, in [0, 1)."""
     beta2: float = 0.95
-    """Decay of the second moment, in [0, 1)."""
     eps: float = 1e-12
-    """Added to the root of the second moment, > 0."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, >= 0."""
     grad_clip_norm: float = 0.0
-    """Limit of the global norm of this adapter's gradient. 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of the draws of a sample."""
+    """Settings of the draws of a sample.
+
+    Attributes:
+        max_tokens: Most tokens per sequence, at least 1. None: up to the model's longest sequence.
+        seed: The same seed gives the same tokens. None: the service draws a seed and logs it.
+        stop: Strings or token ids that end a sequence. None: the model's end-of-text tokens. `[]`: only the length.
+        temperature: Divides the logits, >= 0. 0: greedy.
+        top_k: Keep the k most likely tokens. -1: keep all.
+        top_p: Keep the smallest set of most likely tokens with at least this probability, in (0, 1].
+    """
 
     max_tokens: int | None = None
-    """Most tokens per sequence, at least 1. None: up to the model's longest sequence."""
     seed: int | None = None
-    """The same seed gives the same tokens. None: the service draws a seed and logs it."""
     stop: str | Sequence[str] | Sequence[int] | None = None
-    """Strings or token ids that end a sequence. None: the model's end-of-text tokens. `[]`: only the length."""
     temperature: float = 1.0
-    """Divides the logits, >= 0. 0: greedy."""
     top_k: int = -1
-    """Keep the k most likely tokens. -1: keep all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens with at least this probability, in (0, 1]."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -349,88 +367,115 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """Result of forward and forward_backward."""
+    """Result of forward and forward_backward.
+
+    Attributes:
+        loss_fn_output_type: Always `TorchLossReturn`, as in the SDK.
+        loss_fn_outputs: Per datum, in the order of the request: `logprobs`, float32 in the shape of `target_tokens`.
+        metrics: `loss:sum`, `clock_cycle:unique` and others, by `name:reduction`.
+    """
 
     loss_fn_output_type: str
-    """Always `TorchLossReturn`, as in the SDK."""
     loss_fn_outputs: list[dict[str, TensorData]]
-    """Per datum, in the order of the request: `logprobs`, float32 in the shape of `target_tokens`."""
     metrics: dict[str, float]
-    """`loss:sum`, `clock_cycle:unique` and others, by `name:reduction`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepResponse:
-    """Result of optim_step."""
+    """Result of optim_step.
+
+    Attributes:
+        metrics: `grad_norm:last` (before clipping), `update_norm:last`, `clock_cycle:unique` and others.
+    """
 
     metrics: dict[str, float]
-    """`grad_norm:last` (before clipping), `update_norm:last`, `clock_cycle:unique` and others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepResponse:
-    """Result of train_step."""
+    """Result of train_step.
+
+    Attributes:
+        forward_backward: Result of the pass.
+        optim_step: Result of the optimizer step.
+    """
 
     forward_backward: ForwardBackwardOutput
-    """Result of the pass."""
     optim_step: OptimStepResponse
-    """Result of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeightsResponse:
-    """Result of save_state."""
+    """Result of save_state.
+
+    Attributes:
+        path: `tinker://<adapter id>/weights/<name>`.
+    """
 
     path: str
-    """`tinker://<adapter id>/weights/<name>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeightsForSamplerResponse:
-    """Result of save_weights_for_sampler."""
+    """Result of save_weights_for_sampler.
+
+    Attributes:
+        path: `tinker://<adapter id>/sampler_weights/<name>`.
+    """
 
     path: str
-    """`tinker://<adapter id>/sampler_weights/<name>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeightsExternalResponse:
-    """Result of save_weights_external."""
+    """Result of save_weights_external.
+
+    Attributes:
+        path: `tinker://<adapter id>/external_weights/<name>`.
+    """
 
     path: str
-    """`tinker://<adapter id>/external_weights/<name>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetSamplerResponse:
-    """A sampler."""
+    """A sampler.
+
+    Attributes:
+        sampler_id: `<session id>:sample:<index>`.
+        base_model: Name of its base model.
+        model_path: The checkpoint whose weights it has; None for the bare base model and for weights without a name.
+    """
 
     sampler_id: str
-    """`<session id>:sample:<index>`."""
     base_model: str
-    """Name of its base model."""
     model_path: str | None
-    """The checkpoint whose weights it has; None for the bare base model and for weights without a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhoamiResponse:
-    """The holder of an API key."""
+    """The holder of an API key.
+
+    Attributes:
+        user_urn: `urn:tinkerpool:key:<id>`: the key, without its secret.
+        org_urn: `urn:tinkerpool:tenant:<name>`: the tenant that the key belongs to.
+        email: Always None: a pool knows keys and tenants, not people.
+    """
 
     user_urn: str
-    """`urn:tinkerpool:key:<id>`: the key, without its secret."""
     org_urn: str
-    """`urn:tinkerpool:tenant:<name>`: the tenant that the key belongs to."""
     email: str | None = None
-    """Always None: a pool knows keys and tenants, not people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeightsResponse:
-    """Result of load_state."""
+    """Result of load_state.
+
+    Attributes:
+        path: The checkpoint that was loaded.
+    """
 
     path: str
-    """The checkpoint that was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,12 +485,15 @@ class DiscardGradientResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopkLogprobs:
-    """The most likely tokens at each of n positions, the most likely first."""
+    """The most likely tokens at each of n positions, the most likely first.
+
+    Attributes:
+        token_ids: Shape (n, k); k is at most the vocabulary's size.
+        logprobs: Shape (n, k); NaN at positions without log-probabilities.
+    """
 
     token_ids: NDArray[np.int32]
-    """Shape (n, k); k is at most the vocabulary's size."""
     logprobs: NDArray[np.float32]
-    """Shape (n, k); NaN at positions without log-probabilities."""
 
     def tolist(self) -> list[list[tuple[int, float]] | None]:
         """Return (token id, log-probability) per position; None at positions without log-probabilities."""
@@ -461,26 +509,32 @@ class TopkLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAltTokens:
-    """Alternative tokens, drawn for prompt position i + 1 in row i."""
+    """Alternative tokens, drawn for prompt position i + 1 in row i.
+
+    Attributes:
+        tokens: int64 token ids, shape (p - 1, k).
+        logprobs: float32, shape (p - 1, k).
+    """
 
     tokens: TensorData
-    """int64 token ids, shape (p - 1, k)."""
     logprobs: TensorData
-    """float32, shape (p - 1, k)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One sampled continuation."""
+    """One sampled continuation.
+
+    Attributes:
+        stop_reason: `stop`: a stop token or string, which is part of `tokens`; `length`: the limit.
+        tokens: Token ids, n of them.
+        logprobs: Log-probability of each token at temperature 1, before top-k and top-p; n of them.
+        topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays.
+    """
 
     stop_reason: StopReason
-    """`stop`: a stop token or string, which is part of `tokens`; `length`: the limit."""
     tokens: list[int]
-    """Token ids, n of them."""
     logprobs: list[float] | None
-    """Log-probability of each token at temperature 1, before top-k and top-p; n of them."""
     topk_logprobs_np: TopkLogprobs | None = None
-    """If asked for: the most likely tokens at each position, as arrays."""
 
     @property
     def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
@@ -490,20 +544,27 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResponse:
-    """Result of sample."""
+    """Result of sample.
+
+    Attributes:
+        sequences: `num_samples` of them.
+        prompt_logprobs: If asked for: log-probability of each prompt token; None at position 0, and at positions not
+            asked for.
+        topk_prompt_logprobs_np: If asked for: the most likely tokens at each prompt position; NaN where
+            `prompt_logprobs` has None.
+        target_prompt_logprobs: If asked for: log-probabilities of the targets, float32 in their shape; 0 where they
+            have -1.
+        prompt_cache_hit_tokens: Prompt tokens whose keys and values an earlier request with the same weights had
+            computed.
+        prompt_alt_tokens: If asked for: alternative tokens, drawn for each prompt position but the first.
+    """
 
     sequences: list[SampledSequence]
-    """`num_samples` of them."""
     prompt_logprobs: list[float | None] | None = None
-    """If asked for: log-probability of each prompt token; None at position 0, and at positions not asked for."""
     topk_prompt_logprobs_np: TopkLogprobs | None = None
-    """If asked for: the most likely tokens at each prompt position; NaN where `prompt_logprobs` has None."""
     target_prompt_logprobs: TensorData | None = None
-    """If asked for: log-probabilities of the targets, float32 in their shape; 0 where they have -1."""
     prompt_cache_hit_tokens: int = 0
-    """Prompt tokens whose keys and values an earlier request with the same weights had computed."""
     prompt_alt_tokens: PromptAltTokens | None = None
-    """If asked for: alternative tokens, drawn for each prompt position but the first."""
 
     @property
     def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
@@ -513,172 +574,205 @@ class SampleResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """One token of a streamed sample."""
+    """One token of a streamed sample.
+
+    Attributes:
+        sequence_index: Index of the sequence, below `num_samples`.
+        token: Token id.
+        logprob: Log-probability, as in `SampledSequence.logprobs`.
+    """
 
     sequence_index: int
-    """Index of the sequence, below `num_samples`."""
     token: int
-    """Token id."""
     logprob: float
-    """Log-probability, as in `SampledSequence.logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportedModel:
-    """A base model that the pool keeps warm."""
+    """A base model that the pool keeps warm.
+
+    Attributes:
+        model_name: Name for `base_model` arguments.
+        max_context_length: Longest sequence in tokens: training, or prompt plus samples.
+        trainable: Whether adapters can be trained on it.
+        sampleable: Whether it can be sampled from.
+        vocab_size: Valid token ids are 0 .. vocab_size - 1.
+        max_rank: Largest LoRA rank.
+        num_params: Parameters of the frozen model.
+        num_workers: Number of live workers.
+        has_tied_unembedding: Whether the unembedding has the weights of the embedding, so that merging a trained
+            unembedding must untie them. None: the pool does not say.
+    """
 
     model_name: str
-    """Name for `base_model` arguments."""
     max_context_length: int
-    """Longest sequence in tokens: training, or prompt plus samples."""
     trainable: bool = True
-    """Whether adapters can be trained on it."""
     sampleable: bool = True
-    """Whether it can be sampled from."""
     vocab_size: int
-    """Valid token ids are 0 .. vocab_size - 1."""
     max_rank: int
-    """Largest LoRA rank."""
     num_params: int
-    """Parameters of the frozen model."""
     num_workers: int
-    """Number of live workers."""
     has_tied_unembedding: bool | None = None
-    """Whether the unembedding has the weights of the embedding, so that merging a trained unembedding must untie them.
-    None: the pool does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetServerCapabilitiesResponse:
-    """Base models and limits of a pool."""
+    """Base models and limits of a pool.
+
+    Attributes:
+        supported_models: In the order of the pool's configuration.
+        version: Version of the server.
+        loss_functions: Names of the built-in losses.
+        max_datums: Most datums in one request; the client cuts larger batches.
+        max_message_bytes: Largest request, in bytes.
+    """
 
     supported_models: list[SupportedModel]
-    """In the order of the pool's configuration."""
     version: str
-    """Version of the server."""
     loss_functions: list[str]
-    """Names of the built-in losses."""
     max_datums: int
-    """Most datums in one request; the client cuts larger batches."""
     max_message_bytes: int
-    """Largest request, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelData:
-    """The base model of an adapter."""
+    """The base model of an adapter.
+
+    Attributes:
+        model_name: Name in the pool.
+        arch: Always None in tinkerpool.
+        tokenizer_id: Always None in tinkerpool: `get_tokenizer` fetches the files.
+    """
 
     model_name: str
-    """Name in the pool."""
     arch: str | None = None
-    """Always None in tinkerpool."""
     tokenizer_id: str | None = None
-    """Always None in tinkerpool: `get_tokenizer` fetches the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetInfoResponse:
-    """Description of an adapter."""
+    """Description of an adapter.
+
+    Attributes:
+        model_id: `<session id>:train:<index>`.
+        model_data: The base model.
+        is_lora: Always.
+        lora_rank: LoRA rank.
+        lora_alpha: LoRA scaling numerator.
+        model_name: Name of the base model.
+    """
 
     model_id: str
-    """`<session id>:train:<index>`."""
     model_data: ModelData
-    """The base model."""
     is_lora: bool = True
-    """Always."""
     lora_rank: int
-    """LoRA rank."""
     lora_alpha: float
-    """LoRA scaling numerator."""
     model_name: str
-    """Name of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A user's named, immutable state."""
+    """A user's named, immutable state.
+
+    Attributes:
+        checkpoint_id: `weights/<name>` or `sampler_weights/<name>`.
+        checkpoint_type: `training`: weights, moments and step count; `sampler`: weights.
+        time: When it was saved, UTC.
+        tinker_path: `tinker://<adapter id>/<checkpoint id>`.
+        size_bytes: Bytes on disk; of the weights alone while the file of a sampler checkpoint is being written.
+        base_model: Name of the base model.
+        lora_rank: LoRA rank.
+        sha256: Hash of the contents, in hex; empty while the file is being written.
+        expires_at: When the pool deletes it, UTC. None: never.
+        public: Whether every tenant may load, sample from and export it.
+        user_metadata: As given to the save.
+    """
 
     checkpoint_id: str
-    """`weights/<name>` or `sampler_weights/<name>`."""
     checkpoint_type: Literal["training", "sampler"]
-    """`training`: weights, moments and step count; `sampler`: weights."""
     time: datetime
-    """When it was saved, UTC."""
     tinker_path: str
-    """`tinker://<adapter id>/<checkpoint id>`."""
     size_bytes: int
-    """Bytes on disk; of the weights alone while the file of a sampler checkpoint is being written."""
     base_model: str
-    """Name of the base model."""
     lora_rank: int
-    """LoRA rank."""
     sha256: str
-    """Hash of the contents, in hex; empty while the file is being written."""
     expires_at: datetime | None = None
-    """When the pool deletes it, UTC. None: never."""
     public: bool = False
-    """Whether every tenant may load, sample from and export it."""
     user_metadata: dict[str, str] = field(default_factory=dict)
-    """As given to the save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """An adapter, as listings show it."""
+    """An adapter, as listings show it.
+
+    Attributes:
+        training_run_id: The adapter's id, `<session id>:train:<index>`.
+        base_model: Name of the base model.
+        is_lora: Always.
+        lora_rank: LoRA rank.
+        create_time: UTC.
+        num_operations: The last sequence number that is done.
+        user_metadata: As given at creation.
+    """
 
     training_run_id: str
-    """The adapter's id, `<session id>:train:<index>`."""
     base_model: str
-    """Name of the base model."""
     is_lora: bool = True
-    """Always."""
     lora_rank: int
-    """LoRA rank."""
     create_time: datetime
-    """UTC."""
     num_operations: int
-    """The last sequence number that is done."""
     user_metadata: dict[str, str] = field(default_factory=dict)
-    """As given at creation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRunsResponse:
-    """A listing of adapters."""
+    """A listing of adapters.
+
+    Attributes:
+        training_runs: Newest first.
+    """
 
     training_runs: list[TrainingRun]
-    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsListResponse:
-    """A listing of checkpoints."""
+    """A listing of checkpoints.
+
+    Attributes:
+        checkpoints: Newest first.
+    """
 
     checkpoints: list[Checkpoint]
-    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListSessionsResponse:
-    """A listing of sessions."""
+    """A listing of sessions.
+
+    Attributes:
+        sessions: Session ids, newest first.
+    """
 
     sessions: list[str]
-    """Session ids, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """A session: one client process at the service."""
+    """A session: one client process at the service.
+
+    Attributes:
+        session_id: Opaque.
+        training_run_ids: Ids of the adapters created in it.
+        sampler_ids: Ids of the samplers created in it.
+        create_time: UTC.
+        is_live: Whether it has neither ended nor expired.
+        user_metadata: As given at creation.
+    """
 
     session_id: str
-    """Opaque."""
     training_run_ids: list[str]
-    """Ids of the adapters created in it."""
     sampler_ids: list[str]
-    """Ids of the samplers created in it."""
     create_time: datetime
-    """UTC."""
     is_live: bool
-    """Whether it has neither ended nor expired."""
     user_metadata: dict[str, str] = field(default_factory=dict)
-    """As given at creation."""
