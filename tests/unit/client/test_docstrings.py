@@ -12,7 +12,7 @@ import pytest
 import tinkerpool
 from tinkerpool import errors, types
 
-CLASSES = [
+CLASSES: list[type[Any]] = [
     value
     for module in (tinkerpool, types, errors)
     for name in (tinkerpool.__all__ if module is tinkerpool else vars(module))
