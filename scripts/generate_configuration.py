@@ -35,7 +35,19 @@ Every setting of a pool, with its default. Most are options of `tinkerpool serve
 programs that start a pool themselves. Names end with their unit: `_s` is seconds.
 
 This page is generated: `.venv/bin/python -m scripts.generate_configuration` writes it from the docstrings in
-`coordinator/base/config.py`, `coordinator/base/tenant_limits.py` and `workers/contract/settings.py`.
+`coordinator/base/config.py`, `coordinator/base/tenant_limits.py` and `workers/contract/settings.py`. Advice for slots,
+cycle tokens, recompute and threads is in [running.md](running.md#advice).
+
+## Environment variables
+
+| variable | read by | meaning |
+|---|---|---|
+| `TINKERPOOL_BASE_URL` | clients, commands | the pool's address: `http://HOST:PORT`, `https://...` for TLS |
+| `TINKERPOOL_API_KEY` | clients, commands | the key |
+| `TINKERPOOL_HOME` | everything | the folder of credentials and data, by default `~/.tinkerpool` |
+| `TINKERPOOL_TRACEBACK` | commands | if set, an unexpected error shows where it happened |
+| `TINKERPOOL_RAY_OWNER` | the pool | set by the pool in the processes of its Ray. Do not set it |
+| `TINKERPOOL_FAILPOINTS` | the pool | for tests: where to crash. Do not set it |
 """
 
 

@@ -2,12 +2,19 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
 from scripts.generate_configuration import PAGE, page
+from tests.support.mini_model import Architecture
+from tests.support.pages import blocks
+from tinkerpool.cli.app import build
 from workers.contract.messages import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +72,41 @@ def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
     assert in_site[0] == "index.md"
     assert in_site[1:] == in_index
     assert set(in_index) == pages
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Yield each command line of `tinkerpool` that a page shows, in a block or between backticks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fenced = "".join(f"\n    {line}" for _, code in blocks(page) for line in code.splitlines())
+    shown = r"^ {4,}(?:ExecStart=\S*/)?(tinkerpool .+)$|`(tinkerpool [^`\n]+)`"
+    for found in re.finditer(shown, text + fenced, re.MULTILINE):
+        yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
+    for words in commands(page):
+        command, arguments = typer.main.get_command(build()), words[1:]
+        while isinstance(command, TyperGroup) and arguments and not arguments[0].startswith("-"):
+            assert arguments[0] in command.commands, f"{page} shows {shlex.join(words)}"
+            command, arguments = command.commands[arguments[0]], arguments[1:]
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        given = {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)}
+        assert given <= known | {"--help"}, f"{page} shows {shlex.join(words)}"
+
+
+def test_the_page_on_configuration_has_every_environment_variable() -> None:
+    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r"\"(TINKERPOOL_[A-Z_]+)\"", source)}
+    assert set(re.findall(r"^\| `(TINKERPOOL_[A-Z_]+)`", page(), flags=re.MULTILINE)) == read
+
+
+def test_the_page_on_models_has_every_family_of_the_tests() -> None:
+    shown = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", text_of("docs/models.md"), flags=re.MULTILINE)
+    tried = re.search(r"ids=\[([^\]]+)\]", (ROOT / "tests/numerics/model/test_architectures.py").read_text())
+    assert tried is not None
+    families = {each for each in re.findall(r'"([^"]+)"', tried[1]) if " " not in each} | set(get_args(Architecture))
+    assert {name for cell in shown for name in re.findall(r"`([^`]+)`", cell)} == families
 
 
 @pytest.mark.parametrize("page", PROMISES)
