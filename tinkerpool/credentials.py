@@ -118,11 +118,18 @@ def credentials_at(base_url: str) -> Credentials | None:
 
 
 def _kept() -> Iterator[tuple[Path, Credentials]]:
-    others = sorted(home().glob(_KEPT_GLOB), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    others = sorted(home().glob(_KEPT_GLOB), key=_modification_ns, reverse=True)
     for path in (credentials_file(), *others):
         with contextlib.suppress(ValueError):
             if (credentials := _read(path)) is not None:
                 yield path, credentials
+
+
+def _modification_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # a pool that starts has just removed it
+        return 0
 
 
 def _read(path: Path) -> Credentials | None:
@@ -157,7 +164,7 @@ def write_credentials(credentials: Credentials) -> Path:
     _write(path, credentials)
     for kept, other in _kept():
         if kept != path and other.api_key == credentials.api_key:
-            kept.unlink()
+            kept.unlink(missing_ok=True)
     return path
 
 

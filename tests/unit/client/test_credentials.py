@@ -1,3 +1,4 @@
+import os
 import stat
 
 import pytest
@@ -80,6 +81,15 @@ def test_a_key_from_the_credentials_file_is_sent_to_its_own_pool_only() -> None:
     assert found("127.0.0.1:7777", None) == ("127.0.0.1:7777", "stored")
     with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
         find_service("http://elsewhere:7777", None)
+
+
+def test_the_newest_key_of_an_address_is_used_also_if_another_pool_was_started_last() -> None:
+    for number in (1, 2):
+        path = write_credentials(Credentials(url="http://127.0.0.1:7777", api_key=f"tp_{number}"))
+        os.utime(path, (number, number))
+    write_credentials(Credentials(url="http://elsewhere", api_key="tp_last"))
+    assert found("127.0.0.1:7777") == ("127.0.0.1:7777", "tp_2")
+    assert found() == ("http://elsewhere", "tp_last")
 
 
 def test_the_certificate_in_the_credentials_file_is_for_its_own_pool_only() -> None:
