@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from tinkerpool import types
 from tinkerpool.client.calls import methods, sdk_arguments
@@ -19,6 +19,7 @@ from tinkerpool.client.calls.transport import GrpcTransport, Transport
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
+from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.client.training_client import TrainingClient
 from tinkerpool.v1 import adapters_pb2
 
@@ -217,6 +218,13 @@ class ServiceClient:
         sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
         return await self._connection.start(self._create_sampler(model_path, base_model))
 
+    def get_tokenizer(self, base_model: str | None = None) -> Any:
+        """Return a base model's tokenizer: of transformers if installed, else of tokenizers. Not in the SDK.
+
+        Raises NotFound, ImportError, and ValueError if no model is named and the pool has several.
+        """
+        return self._connection.start(self._tokenizer(base_model)).result()
+
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """Return the pool's base models and limits."""
         return self._connection.start(fetch_capabilities(self._connection)).result()
@@ -297,6 +305,9 @@ class ServiceClient:
 
     async def _copy_weights(self, path: str, ttl_seconds: int | None) -> str:
         return (await self.create_rest_client().copy_weights(path, ttl_seconds=ttl_seconds)).tinker_path
+
+    async def _tokenizer(self, base_model: str | None) -> Any:
+        return await fetch_tokenizer(self._connection, base_model or await self._only_model())
 
     async def _only_model(self) -> str:
         models = [model.model_name for model in (await fetch_capabilities(self._connection)).supported_models]

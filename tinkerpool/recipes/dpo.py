@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkerpool import Datum, ServiceClient
+from tinkerpool import Datum, ServiceClient, types
 from tinkerpool.data import Batches, completion_datum, read_jsonl
 from tinkerpool.recipes.options import option, run_program
 from tinkerpool.recipes.progress import OnMetrics, Progress
-from tinkerpool.recipes.run import Run, RunSettings, is_due
+from tinkerpool.recipes.run import Run, RunSettings, check_length, find_base_model, is_due
 
 Pair = tuple[Datum, Datum]
 """Chosen and rejected."""
@@ -49,11 +49,13 @@ class Settings(RunSettings):
     likelihood: float = option("weight of the chosen reply's own loss per token", 0.0)
 
 
-def preference(tokenizer: Any, record: Mapping[str, Any]) -> Pair:
-    """Return the datums of a line. Raises ValueError for another form."""
+def preference(tokenizer: Any, record: Mapping[str, Any], base_model: types.SupportedModel) -> Pair:
+    """Return the datums of a line. Raises ValueError for another form, and for one that is too long."""
     if not {"prompt", "chosen", "rejected"} <= record.keys():
         raise ValueError(f'expected {{"prompt": ..., "chosen": ..., "rejected": ...}}; got the keys {sorted(record)}')
     chosen, rejected = (completion_datum(tokenizer, record["prompt"], record[key]) for key in ("chosen", "rejected"))
+    for datum in (chosen, rejected):
+        check_length(datum.model_input.length, base_model)
     return chosen, rejected
 
 
@@ -101,17 +103,16 @@ class Dpo:
 def train(settings: Settings, service: ServiceClient | None = None, on_metrics: OnMetrics | None = None) -> str:
     """Train, and return the path of the trained weights. `on_metrics` replaces the table at the terminal."""
     service = service or ServiceClient()
+    base_model = find_base_model(settings, service)
+    tokenizer = service.get_tokenizer(base_model.model_name)
+
+    def read(path: Path) -> list[Pair]:
+        return read_jsonl(path, lambda record: preference(tokenizer, record, base_model))
+
+    batches = Batches(read(settings.data), settings.batch_size, seed=settings.seed)
+    test_data = [datum for pair in read(settings.test_data) for datum in pair] if settings.test_data else []
     run = Run(settings)
     client, start = run.training_client(service), run.new_client(service)
-    tokenizer = client.get_tokenizer()
-    batches = Batches(
-        read_jsonl(settings.data, lambda record: preference(tokenizer, record)), settings.batch_size, seed=settings.seed
-    )
-    test_data = (
-        [d for pair in read_jsonl(settings.test_data, lambda r: preference(tokenizer, r)) for d in pair]
-        if settings.test_data
-        else []
-    )
     test_loss = Dpo(settings, start.forward(test_data, "cross_entropy")) if test_data else None
     num_steps = batches.num_steps(settings.epochs)
 

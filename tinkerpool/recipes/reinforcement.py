@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from tinkerpool import APIFuture, Datum, SampleResponse, SamplingClient, SamplingParams, ServiceClient
+from tinkerpool import APIFuture, Datum, SampleResponse, SamplingClient, SamplingParams, ServiceClient, types
 from tinkerpool.data import Batches, encode_prompt, read_jsonl
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option, run_program
 from tinkerpool.recipes.progress import OnMetrics, Progress
-from tinkerpool.recipes.run import Run, RunSettings, is_due
+from tinkerpool.recipes.run import Run, RunSettings, check_length, find_base_model, is_due
 
 Reward = Callable[[Mapping[str, Any], str], float]
 """Scores a reply to a line."""
@@ -72,11 +72,13 @@ def named_reward(name: str) -> Reward:
     return found
 
 
-def task(tokenizer: Any, record: Mapping[str, Any]) -> Task:
-    """Return a line with its prompt's tokens. Raises ValueError if it has no prompt."""
+def task(tokenizer: Any, record: Mapping[str, Any], settings: Settings, base_model: types.SupportedModel) -> Task:
+    """Return a line with its prompt's tokens. Raises ValueError if it has no prompt, or leaves no room for a reply."""
     if not record.get("prompt"):
         raise ValueError(f'expected {{"prompt": ..., and what the reward reads}}; got the keys {sorted(record)}')
-    return record, encode_prompt(tokenizer, record["prompt"])
+    prompt = encode_prompt(tokenizer, record["prompt"])
+    check_length(len(prompt) + settings.max_tokens, base_model)
+    return record, prompt
 
 
 def params(settings: Settings, step: int, index: int, *, is_test: bool) -> SamplingParams:
@@ -124,12 +126,16 @@ def train(
     """Train, and return the path of the trained weights. `reward` replaces the one that the settings name."""
     score = reward or named_reward(settings.reward)
     service = service or ServiceClient()
+    base_model = find_base_model(settings, service)
+    tokenizer = service.get_tokenizer(base_model.model_name)
+
+    def read(path: Path) -> list[Task]:
+        return read_jsonl(path, lambda record: task(tokenizer, record, settings, base_model))
+
+    batches, num_steps = Batches(read(settings.data), settings.batch_size, seed=settings.seed), settings.num_steps
+    test_tasks = read(settings.test_data) if settings.test_data else []
     run = Run(settings)
     client = run.training_client(service)
-    tokenizer = client.get_tokenizer()
-    tasks = read_jsonl(settings.data, lambda record: task(tokenizer, record))
-    test_tasks = read_jsonl(settings.test_data, lambda record: task(tokenizer, record)) if settings.test_data else []
-    batches, num_steps = Batches(tasks, settings.batch_size, seed=settings.seed), settings.num_steps
 
     def sample(sampler: SamplingClient, step: int, *, is_test: bool = False) -> list[APIFuture[SampleResponse]]:
         num_samples = 1 if is_test else settings.group_size

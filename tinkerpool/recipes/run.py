@@ -119,11 +119,23 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
     return done == num_steps or (every > 0 and done % every == 0)
 
 
-def max_length(service: ServiceClient, client: TrainingClient) -> int:
-    """Return the most tokens in a sequence of the client's base model."""
-    name = client.get_info().model_name
+def find_base_model(settings: RunSettings, service: ServiceClient) -> types.SupportedModel:
+    """Return the base model of a run, before anything is made. Raises NotFound, and ValueError if it is not clear."""
+    name = settings.base_model
+    if settings.start_from:
+        name = service.create_rest_client().get_checkpoint(settings.start_from).result().base_model
     models = service.get_server_capabilities().supported_models
-    return next(model.max_context_length for model in models if model.model_name == name)
+    found = [model for model in models if name in {None, model.model_name}]
+    if len(found) != 1:
+        served = ", ".join(model.model_name for model in models)
+        raise ValueError(f"base_model is {name or 'left out'}: this pool serves {served or 'none'}")
+    return found[0]
+
+
+def check_length(num_tokens: int, base_model: types.SupportedModel) -> None:
+    """Raise ValueError for a line that is longer than the base model's longest sequence."""
+    if num_tokens > base_model.max_context_length:
+        raise ValueError(f"{num_tokens} tokens, but {base_model.model_name} takes {base_model.max_context_length}")
 
 
 def _write(path: Path, value: Any) -> None:

@@ -29,7 +29,7 @@ from tinkerpool.data.chat import TrainOn
 from tinkerpool.data.reading import TooLong
 from tinkerpool.recipes.options import option, run_program
 from tinkerpool.recipes.progress import OnMetrics, Progress
-from tinkerpool.recipes.run import Run, RunSettings, is_due, max_length
+from tinkerpool.recipes.run import Run, RunSettings, find_base_model, is_due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +48,17 @@ class Settings(RunSettings):
 def train(settings: Settings, service: ServiceClient | None = None, on_metrics: OnMetrics | None = None) -> str:
     """Train, and return the path of the trained weights. `on_metrics` replaces the table at the terminal."""
     service = service or ServiceClient()
-    run = Run(settings)
-    client = run.training_client(service)
-    limit = settings.max_length or max_length(service, client)
+    base_model = find_base_model(settings, service)
+    tokenizer = service.get_tokenizer(base_model.model_name)
+    limit = settings.max_length or base_model.max_context_length
 
     def read(path: Path) -> list[Datum]:
-        return load(
-            path, client.get_tokenizer(), max_length=limit, too_long=settings.too_long, train_on=settings.train_on
-        )
+        return load(path, tokenizer, max_length=limit, too_long=settings.too_long, train_on=settings.train_on)
 
     batches = Batches(read(settings.data), settings.batch_size, seed=settings.seed)
     test_data = read(settings.test_data) if settings.test_data else []
+    run = Run(settings)
+    client = run.training_client(service)
     num_steps = batches.num_steps(settings.epochs)
 
     # Each step is submitted before the one before it is awaited: the pool never waits for this process.

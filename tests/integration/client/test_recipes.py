@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.pages import run_page
 from tests.support.served_pool import ServedPool, shipped_pool
+from tinkerpool import ServiceClient
 from tinkerpool.recipes import dpo, reinforcement, supervised
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,28 @@ def mean(seen: Seen, name: str, steps: slice) -> float:
     return float(np.mean([metrics[name] for metrics in seen.values()][steps]))
 
 
+Train = Callable[[ServiceClient, Callable[[int, Mapping[str, float]], None]], object]
+"""Runs a recipe with this client and `on_metrics`."""
+
+
+def interrupted(pool: ServedPool, tenant: str, train: Train, stop_at: int) -> Seen:
+    """Run a recipe, interrupt it at a step, run it again to its end; return the metrics of both runs together."""
+    before: Seen = {}
+    after: Seen = {}
+
+    def on_metrics(step: int, metrics: Mapping[str, float]) -> None:
+        if step == stop_at:
+            raise KeyboardInterrupt
+        before[step] = dict(metrics)
+
+    with pytest.raises(KeyboardInterrupt), pool.client(tenant) as service:
+        train(service, on_metrics)
+    with pool.client(tenant) as service:
+        train(service, lambda step, metrics: after.update({step: dict(metrics)}))
+    assert min(after) > 1, "the second run began at a checkpoint"
+    return before | after
+
+
 def test_supervised_learns_and_a_run_that_was_interrupted_takes_the_same_steps(
     pool: ServedPool, pairs: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -65,28 +89,14 @@ def test_supervised_learns_and_a_run_that_was_interrupted_takes_the_same_steps(
             save_every=4,
         )
 
-    def run(folder: str, seen: Seen, stop_at: int | None = None) -> str:
-        def on_metrics(step: int, metrics: Mapping[str, float]) -> None:
-            if step == stop_at:
-                raise KeyboardInterrupt
-            seen[step] = dict(metrics)
-
-        with pool.client("scribe") as service:
-            return supervised.train(settings(folder), service, on_metrics)
-
     whole: Seen = {}
-    run("whole", whole)
+    with pool.client("scribe") as service:
+        path = supervised.train(settings("whole"), service, lambda step, m: whole.update({step: dict(m)}))
     assert list(whole) == list(range(1, 11))
     assert mean(whole, "loss", slice(-3, None)) < 0.8 * mean(whole, "loss", slice(3))
     assert whole[10]["test_loss"] < whole[5]["test_loss"]
-
-    before: Seen = {}
-    with pytest.raises(KeyboardInterrupt):
-        run("interrupted", before, stop_at=7)
-    after: Seen = {}
-    path = run("interrupted", after)
-    assert list(after) == [5, 6, 7, 8, 9, 10]
-    assert before | after == whole
+    rerun = interrupted(pool, "scribe", lambda *given: supervised.train(settings("interrupted"), *given), stop_at=7)
+    assert rerun == whole
     with pool.client("scribe") as service:
         assert service.create_sampling_client(path).get_base_model() == "kjv-2m"
 
@@ -110,6 +120,8 @@ def test_dpo_learns_to_prefer(pool: ServedPool, pairs: list[dict[str, str]], tmp
     seen: Seen = {}
     with pool.client("judge") as service:
         dpo.train(settings, service, lambda step, metrics: seen.update({step: dict(metrics)}))
+    again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
+    assert interrupted(pool, "judge", lambda *given: dpo.train(again, *given), stop_at=5) == seen
     assert seen[1]["margin"] == 0  # the reference has the same bits as the new adapter
     assert seen[1]["loss"] == pytest.approx(np.log(2))
     assert mean(seen, "margin", slice(-2, None)) > 0.1
@@ -139,9 +151,34 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> No
     seen: Seen = {}
     with pool.client("poet") as service:
         reinforcement.train(settings, service, lambda step, m: seen.update({step: dict(m)}), reward=words_with_s)
+    again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
+    rerun = interrupted(pool, "poet", lambda *given: reinforcement.train(again, *given, reward=words_with_s), stop_at=5)
+    assert rerun == seen
     assert mean(seen, "reward", slice(-2, None)) > 1.5 * mean(seen, "reward", slice(2))
     assert max(abs(metrics["kl"]) for metrics in seen.values()) < 1e-5
     assert "test_reward" in seen[8]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line", "message"),
+    [
+        (supervised, {"prompt": "And"}, "line 1: expected"),
+        (supervised, {"text": "And " * 2000}, "line 1: "),
+        (dpo, {"prompt": "And"}, "line 1: expected"),
+        (dpo, {"prompt": "And " * 2000, "chosen": "so", "rejected": "not"}, "line 1: .* kjv-2m takes"),
+        (reinforcement, {"answer": "And"}, "line 1: expected"),
+        (reinforcement, {"prompt": "And " * 2000}, "line 1: .* kjv-2m takes"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_is_made(
+    pool: ServedPool, tmp_path: Path, recipe: Any, line: dict[str, str], message: str
+) -> None:
+    settings = recipe.Settings(data=file_of(tmp_path / "wrong.jsonl", [line]), log_dir=tmp_path / "run")
+    with pool.client("careless") as service:
+        with pytest.raises(ValueError, match=message):
+            recipe.train(settings, service)
+        assert service.create_rest_client().list_training_runs().result().training_runs == []
+    assert not (tmp_path / "run").exists(), "the corrected file can use the same folder"
 
 
 @pytest.fixture
