@@ -152,7 +152,12 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> No
     with pool.client("poet") as service:
         reinforcement.train(settings, service, lambda step, m: seen.update({step: dict(m)}), reward=words_with_s)
     again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
-    rerun = interrupted(pool, "poet", lambda *given: reinforcement.train(again, *given, reward=words_with_s), stop_at=5)
+    rerun = interrupted(
+        pool,
+        "poet",
+        lambda service, on_metrics: reinforcement.train(again, service, on_metrics, words_with_s),
+        stop_at=5,
+    )
     assert rerun == seen
     assert mean(seen, "reward", slice(-2, None)) > 1.5 * mean(seen, "reward", slice(2))
     assert max(abs(metrics["kl"]) for metrics in seen.values()) < 1e-5
