@@ -48,6 +48,7 @@ DataDirOption = Annotated[
         metavar="DIR",
         help="The pool with this data directory. Default: the pool that was started last on this machine.",
         show_default=False,
+        readable=False,  # `Place.folder` says more than typer would
     ),
 ]
 UrlOption = Annotated[
@@ -84,7 +85,7 @@ class Place:
     """Empty: it is in the ready file of the data directory while the pool runs."""
 
     def folder(self) -> Path:
-        """Return the data directory, for commands on files. Raises CliError if it is not known or does not exist."""
+        """Return the data directory. Raises CliError if it is not known, does not exist or cannot be read."""
         if self.data_dir is None:
             raise CliError(
                 f"the data directory of the pool at {self.url} ({self.source}) is not known on this machine: give "
@@ -92,6 +93,8 @@ class Place:
             )
         if not self.data_dir.is_dir():
             raise self.no_pool()
+        if not os.access(self.data_dir, os.R_OK | os.X_OK):
+            raise CliError(f"{self.data_dir} ({self.source}) is another user's: run the command as that user")
         return self.data_dir
 
     def no_pool(self) -> CliError:
@@ -166,14 +169,14 @@ def find_target(data_dir: Path | None, url: str, api_key: str) -> Target:
             certificate=found.certificate,
             is_key_stored=not given,
         )
-    assert place.data_dir is not None
-    serving = Serving.read(place.data_dir / READY_FILE)
+    folder = place.folder()
+    serving = Serving.read(folder / READY_FILE)
     if serving is None:
         raise place.no_pool()
-    found_key = given or _key_of(place.data_dir)
+    found_key = given or _key_of(folder)
     if not found_key:
         raise CliError(
-            f"no API key for the pool on {place.data_dir} in the credentials files in {home()}: give one with "
+            f"no API key for the pool on {folder} in the credentials files in {home()}: give one with "
             "--api-key, or start the pool with --new-key, which writes one there"
         )
     place = dataclasses.replace(place, url=serving.url)

@@ -170,6 +170,14 @@ def test_commands_on_files_refuse_a_pool_that_is_not_of_this_machine(
         assert "http://elsewhere:7600 (TINKERPOOL_BASE_URL) is not known on this machine: give --data-dir" in message
 
 
+def test_the_data_directory_of_another_user_is_told_from_one_without_a_pool(
+    run: Run, pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # patched, because root may read everything
+    for command in (("status",), *ON_FILES):
+        assert "is another user's: run the command as that user" in run(*command, "--data-dir", str(pools[0]))
+
+
 def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

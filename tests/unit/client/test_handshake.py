@@ -31,10 +31,12 @@ def backend() -> FakeBackend:
 
 
 @asynccontextmanager
-async def grpc_door(files: tuple[Path, Path] | None = None, port: int = 0) -> AsyncIterator[int]:
+async def grpc_door(
+    files: tuple[Path, Path] | None = None, port: int = 0, client_ca: Path | None = None
+) -> AsyncIterator[int]:
     """Serve gRPC until the block ends; yield the port."""
     cert, key = files or (None, None)
-    door = GrpcDoor(GrpcConfig(port=port, tls_cert=cert, tls_key=key))
+    door = GrpcDoor(GrpcConfig(port=port, tls_cert=cert, tls_key=key, tls_client_ca=client_ca))
     door.bind()
     await door.start(backend())
     try:
@@ -102,6 +104,13 @@ async def test_http_and_https_are_told_apart_at_once(tmp_path: Path) -> None:
     async with grpc_door() as port:
         message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}"))
     assert message == f"https://127.0.0.1:{port} does not speak TLS: give the address with http://"
+
+
+async def test_a_door_that_requires_a_clients_certificate_says_so_at_once(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    async with grpc_door((cert, key), client_ca=cert) as port:
+        message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}", cert.read_bytes()))
+    assert "--tls-client-ca takes only clients with a certificate of their own" in message
 
 
 @pytest.mark.parametrize("is_tls", [False, True])

@@ -37,6 +37,10 @@ _HTTP_PORT = (
     "(by default 7600); the HTTP port is for TINKER_BASE_URL and for OpenAI's clients"
 )
 _TLS = "{url} speaks TLS: give the address with https://"
+_CLIENT_CERTIFICATE = (
+    "{url} closes connections after the TLS handshake: a pool with --tls-client-ca takes only clients with a "
+    "certificate of their own, and this client sends none"
+)
 _BY_TEXT = (
     ("Hostname Verification Check failed", _OTHER_NAME),
     ("certificate has expired", _EXPIRED),
@@ -64,7 +68,7 @@ async def mistake_in(
     """
     text = next((text for part, text in _BY_TEXT if part in details), None)
     if text is None and "failed to connect" in details and "Socket closed" in details:
-        text = _TLS if not is_tls and await _speaks_tls(base_url) else None
+        text = await _mistake_of_closed(base_url, is_tls=is_tls)
     if text is None:
         return None
     if text is _UNTRUSTED and certificate is not None:
@@ -72,15 +76,21 @@ async def mistake_in(
     return ConfigurationError(text.format(url=base_url, path=certificate.path if certificate is not None else ""))
 
 
-async def _speaks_tls(base_url: str) -> bool:
-    """Return whether a TLS handshake with the port succeeds."""
+async def _mistake_of_closed(base_url: str, *, is_tls: bool) -> str | None:
+    """Make a TLS handshake with a port that closes connections; return what is wrong, None if it is not clear."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
     host, _, port = parse_target(base_url)[0].rpartition(":")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+            try:
+                if not is_tls:
+                    return _TLS
+                # A server of gRPC speaks first. It asks for the client's certificate after the client's handshake.
+                return None if await reader.read(1) else _CLIENT_CERTIFICATE
+            finally:
+                writer.transport.abort()
     except OSError:  # also ssl.SSLError and TimeoutError
-        return False
-    writer.transport.abort()
-    return True
+        return None
