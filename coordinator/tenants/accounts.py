@@ -75,13 +75,13 @@ class Accounts:
             await self._store.tenants.suspend(row.tenant_id, reason, self._act("tenant.suspend", name, by, details))
         except NoAdminError:
             raise last_admin_key() from None
-        return self._reload(row.tenant_id)
+        return self._reload(row)
 
     async def resume(self, name: str, *, by: Principal) -> TenantRow:
         """Let a suspended tenant call again. Raises ServiceError if it is unknown or being deleted."""
         row = self._changeable(name)
         await self._store.tenants.resume(row.tenant_id, self._act("tenant.resume", name, by))
-        found = self._reload(row.tenant_id)
+        found = self._reload(row)
         self.changed.notify()
         return found
 
@@ -95,7 +95,7 @@ class Accounts:
             await self._store.tenants.mark_deletion(row.tenant_id, self._act("tenant.delete", name, by))
         except NoAdminError:
             raise last_admin_key() from None
-        return self._reload(row.tenant_id)
+        return self._reload(row)
 
     def named(self, name: str) -> TenantRow:
         """Return the tenant of a name. Raises ServiceError NOT_FOUND."""
@@ -114,13 +114,15 @@ class Accounts:
             raise tenant_deleting(name)
         return row
 
-    def _reload(self, tenant_id: str) -> TenantRow:
-        row = self._store.tenants.get(tenant_id)
-        assert row is not None
-        if row.suspended_at is not None or row.deletion_at is not None:
-            self._held[tenant_id] = row
+    def _reload(self, before: TenantRow) -> TenantRow:
+        """Return a tenant after a change. Raises ServiceError NOT_FOUND if its deletion has ended meanwhile."""
+        row = self._store.tenants.get(before.tenant_id)
+        if row is not None and (row.suspended_at is not None or row.deletion_at is not None):
+            self._held[before.tenant_id] = row
         else:
-            self._held.pop(tenant_id, None)
+            self._held.pop(before.tenant_id, None)
+        if row is None:
+            raise not_found("tenant", before.name)
         return row
 
     def _act(self, act: str, name: str, by: Principal, details: dict[str, str] | None = None) -> Act:

@@ -22,6 +22,8 @@ from tinkerpool.v1 import operations_pb2
 RETENTION_S = 3600.0
 """A result can be fetched again for at least this long after its first fetch."""
 BATCH_MAX = 1000
+CALLS_MAX = 200
+"""Calls at a time. A pool takes 256 on a connection and refuses those that come before a client knows it."""
 """Operations in one stream, and calls in flight."""
 SHOWN_MAX = 3
 """Differences that a message names."""
@@ -104,7 +106,7 @@ def fetch_each(pool: ServedPool, key: str, names: Sequence[str]) -> dict[str, by
         response_deserializer=None,
     )
     fetched: dict[str, bytes] = {}
-    for part in _slices(names):
+    for part in _slices(names, CALLS_MAX):
         calls = {
             name: call.future(
                 operations_pb2.GetOperationRequest(name=name), metadata=pool.metadata(key), timeout=FETCH_TIMEOUT_S
@@ -127,7 +129,7 @@ def fetch_streamed(pool: ServedPool, key: str, names: Sequence[str]) -> dict[str
         response_deserializer=None,
     )
     fetched: dict[str, bytes] = {}
-    for part in _slices(names):
+    for part in _slices(names, BATCH_MAX):
         request = operations_pb2.WaitOperationsRequest(names=part)
         try:
             for response in call(request, metadata=pool.metadata(key), timeout=FETCH_TIMEOUT_S):
@@ -157,5 +159,5 @@ def _with_start(lines: Sequence[Line]) -> Iterator[tuple[Line, int]]:
         start = line.next_seq
 
 
-def _slices(names: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (names[start : start + BATCH_MAX] for start in range(0, len(names), BATCH_MAX))
+def _slices(names: Sequence[str], size: int) -> Iterable[Sequence[str]]:
+    return (names[start : start + size] for start in range(0, len(names), size))

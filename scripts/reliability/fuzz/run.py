@@ -76,11 +76,11 @@ class Neighbour:
     """Repeats one short training and compares its results, bit by bit, with those of the first time."""
 
     def __init__(self, pool: AttackedPool, key: str) -> None:
-        self._service = tinkerpool.ServiceClient(pool.url, key)
-        self._rest = self._service.create_rest_client()
-        first = self._service.create_lora_training_client(pool.model, rank=8).result(RESULT_S)
-        self._start = first.save_state("start").result(RESULT_S).path
-        self._expected = self._run()
+        self._url, self._key = pool.url, key
+        with tinkerpool.ServiceClient(pool.url, key) as service:
+            first = service.create_lora_training_client(pool.model, rank=8).result(RESULT_S)
+            self._start = first.save_state("start").result(RESULT_S).path
+            self._expected = self._run(service)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="neighbour", daemon=True)
         self.num_runs = 0
@@ -95,21 +95,22 @@ class Neighbour:
     ) -> None:
         self._ending.set()
         self._thread.join(RESULT_S)
-        self._service.close()
 
     def _repeat(self) -> None:
         while not self._ending.is_set() and not self.faults:
             try:
-                if self._run() != self._expected:
+                with tinkerpool.ServiceClient(self._url, self._key) as service:  # samplers go with their session
+                    found = self._run(service)
+                if found != self._expected:
                     self.faults.append("the neighbour's results differ from those without the messages")
             except Exception as error:  # noqa: BLE001  # any failure is a finding
                 self.faults.append(f"the neighbour failed: {error!r}")
             self.num_runs += 1
 
-    def _run(self) -> str:
+    def _run(self, service: tinkerpool.ServiceClient) -> str:
         """Train and sample; return a hash of all results."""
         digest = hashlib.sha256()
-        client = self._service.create_training_client_from_state(self._start).result(RESULT_S)
+        client = service.create_training_client_from_state(self._start).result(RESULT_S)
         inputs = {"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)}
         for _ in range(STEPS):
             passed = client.forward_backward([tinkerpool.Datum(TOKENS[:-1], inputs)], "cross_entropy")
@@ -121,7 +122,8 @@ class Neighbour:
         params = tinkerpool.SamplingParams(max_tokens=6, seed=3)
         drawn = sampler.sample(tinkerpool.ModelInput.from_ints(TOKENS), 2, params).result(RESULT_S)
         digest.update(repr([list(each.tokens) for each in drawn.sequences]).encode())
-        self._rest.delete_training_run(str(client.model_id)).result(RESULT_S)  # a tenant has a ceiling of adapters
+        # A tenant has a ceiling of adapters.
+        service.create_rest_client().delete_training_run(str(client.model_id)).result(RESULT_S)
         return digest.hexdigest()
 
 
