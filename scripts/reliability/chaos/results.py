@@ -22,9 +22,9 @@ from tinkerpool.v1 import operations_pb2
 RETENTION_S = 3600.0
 """A result can be fetched again for at least this long after its first fetch."""
 BATCH_MAX = 1000
+"""Operations in one stream."""
 CALLS_MAX = 200
-"""Calls at a time. A pool takes 256 on a connection and refuses those that come before a client knows it."""
-"""Operations in one stream, and calls in flight."""
+"""Calls at a time. A pool takes 256 on a connection, and refuses those of a client that does not know it yet."""
 SHOWN_MAX = 3
 """Differences that a message names."""
 FETCH_TIMEOUT_S = 120.0
