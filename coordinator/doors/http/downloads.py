@@ -1,7 +1,8 @@
 """Signed download URLs, which work without an API key for a limited time. Does not depend on checkpoints or HTTP.
 
 A URL names the key that requested it, the file and its expiry. The secret of its signature is in memory alone, so a
-restart of the coordinator invalidates all URLs.
+restart of the coordinator invalidates all URLs. The standard library's `hmac` signs them: itsdangerous would put the
+same HMAC around one opaque token, where people and logs of a relay see no path and no expiry.
 """
 
 from __future__ import annotations

@@ -19,7 +19,11 @@ _WAITING_MAX = 32
 
 
 class Pieces:
-    """The text of one sequence of tokens, in pieces of whole characters."""
+    """The text of one sequence of tokens, in pieces of whole characters.
+
+    Ours, because `tokenizers.decoders.DecodeStream` never returns the text of bytes that stay incomplete, at the end of
+    a sequence or before a special token, and holds back any number of tokens for them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         """Decode after the tokens `before`, because some decoders strip a text's leading space."""
