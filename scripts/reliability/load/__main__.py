@@ -4,6 +4,7 @@
     python -m scripts.reliability.load --quick                    # a smoke test: numbers without meaning
     python -m scripts.reliability.load --minutes 1 --tenants 30
     python -m scripts.reliability.load --real                     # the shipped model: how many clients it carries
+    python -m scripts.reliability.load --overload                 # impatient clients, far above their rates
 
 The pool is `tinkerpool serve` in a process of its own, with gRPC and its log; its engine takes the time of the shipped
 model and computes nothing, so that the machine's cores are left to the coordinator and to the clients, which share
@@ -21,6 +22,7 @@ from pathlib import Path
 from coordinator.base.config import CoordinatorConfig
 from scripts.bench.common import Column, Results, Row, parser, shown_ms
 from scripts.reliability.load.figures import p99_s, shares_of
+from scripts.reliability.load.overload import measure_overload
 from scripts.reliability.load.pool import SAMPLING, TRAINING, LoadedPool
 from scripts.reliability.load.real import measure_real
 from scripts.reliability.load.run import (
@@ -165,12 +167,15 @@ def main() -> int:
     command.add_argument("--tenants", type=int, help=f"default: {TENANTS}, of five clients each")
     command.add_argument("--minutes", type=float, help=f"of the main phase; default: {MINUTES:g}")
     command.add_argument("--real", action="store_true", help="the shipped model, with more and more clients")
+    command.add_argument("--overload", action="store_true", help="impatient clients, far above their tenants' rates")
     args = command.parse_args()
     args.tenants = args.tenants or (4 if args.quick else TENANTS)
     args.minutes = args.minutes or (0.1 if args.quick else MINUTES)
-    with Results("load_real" if args.real else "load", args) as results:
+    with Results("load_real" if args.real else "load_overload" if args.overload else "load", args) as results:
         if args.real:
             measure_real(args, results)
+        elif args.overload:
+            measure_overload(args, results)
         else:
             measure(args, results)
     return 0 if all(goal.is_met for goal in results.goals) else 1

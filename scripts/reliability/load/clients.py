@@ -61,6 +61,8 @@ class ClientPlan:
     """Tokens that a sample draws."""
     in_flight: int = 1
     """Requests in flight; a step is one."""
+    impatience_s: float | None = None
+    """Pause after a refusal, whatever it says. None: as long as it says."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class Record:
     """From a request to its result, by name of the clients."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Refusals that waiting clears, by reason."""
+    refused_s: list[float] = field(default_factory=list)
+    """From a request to its refusal."""
     errors: list[str] = field(default_factory=list)
     """The first errors."""
     num_errors: int = 0
@@ -94,6 +98,7 @@ class Record:
         for name, seconds in other.latencies_s.items():
             self.latencies_s.setdefault(name, []).extend(seconds)
         self.refusals.update(other.refusals)
+        self.refused_s += other.refused_s
         self.errors += other.errors[: ERRORS_KEPT - len(self.errors)]
         self.num_errors += other.num_errors
 
@@ -201,6 +206,7 @@ class Client:
     async def _call(self, method: Callable[..., Any], request: Any, *, timeout_s: float | None = CALL_S) -> Any:
         """Call until the service accepts; wait for as long as each refusal says. Raises AioRpcError for others."""
         while True:
+            began = time.monotonic()
             try:
                 return await method(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
@@ -208,7 +214,8 @@ class Client:
                 if delay_s is None:
                     raise
                 self._record.refusals[reason] += 1
-            await asyncio.sleep(delay_s)
+                self._record.refused_s.append(time.monotonic() - began)
+            await asyncio.sleep(delay_s if self._plan.impatience_s is None else self._plan.impatience_s)
 
     async def _beat(self) -> None:
         while True:

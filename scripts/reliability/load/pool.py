@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +62,13 @@ async def _prepare(data_dir: Path, weights: Mapping[str, float]) -> dict[str, st
 class LoadedPool(AttackedPool):
     """A pool whose tenants have weights. `keys`: a key of each tenant."""
 
-    def __init__(self, weights: Mapping[str, float], *, is_timed: bool) -> None:
-        """`is_timed`: the engine takes the time of the shipped model and computes nothing. Otherwise: that model."""
+    def __init__(self, weights: Mapping[str, float], *, is_timed: bool, options: Sequence[str] = ()) -> None:
+        """`is_timed`: the engine takes the time of the shipped model and computes nothing. Otherwise: that model.
+
+        `options`: more options of `tinkerpool serve`.
+        """
         engine = ("--engine", TIMED) if is_timed else ()
-        super().__init__([*LOCAL, *engine], None)
+        super().__init__([*LOCAL, *engine, *options], None)
         self.keys = asyncio.run(_prepare(self.data_dir, weights))
 
     def usage(self) -> Usage:
