@@ -160,10 +160,11 @@ def _drop_slice(db: Connection, fetched_before: float, finished_before: float) -
         (fetched_before, DROPPED_MAX),
     )
     emptied = [tuple(row) for row in found]
-    db.executemany("DELETE FROM outcomes WHERE target_id = ? AND seq = ?", emptied)
-    db.executemany(
-        "UPDATE operations SET outcome_bytes = 0, fetched_service_s = NULL WHERE target_id = ? AND seq = ?", emptied
-    )
+    for key in emptied:
+        db.execute("DELETE FROM outcomes WHERE target_id = ? AND seq = ?", key)
+        db.execute(
+            "UPDATE operations SET outcome_bytes = 0, fetched_service_s = NULL WHERE target_id = ? AND seq = ?", key
+        )
     if len(emptied) == DROPPED_MAX:  # the rows to delete are what is left of the fetched ones afterwards
         return DROPPED_MAX
     deleted = db.execute(

@@ -120,14 +120,17 @@ class ShortSessions:
             life.ended = min(life.ended, self._world.time())
 
         request = sessions_pb2.FinishSessionRequest(session_id=life.session_id)
+        await self._wait_for_full_disk(life)
         await self._delete_one(life, "finish_session", request, note)
 
+    async def _wait_for_full_disk(self, life: Life) -> None:
+        waited_s = 0.0
+        while life.waits_for_full_disk and waited_s < FULL_WAIT_S and not self._world.has_reserve_for_deletions:
+            await asyncio.sleep(POLL_S / 10)
+            waited_s += POLL_S / 10
+
     async def _delete(self, life: Life) -> None:
-        if life.waits_for_full_disk:
-            waited_s = 0.0
-            while waited_s < FULL_WAIT_S and not self._world.has_reserve_for_deletions:
-                await asyncio.sleep(POLL_S / 10)
-                waited_s += POLL_S / 10
+        await self._wait_for_full_disk(life)
         if life.path:
             await self._delete_one(
                 life, "delete_checkpoint", checkpoints_pb2.DeleteCheckpointRequest(path=life.path), lambda: None

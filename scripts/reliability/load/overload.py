@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from scripts.bench.common import Column, Results, shown_ms
+from scripts.bench.common import Column, Results, Row, shown_ms
 from scripts.reliability.load.clients import ClientPlan
 from scripts.reliability.load.figures import p99_s
 from scripts.reliability.load.pool import LoadedPool
@@ -45,7 +45,7 @@ def measure_overload(args: argparse.Namespace, results: Results) -> None:
         plans = list(plans_of(pool))
         phase = run_phase(pool, plans, seconds, print)
     refused_s = sorted(phase.record.refused_s)
-    row = {
+    row: Row = {
         "clients": len(plans),
         "tenants": num_tenants,
         "accepted_per_s": sum(phase.record.num_done.values()) / seconds,
