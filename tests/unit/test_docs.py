@@ -1,6 +1,7 @@
 """The pages match the code: links resolve, and tests, files and reasons of errors that they name exist."""
 
 import ast
+import configparser
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
+from coordinator.base.config import CoordinatorConfig
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
 from tinkerpool.cli.app import build
+from tinkerpool.credentials import DEFAULT_PORT
 from workers.contract.messages import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +96,17 @@ def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
         known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
         given = {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)}
         assert given <= known | {"--help"}, f"{page} shows {shlex.join(words)}"
+
+
+def test_a_relay_and_a_service_are_set_up_for_the_ports_and_signals_of_a_pool() -> None:
+    [nginx] = [code for language, code in blocks("docs/security.md") if language == "nginx"]
+    assert nginx.count("{") == nginx.count("}")
+    ports = {int(port) for port in re.findall(r"(?:grpc|http)://127.0.0.1:(\d+)", nginx)}
+    assert ports == {DEFAULT_PORT, DEFAULT_PORT + 1}
+    [unit] = [code for language, code in blocks("docs/running.md") if language == "ini"]
+    service = configparser.ConfigParser(interpolation=None)
+    service.read_string(unit)
+    assert int(service["Service"]["TimeoutStopSec"]) > CoordinatorConfig(data_dir=Path()).stop_s_max
 
 
 def test_the_page_on_configuration_has_every_environment_variable() -> None:

@@ -12,7 +12,7 @@ from tests.support.pages import ROOT, run_page
 from tests.support.served_pool import ServedPool, shipped_pool
 from workers.contract.loss_inputs import LOSS_RULES
 
-PAGES = ("docs/concepts.md", "docs/losses.md", "docs/checkpoints.md", "docs/grpc.md")
+PAGES = ("docs/concepts.md", "docs/losses.md", "docs/checkpoints.md", "docs/grpc.md", "docs/sampling.md")
 
 
 @pytest.fixture(scope="module")
