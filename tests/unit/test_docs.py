@@ -5,8 +5,9 @@ import configparser
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -86,10 +87,15 @@ def commands(page: str) -> Iterator[list[str]]:
         yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(build())
+
+
 @pytest.mark.parametrize("page", pages())
 def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
     for words in commands(page):
-        command, arguments = typer.main.get_command(build()), words[1:]
+        command, arguments = command_line(), words[1:]
         while isinstance(command, TyperGroup) and arguments and not arguments[0].startswith("-"):
             assert arguments[0] in command.commands, f"{page} shows {shlex.join(words)}"
             command, arguments = command.commands[arguments[0]], arguments[1:]

@@ -76,6 +76,7 @@ def test_over_http_a_rate_is_a_429_with_both_headers_and_a_ceiling_a_403_without
 
 
 @LEAKS
+@pytest.mark.slow
 def test_the_sdk_waits_until_it_may_create_a_session_a_model_and_a_sampling_client(
     pool: RestartablePool, wire: Callable[[str], Wire], admin: Callable[..., str]
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_client_that_does_not_even_read_its_socket_does_not_delay_the_st
     await client.close()
 
 
+@pytest.mark.slow
 async def test_replies_to_pings_that_nobody_reads_do_not_delay_the_stop(start: Start) -> None:
     door = await start(FakeBackend(FakeService()))
     client = await Connection.open(address(door), is_read=False)
