@@ -3,9 +3,10 @@
 The creation of a session, adapter or sampler counts as one operation: it costs a sync to disk, as an operation does.
 
 A bucket holds what its rate gives in `BURST_S` seconds, and is full at the start of an epoch. A request is accepted if
-the bucket has its amount. One that is larger than a full bucket is accepted when the bucket is full, and takes the
-bucket below zero: so it waits once, never for good, and on average the rate holds. A refusal has the exact delay after
-which the same request would be accepted, if the tenant sends nothing else meanwhile.
+the bucket has at least one operation or token, and takes all of its amount, also below zero: the next requests wait
+until that is paid back. So the size of a request decides nothing, a large one does not starve behind small ones of its
+tenant, and on average the rate holds. A refusal has the exact delay after which any request would be accepted, if the
+tenant sends nothing else meanwhile.
 
 Does not depend on what is counted. Main invariant: without a rate nothing is refused and nothing is kept.
 """
@@ -22,12 +23,14 @@ from coordinator.tenants.limits import Quotas
 
 TENANTS_KEPT = 4096
 """Buckets that are kept while they may be full; above that, the full ones are dropped."""
+_LEAST = 1.0
+"""Operations or tokens that a bucket must have for a request to be accepted."""
 
 
 @dataclass(slots=True)
 class _Bucket:
     level: float
-    """What is left; below zero after a request that was larger than the bucket, or awaited by others."""
+    """What is left; below zero after a request for more than that, or one that others awaited."""
     at: float
     """The time of the level, in seconds."""
 
@@ -41,7 +44,7 @@ class Rates:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def check(self, tenant_id: str, num_operations: int, num_tokens: int) -> None:
-        """Raise ServiceError RATE_LIMITED with a delay if the buckets lack the amounts of a request now."""
+        """Raise ServiceError RATE_LIMITED with a delay if a bucket that a request draws from is empty now."""
         self._check(tenant_id, "operations_per_s", num_operations)
         self._check(tenant_id, "tokens_per_s", num_tokens)
 
@@ -60,7 +63,7 @@ class Rates:
         if rate is None or not amount:
             return
         size, level = _size(rate), self._level(tenant_id, name, rate)
-        missing = min(amount, size) - level
+        missing = _LEAST - level
         if missing > 0:
             quota = self._quotas.quota(tenant_id, name, math.ceil(size - level), math.floor(size))
             delay_s = math.ceil(missing / rate * 1000) / 1000
@@ -90,5 +93,5 @@ class Rates:
 
 
 def _size(rate: float) -> float:
-    """Return what a full bucket holds: at least one operation or token."""
-    return max(1.0, rate * BURST_S)
+    """Return what a full bucket holds, at least what a request needs."""
+    return max(_LEAST, rate * BURST_S)

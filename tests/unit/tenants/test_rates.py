@@ -1,4 +1,7 @@
-"""Token buckets: the average, the burst, exact delays, and requests that are larger than a bucket."""
+"""Token buckets: the average, the burst, exact delays, and requests for more than a bucket has."""
+
+import contextlib
+import random
 
 import pytest
 
@@ -78,16 +81,28 @@ async def test_the_same_request_is_accepted_after_exactly_the_delay_and_not_befo
     bench.take(1, num_tokens)
 
 
-async def test_a_request_that_is_larger_than_the_bucket_is_accepted_when_it_is_full_and_pays_for_all_of_it(
-    bench: Bench,
-) -> None:
+async def test_a_request_for_more_than_the_bucket_has_is_accepted_and_the_next_ones_pay_for_it(bench: Bench) -> None:
     bench.take(1, 1)
-    assert bench.refusal(1, 5000).retry_delay_s == 0.01
-    bench.time.now += 0.02
     bench.take(1, 5000)
-    assert bench.refusal(1, 1).retry_delay_s == pytest.approx(40.01)
-    bench.time.now += 40.02
+    assert bench.refusal(1, 1).retry_delay_s == pytest.approx(40.02)
+    assert bench.refusal(1, 5000).retry_delay_s == pytest.approx(40.02)
+    bench.time.now += 40.03
     bench.take(1, 1)
+
+
+async def test_a_request_of_two_operations_is_not_starved_by_requests_of_one(bench: Bench) -> None:
+    bench.take(20)
+    accepted = {1: 0, 2: 0}
+    order = random.Random(1)
+    for _ in range(80):
+        bench.time.now += 0.5  # one operation more
+        for amount in order.sample((1, 2), 2):
+            with contextlib.suppress(ServiceError):
+                bench.take(amount)
+                accepted[amount] += 1
+    assert accepted[2] >= 20
+    assert accepted[1] >= 20
+    assert 2 * accepted[2] + accepted[1] <= 81, "the rate holds, and at most one request is ahead of it"
 
 
 async def test_a_request_that_is_never_refused_is_paid_for_by_the_next_ones(bench: Bench) -> None:
