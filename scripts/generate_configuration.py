@@ -44,6 +44,8 @@ cycle tokens, recompute and threads is in [running.md](running.md#advice).
 |---|---|---|
 | `TINKERPOOL_BASE_URL` | clients, commands | the pool's address: `http://HOST:PORT`, `https://...` for TLS |
 | `TINKERPOOL_API_KEY` | clients, commands | the key |
+| `TINKERPOOL_CLIENT_CERTIFICATE` | clients, commands | file with their certificate, for a pool with `--tls-client-ca` |
+| `TINKERPOOL_CLIENT_KEY` | clients, commands | file with its private key; by default the certificate's file |
 | `TINKERPOOL_HOME` | everything | the folder of credentials and data, by default `~/.tinkerpool` |
 | `TINKERPOOL_TRACEBACK` | commands | if set, an unexpected error shows where it happened |
 | `TINKERPOOL_RAY_OWNER` | the pool | set by the pool in the processes of its Ray. Do not set it |

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import shlex
+import ssl
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,31 @@ class Certificate:
     def of(cls, fields: Mapping[str, Any] | None) -> Certificate | None:
         """Return the certificate of a JSON object; None if there is none. Raises KeyError for another form."""
         return cls(path=str(fields["path"]), server_name=str(fields.get("server_name", ""))) if fields else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientCertificate:
+    """The certificate of a client, for pools that require one, and its private key.
+
+    The files and not their content: a renewed certificate has the same paths.
+    """
+
+    path: str
+    """Certificate chain, in PEM."""
+    key_path: str
+    """Private key without a password, in PEM; may be the same file."""
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return chain and key, as the files have them. Raises ConfigurationError unless they belong together."""
+        try:
+            # Checked here: gRPC says of wrong files only that it cannot make a handshake.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.path, self.key_path, password="")
+            return Path(self.path).read_bytes(), Path(self.key_path).read_bytes()
+        except OSError as error:  # also ssl.SSLError
+            raise ConfigurationError(
+                f"cannot use {self.path} and {self.key_path}: expected the certificate of this client and its private "
+                f"key, in PEM and without a password ({error.strerror or error})"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +241,23 @@ def find_service(base_url: str | None, api_key: str | None) -> Credentials:
             f"`tinkerpool up`, which leaves its key in {credentials_file()}"
         )
     return Credentials(url=base_url, api_key=api_key)
+
+
+def find_client_certificate(
+    path: str | os.PathLike[str] | None, key_path: str | os.PathLike[str] | None
+) -> ClientCertificate | None:
+    """Return the certificate of this client, from arguments, else the environment; None if there is none.
+
+    Without the path of a key, the key is in the certificate's file. Raises ConfigurationError for a key alone.
+    """
+    if path is None and key_path is None:
+        path = os.environ.get("TINKERPOOL_CLIENT_CERTIFICATE") or None
+        key_path = os.environ.get("TINKERPOOL_CLIENT_KEY") or None
+    if path is None:
+        if key_path is not None:
+            raise ConfigurationError(f"{os.fspath(key_path)} is a client's key: give its certificate, too")
+        return None
+    return ClientCertificate(path=os.fspath(path), key_path=os.fspath(key_path or path))
 
 
 def parse_target(base_url: str) -> tuple[str, bool]:

@@ -12,7 +12,7 @@ import typer
 from tinkerpool.cli.finding import Target
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
-from tinkerpool.client.calls.transport import GrpcTransport, Transport
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.credentials import parse_target
 from tinkerpool.errors import (
     Code,
@@ -35,7 +35,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 @asynccontextmanager
 async def open_transport(target: Target) -> AsyncIterator[Transport]:
     """Open a connection for one command. Raises CliError for any error of the client, also from inside the block."""
-    transport = GrpcTransport(target.url, target.api_key, certificate=target.certificate)
+    endpoint = Endpoint(
+        target.url,
+        target.api_key,
+        certificate=target.certificate,
+        client_certificate=target.client_certificate,
+    )
+    transport = GrpcTransport(endpoint)
     try:
         yield transport
     except TinkerpoolError as error:

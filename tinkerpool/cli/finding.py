@@ -28,10 +28,12 @@ import typer
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
     Certificate,
+    ClientCertificate,
     Credentials,
     credentials_at,
     credentials_file,
     default_data_dir,
+    find_client_certificate,
     find_service,
     home,
     kept_credentials,
@@ -41,6 +43,7 @@ from tinkerpool.credentials import (
 from tinkerpool.errors import ConfigurationError
 from tinkerpool.serving import READY_FILE, Serving
 
+_PANEL = "Which pool"
 DataDirOption = Annotated[
     Path | None,
     typer.Option(
@@ -48,6 +51,7 @@ DataDirOption = Annotated[
         metavar="DIR",
         help="The pool with this data directory. Default: the pool that was started last on this machine.",
         show_default=False,
+        rich_help_panel=_PANEL,
         readable=False,  # `Place.folder` says more than typer would
     ),
 ]
@@ -59,6 +63,7 @@ UrlOption = Annotated[
         help="The pool at this address, http://HOST:PORT (https:// for TLS). Default: TINKERPOOL_BASE_URL, or else the "
         "pool that was started last on this machine.",
         show_default=False,
+        rich_help_panel=_PANEL,
     ),
 ]
 KeyOption = Annotated[
@@ -68,9 +73,34 @@ KeyOption = Annotated[
         metavar="KEY",
         help="API key. Default: TINKERPOOL_API_KEY, or else the one in this machine's credentials files.",
         show_default=False,
+        rich_help_panel=_PANEL,
     ),
 ]
-_OPTIONS = {"data_dir": (DataDirOption, None), "url": (UrlOption, ""), "api_key": (KeyOption, "")}
+ClientCertificateOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Certificate of this client (PEM), for a pool that requires one. Default: TINKERPOOL_CLIENT_CERTIFICATE.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+ClientKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Its private key (PEM). Default: TINKERPOOL_CLIENT_KEY, or else in the certificate's file.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+_OPTIONS = {
+    "data_dir": (DataDirOption, None),
+    "url": (UrlOption, ""),
+    "api_key": (KeyOption, ""),
+    "client_certificate": (ClientCertificateOption, None),
+    "client_key": (ClientKeyOption, None),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +151,8 @@ class Target:
     api_key: str
     certificate: Certificate | None
     """What to trust for a pool with TLS on this machine."""
+    client_certificate: ClientCertificate | None
+    """What to show to a pool that requires a certificate."""
     is_key_stored: bool
     """Whether the key is from this machine's credentials files."""
 
@@ -153,20 +185,28 @@ def find_place(data_dir: Path | None, url: str = "") -> Place:
     return Place(source=source, data_dir=default_data_dir().absolute())
 
 
-def find_target(data_dir: Path | None, url: str, api_key: str) -> Target:
+def find_target(
+    data_dir: Path | None,
+    url: str,
+    api_key: str,
+    client_certificate: Path | None = None,
+    client_key: Path | None = None,
+) -> Target:
     """Return the pool that a command calls. Raises CliError."""
     place = find_place(data_dir, url)
     given = api_key or os.environ.get("TINKERPOOL_API_KEY", "")
-    if place.url:
-        try:
-            found = find_service(place.url, given or None)
-        except ConfigurationError as error:
-            raise CliError(str(error)) from None
+    try:
+        own = find_client_certificate(client_certificate, client_key)
+        found = find_service(place.url, given or None) if place.url else None
+    except ConfigurationError as error:
+        raise CliError(str(error)) from None
+    if found is not None:
         return Target(
             place=place,
             url=found.url,
             api_key=found.api_key,
             certificate=found.certificate,
+            client_certificate=own,
             is_key_stored=not given,
         )
     folder = place.folder()
@@ -185,6 +225,7 @@ def find_target(data_dir: Path | None, url: str, api_key: str) -> Target:
         url=serving.url,
         api_key=found_key,
         certificate=serving.certificate,
+        client_certificate=own,
         is_key_stored=not given,
     )
 
@@ -193,8 +234,9 @@ def calls_pool(run: Callable[..., None]) -> Callable[..., None]:
     """Return a typer command with the options that name a pool; `run` takes the pool as its argument `target`."""
 
     @functools.wraps(run)
-    def command(*, data_dir: Path | None, url: str, api_key: str, **values: Any) -> None:
-        run(target=find_target(data_dir, url, api_key), **values)
+    def command(**values: Any) -> None:
+        options = {name: values.pop(name) for name in _OPTIONS}
+        run(target=find_target(**options), **values)
 
     hints = get_type_hints(run, include_extras=True)
     own = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -25,7 +26,7 @@ from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods, sdk_arguments
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
-from tinkerpool.client.calls.transport import GrpcTransport
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
 from tinkerpool.errors import ApiError
 from tinkerpool.names import CheckpointPath
@@ -58,13 +59,16 @@ class RestClient:
         base_url: str | None = None,
         api_key: str | None = None,
         root_certificates: bytes | None = None,
+        client_certificate: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
     ) -> None:
         """Without a connection, one is made to the pool that `ServiceClient` would find with these arguments.
 
         Raises ConfigurationError if there is no key, or for a malformed URL.
         """
         if connection is None:
-            connection = Connection(GrpcTransport.to_pool(base_url, api_key, root_certificates))
+            endpoint = Endpoint.find(base_url, api_key, root_certificates, client_certificate, client_key)
+            connection = Connection(GrpcTransport(endpoint))
         self._connection = connection
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Iterator
@@ -24,7 +25,6 @@ from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.convert import to_tensor
-from tinkerpool.credentials import find_service
 from tinkerpool.errors import ApiError, TinkerpoolError
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2, sampling_pb2
@@ -221,16 +221,21 @@ class SamplingClient(Ready):
 
     @staticmethod
     def from_sampler_handle(
-        handle: str, *, api_key: str | None = None, root_certificates: bytes | None = None
+        handle: str,
+        *,
+        api_key: str | None = None,
+        root_certificates: bytes | None = None,
+        client_certificate: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
     ) -> SamplingClient:
-        """Return a client of a handle's sampler, with this process's API key, found as `ServiceClient` finds it.
+        """Return a client of a handle's sampler, with this process's API key and certificates, as `ServiceClient` does.
 
         The key is sent to the address in the handle: use only handles of your own.
 
         Raises ValueError for a malformed handle, ConfigurationError if there is no key.
         """
-        found = find_service(SamplerHandle.decode(handle).base_url, api_key)
-        return _copy(handle, Endpoint(found.url, found.api_key, root_certificates, found.certificate))
+        url = SamplerHandle.decode(handle).base_url
+        return _copy(handle, Endpoint.find(url, api_key, root_certificates, client_certificate, client_key))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy, (self.get_sampler_handle(), self._connection.endpoint)
@@ -313,13 +318,7 @@ def _last_n(prompt_logprobs_last_n: int | None) -> int:
 def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
     """Return a client of the same sampler, with a connection of its own."""
     sampler = SamplerHandle.decode(handle)
-    transport = GrpcTransport(
-        endpoint.base_url,
-        endpoint.api_key,
-        root_certificates=endpoint.root_certificates,
-        certificate=endpoint.certificate,
-    )
-    return SamplingClient(Connection(transport), sampler.sampler_id, sampler.base_model, is_copy=True)
+    return SamplingClient(Connection(GrpcTransport(endpoint)), sampler.sampler_id, sampler.base_model, is_copy=True)
 
 
 async def create_sampler(session: Session, *, model_path: str = "", base_model: str = "") -> SamplingClient:

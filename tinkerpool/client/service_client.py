@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -15,7 +16,7 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import checkpoint_path, string_map
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.retry import RetryPolicy
-from tinkerpool.client.calls.transport import GrpcTransport, Transport
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
@@ -44,6 +45,8 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         *,
         root_certificates: bytes | None = None,
+        client_certificate: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
         retry_timeout_s: float | None = None,
         transport: Transport | None = None,
     ) -> None:
@@ -56,6 +59,10 @@ class ServiceClient:
             user_metadata: labels for the session.
             root_certificates: the authorities (PEM) to trust. Implies TLS. None: the certificate of this address in
                 this machine's credentials files, else the authorities of this machine.
+            client_certificate: file with this client's certificate chain (PEM), for a pool that requires one. Read
+                again after a renewal. None: `$TINKERPOOL_CLIENT_CERTIFICATE`, else none.
+            client_key: file with the private key of that certificate (PEM, without a password). None: it is in the
+                certificate's file, or in `$TINKERPOOL_CLIENT_KEY` if that certificate is from the environment.
             retry_timeout_s: how long a call is tried again while waiting may help: the queue is full, the pool restarts
                 or cannot be reached. Then it raises the refusal; a training client of which a call was given up can
                 submit nothing more (`get_training_client` continues). None: without end.
@@ -63,7 +70,9 @@ class ServiceClient:
         """
         policy = RetryPolicy(timeout_s=retry_timeout_s)
         if transport is None:
-            transport = GrpcTransport.to_pool(base_url, api_key, root_certificates)
+            transport = GrpcTransport(
+                Endpoint.find(base_url, api_key, root_certificates, client_certificate, client_key)
+            )
         self._connection = Connection(transport, policy)
         self._session = Session(self._connection, user_metadata)
 

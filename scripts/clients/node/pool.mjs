@@ -15,27 +15,30 @@ const CALL_TIMEOUT_MS = 30_000;
 const RETRY_CODES = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
 
 // Returns address and key: from the environment, or else from the file that a pool on this machine writes, which also names
-// the certificate to trust.
+// the certificate to trust. A certificate of the client, for a pool that requires one, is named by the environment only.
 export function findPool() {
   const { TINKERPOOL_BASE_URL: url, TINKERPOOL_API_KEY: apiKey, TINKERPOOL_HOME } = process.env;
-  if (url && apiKey) return { url, apiKey };
+  const { TINKERPOOL_CLIENT_CERTIFICATE: chain, TINKERPOOL_CLIENT_KEY: key } = process.env;
+  const client = chain ? { chain: readFileSync(chain), key: readFileSync(key || chain) } : null;
+  if (url && apiKey) return { url, apiKey, client };
   const file = join(TINKERPOOL_HOME || join(homedir(), ".tinkerpool"), "credentials.json");
   try {
     const written = JSON.parse(readFileSync(file, "utf8"));
     const isWritten = !url || url === written.url;
-    return { url: url || written.url, apiKey: apiKey || written.api_key, certificate: isWritten ? written.certificate : null };
+    const certificate = isWritten ? written.certificate : null;
+    return { url: url || written.url, apiKey: apiKey || written.api_key, certificate, client };
   } catch {
     throw new Error(`no pool found in ${file}: start one with \`make up\`, or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY`);
   }
 }
 
 export class Pool {
-  constructor({ url, apiKey, certificate = null }) {
+  constructor({ url, apiKey, certificate = null, client = null }) {
     const { protocol, hostname, port, host } = new URL(url);
     const isTls = protocol === "https:";
     const address = port ? host : `${hostname}:${isTls ? 443 : 80}`;
     const roots = certificate ? readFileSync(certificate.path) : null;
-    const credentials = isTls ? grpc.credentials.createSsl(roots) : grpc.credentials.createInsecure();
+    const credentials = isTls ? grpc.credentials.createSsl(roots, client?.key, client?.chain) : grpc.credentials.createInsecure();
     const options = { "grpc.max_receive_message_length": MESSAGE_BYTES_MAX };
     if (certificate?.server_name) options["grpc.ssl_target_name_override"] = certificate.server_name;
     const definition = protoLoader.loadSync(

@@ -13,7 +13,7 @@ from tests.support.doors.fake_service import FakeBackend
 
 
 @contextmanager
-def open_door(service: object) -> Iterator[str]:
+def open_door(service: object, config: GrpcConfig = GrpcConfig(port=0)) -> Iterator[str]:  # noqa: B008  # frozen
     """Serve until the block ends; yield the URL."""
     door: GrpcDoor
     loop = asyncio.new_event_loop()
@@ -22,10 +22,10 @@ def open_door(service: object) -> Iterator[str]:
 
     async def start() -> None:
         nonlocal door, url
-        door = GrpcDoor(GrpcConfig(port=0))
+        door = GrpcDoor(config)
         door.bind()
         await door.start(FakeBackend(service))
-        url = f"http://127.0.0.1:{door.port}"
+        url = f"{'https' if config.tls_cert else 'http'}://127.0.0.1:{door.port}"
 
     def run() -> None:
         asyncio.set_event_loop(loop)

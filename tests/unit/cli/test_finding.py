@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,13 +11,22 @@ from pathlib import Path
 import pytest
 import typer
 
+from coordinator.base.config import GrpcConfig
+from tests.support.doors.certificates import make_certificate
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool.cli.app import build
 from tinkerpool.cli.finding import DataDirOption, KeyOption, UrlOption, find_place, find_target
 from tinkerpool.cli.main import main
 from tinkerpool.cli.show import CliError
-from tinkerpool.credentials import Credentials, credentials_file, home, write_credentials
+from tinkerpool.credentials import (
+    Certificate,
+    ClientCertificate,
+    Credentials,
+    credentials_file,
+    home,
+    write_credentials,
+)
 from tinkerpool.serving import READY_FILE, Serving
 from tinkerpool.v1 import admin_pb2
 
@@ -128,6 +138,38 @@ def test_a_data_directory_has_its_own_address_and_key(
     assert find_target(Path("first"), "", "").api_key == "tp_1"
     monkeypatch.setenv("TINKERPOOL_API_KEY", "tp_given")
     assert find_target(first, "", "").api_key == "tp_given"
+
+
+def test_a_command_shows_a_clients_certificate_from_its_options_or_the_environment(
+    pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    first, _ = pools
+    for data_dir in (first, None):
+        assert find_target(data_dir, "", "").client_certificate is None
+        given = find_target(data_dir, "", "", Path("me.pem"), Path("me.key")).client_certificate
+        assert given == ClientCertificate(path="me.pem", key_path="me.key")
+    monkeypatch.setenv("TINKERPOOL_CLIENT_CERTIFICATE", "both.pem")
+    both = ClientCertificate(path="both.pem", key_path="both.pem")
+    assert find_target(first, "", "").client_certificate == both
+    assert find_target(first, "", "", Path("me.pem")).client_certificate == ClientCertificate(
+        path="me.pem", key_path="me.pem"
+    )
+    assert "me.key is a client's key: give its certificate, too" in run("status", "--client-key", "me.key")
+
+
+def test_a_command_calls_a_pool_that_requires_a_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
+    cert, key = make_certificate(tmp_path)
+    service = FakeService(list_api_keys=admin_pb2.ListApiKeysResponse())
+    with open_door(service, GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert)) as url:
+        write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert))))
+        assert "(commands: --client-certificate, --client-key)" in run("key", "list")
+        options = ["--client-certificate", str(cert), "--client-key", str(key)]
+        monkeypatch.setattr(sys, "argv", ["tinkerpool", "key", "list", "--json", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code, json.loads(capsys.readouterr().out)) == (0, {"api_keys": []})
 
 
 def test_the_key_of_another_pool_is_not_sent_to_a_data_directory_without_one(

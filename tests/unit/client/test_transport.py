@@ -13,7 +13,7 @@ from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
 from tinkerpool.client.calls import methods
-from tinkerpool.client.calls.transport import GrpcTransport
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -55,7 +55,7 @@ def url(service: FakeService) -> Iterator[str]:
 
 
 async def call(url: str, key: str = KEY) -> sessions_pb2.GetCapabilitiesResponse:
-    transport = GrpcTransport(url, key)
+    transport = GrpcTransport(Endpoint(url, key))
     try:
         return await transport.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest(), timeout_s=5)
     finally:
@@ -112,7 +112,7 @@ async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeSe
     first = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
     ending = ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
     service.responses["wait_operations"] = [first, ending]
-    transport = GrpcTransport(url, KEY)
+    transport = GrpcTransport(Endpoint(url, KEY))
     responses = transport.stream(methods.WAIT_OPERATIONS, operations_pb2.WaitOperationsRequest())
     assert await anext(responses) == first
     with pytest.raises(errors.Unavailable, match="later"):

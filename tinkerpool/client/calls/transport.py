@@ -7,6 +7,7 @@ Tests put a fake in its place.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,17 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tinkerpool.client.calls.handshake import is_untrusted, mistake_in
+from tinkerpool.client.calls.handshake import is_certificate_refused, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.credentials import Certificate, credentials_at, find_service, parse_target, start_command
+from tinkerpool.credentials import (
+    Certificate,
+    ClientCertificate,
+    credentials_at,
+    find_client_certificate,
+    find_service,
+    parse_target,
+    start_command,
+)
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 16 << 20
@@ -56,6 +65,32 @@ class Endpoint:
     """Authorities to trust, in PEM. None: `certificate`, or those of this machine."""
     certificate: Certificate | None = None
     """The pool's own certificate, if it runs on this machine."""
+    client_certificate: ClientCertificate | None = None
+    """What to show to a pool that requires a certificate of its clients."""
+
+    @classmethod
+    def find(
+        cls,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        root_certificates: bytes | None = None,
+        client_certificate: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
+    ) -> Endpoint:
+        """Return the endpoint of a pool, from what `ServiceClient` takes. Raises ConfigurationError."""
+        found = find_service(base_url, api_key)
+        own = find_client_certificate(client_certificate, client_key)
+        return cls(found.url, found.api_key, root_certificates, found.certificate, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tls:
+    """What a channel trusts and shows, in PEM."""
+
+    roots: bytes | None
+    """None: the authorities of this machine."""
+    client: tuple[bytes, bytes] | None
+    """Certificate chain and private key of this client."""
 
 
 class Transport(Protocol):
@@ -77,46 +112,34 @@ class Transport(Protocol):
 class GrpcTransport:
     """Calls over one gRPC channel, which is opened at the first call, on the loop that makes it.
 
-    A pool's own certificate is read from its file when the channel is opened, and again when it is not trusted any
-    more: after a renewal a new channel takes the next calls.
+    Certificates are read from their files when the channel is opened, and again when one is refused: after a renewal a
+    new channel takes the next calls.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        api_key: str,
-        *,
-        root_certificates: bytes | None = None,
-        certificate: Certificate | None = None,
-    ) -> None:
-        self.endpoint = Endpoint(base_url, api_key, root_certificates, certificate)
-        self._target, is_tls = parse_target(base_url)
-        self._is_tls = is_tls or root_certificates is not None
-        self._certificate = certificate if self._is_tls and root_certificates is None else None
-        self._metadata = (("authorization", f"Bearer {api_key}"),)
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._target, is_tls = parse_target(endpoint.base_url)
+        self._is_tls = is_tls or endpoint.root_certificates is not None
+        self._certificate = endpoint.certificate if self._is_tls and endpoint.root_certificates is None else None
+        self._client_certificate = endpoint.client_certificate if self._is_tls else None
+        self._metadata = (("authorization", f"Bearer {endpoint.api_key}"),)
         self._channel: grpc.aio.Channel | None = None
-        self._roots = root_certificates
-        """What the channel trusts; None: the authorities of this machine."""
+        self._tls: _Tls | None = None
+        """Of the channel; None before it is opened, and without TLS."""
         self._replaced: list[grpc.aio.Channel] = []
-        """Channels that trust an earlier certificate: running streams end on them."""
+        """Channels with earlier certificates: running streams end on them."""
         self._calls: dict[Unary[Any, Any], Any] = {}
         self._call_slots = asyncio.Semaphore(CALLS_MAX)
-
-    @classmethod
-    def to_pool(cls, base_url: str | None, api_key: str | None, root_certificates: bytes | None) -> GrpcTransport:
-        """Return the transport to a pool, found as `ServiceClient` says. Raises ConfigurationError."""
-        found = find_service(base_url, api_key)
-        return cls(found.url, found.api_key, root_certificates=root_certificates, certificate=found.certificate)
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
         """See `Transport`. Raises UNAVAILABLE at once if nothing listens at the address."""
         async with self._call_slots:
             call = self._callable(method)
-            roots = self._roots
+            tls = self._tls
             try:
                 response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                raise await self._error(error, roots) from None
+                raise await self._error(error, tls) from None
             except asyncio.CancelledError:
                 _raise_if_closed()
                 raise
@@ -127,12 +150,12 @@ class GrpcTransport:
     ) -> AsyncGenerator[ResponseT, None]:
         """See `Transport`."""
         call = self._callable(method)(request, metadata=self._metadata)
-        roots = self._roots
+        tls = self._tls
         try:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise await self._error(error, roots) from None
+            raise await self._error(error, tls) from None
         except asyncio.CancelledError:
             _raise_if_closed()
             raise
@@ -164,16 +187,21 @@ class GrpcTransport:
                 self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
                 return self._channel
             options = list(_CHANNEL_OPTIONS)
-            if self._certificate is not None:
-                self._roots = self._certificate.read()
-                if self._certificate.server_name:
-                    options.append(("grpc.ssl_target_name_override", self._certificate.server_name))
-            credentials = grpc.ssl_channel_credentials(self._roots)
+            if self._certificate is not None and self._certificate.server_name:
+                options.append(("grpc.ssl_target_name_override", self._certificate.server_name))
+            self._tls = self._read_tls()
+            chain, key = self._tls.client or (None, None)
+            credentials = grpc.ssl_channel_credentials(self._tls.roots, key, chain)
             self._channel = grpc.aio.secure_channel(self._target, credentials, options=options)
         return self._channel
 
-    async def _error(self, error: grpc.aio.AioRpcError, roots: bytes | None) -> ApiError | ConfigurationError:
-        """Return the exception for a failed attempt, whose channel trusted `roots`."""
+    def _read_tls(self) -> _Tls:
+        """Return what a new channel trusts and shows. Raises ConfigurationError."""
+        roots = self._certificate.read() if self._certificate is not None else self.endpoint.root_certificates
+        return _Tls(roots, self._client_certificate.read() if self._client_certificate is not None else None)
+
+    async def _error(self, error: grpc.aio.AioRpcError, tls: _Tls | None) -> ApiError | ConfigurationError:
+        """Return the exception for a failed attempt on a channel with `tls`."""
         refusal = _refusal(error)
         message = error.details() or "no details"
         if refusal is not None:
@@ -181,20 +209,26 @@ class GrpcTransport:
         code = Code.of(error.code().value[0])
         if code is not Code.UNAVAILABLE:
             return api_error(code, f"{message} (at {self._target})")
-        if is_untrusted(message) and self._has_new_certificate(roots):
-            return api_error(code, f"the certificate of {self.endpoint.base_url} was renewed")
-        mistake = await mistake_in(self.endpoint.base_url, message, is_tls=self._is_tls, certificate=self._certificate)
+        if tls is not None and is_certificate_refused(message) and self._is_renewed(tls):
+            return api_error(code, f"the certificate of {self.endpoint.base_url}, or of this client, was renewed")
+        mistake = await mistake_in(
+            self.endpoint.base_url,
+            message,
+            is_tls=self._is_tls,
+            certificate=self._certificate,
+            client_certificate=self._client_certificate,
+        )
         if mistake is not None:
             return mistake
         known = credentials_at(self.endpoint.base_url)
         start = start_command(Path(known.data_dir)) if known is not None and known.data_dir else "tinkerpool up"
         return api_error(code, _UNREACHABLE.format(target=self._target, start=start, message=message))
 
-    def _has_new_certificate(self, roots: bytes | None) -> bool:
-        """Return whether the pool's certificate is another one than `roots`; if so, the next call opens a channel."""
-        if self._certificate is None or self._certificate.read() == roots:
+    def _is_renewed(self, tls: _Tls) -> bool:
+        """Return whether the files have other certificates than `tls`; if so, the next call opens a channel."""
+        if self._read_tls() == tls:
             return False
-        if self._channel is not None and self._roots == roots:
+        if self._channel is not None and self._tls == tls:
             self._replaced.append(self._channel)
             self._channel = None
             self._calls.clear()
