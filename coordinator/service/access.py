@@ -23,6 +23,7 @@ from coordinator.storage.rows import AdapterRow, CheckpointRow, Page, SessionRow
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
+from tinkerpool.v1.admin_pb2 import ListApiKeysRequest, ListTenantsRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
@@ -31,7 +32,9 @@ from workers.contract.messages import ModelInfo
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-ListRequest = ListAdaptersRequest | ListCheckpointsRequest | ListSessionsRequest
+ListRequest = (
+    ListAdaptersRequest | ListApiKeysRequest | ListCheckpointsRequest | ListSessionsRequest | ListTenantsRequest
+)
 PAGE_TOKEN_LENGTH_MAX = 16
 INDEX_MAX = 999_999_999
 TTL_SECONDS_MAX = 100 * 365 * 86_400

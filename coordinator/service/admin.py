@@ -15,7 +15,8 @@ from coordinator.tenants.keys import GRACE_S_DEFAULT
 from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import admin_pb2 as pb
 
-AUDIT_PAGE_SIZE, AUDIT_PAGE_SIZE_MAX = 100, 1000
+PAGE_SIZE = 100
+AUDIT_PAGE_SIZE_MAX = 1000
 ROLES = {
     pb.ROLE_UNSPECIFIED: Role.MEMBER,
     pb.ROLE_READ_ONLY: Role.READ_ONLY,
@@ -44,8 +45,10 @@ class AdminUseCases(UseCases):
         return pb.CreateApiKeyResponse(key=key, api_key=self._key(row))
 
     async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
-        """List all keys, without secrets."""
-        return pb.ListApiKeysResponse(api_keys=[self._key(row) for row in self._authenticator.list_keys()])
+        """List keys, newest first, without secrets."""
+        rows, token, total = self._page(self._core.store.api_keys.page, request, PAGE_SIZE)
+        keys = [self._key(row) for row in rows]
+        return pb.ListApiKeysResponse(api_keys=keys, next_page_token=token, total_size=total)
 
     @uninterrupted
     async def rotate_api_key(self, principal: Principal, request: pb.RotateApiKeyRequest) -> pb.RotateApiKeyResponse:
@@ -74,17 +77,17 @@ class AdminUseCases(UseCases):
         return pb.CreateTenantResponse(tenant=_tenant(row))
 
     async def list_tenants(self, principal: Principal, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
-        """List all tenants, by name."""
-        return pb.ListTenantsResponse(tenants=[_tenant(row) for row in self._core.accounts.all()])
+        """List tenants, by name."""
+        rows, token, total = self._page(self._core.store.tenants.page, request, PAGE_SIZE)
+        return pb.ListTenantsResponse(tenants=[_tenant(row) for row in rows], next_page_token=token, total_size=total)
 
     async def get_tenant(self, principal: Principal, request: pb.GetTenantRequest) -> pb.GetTenantResponse:
         """Return a tenant with the numbers of what it has."""
         row = self._core.accounts.named(request.tenant)
-        keys = [key for key in self._authenticator.list_keys() if key.tenant_id == row.tenant_id]
         held = self._core.holdings
         return pb.GetTenantResponse(
             tenant=_tenant(row),
-            num_keys=sum(key.revoked_at is None for key in keys),
+            num_keys=self._core.store.api_keys.num_unrevoked(row.tenant_id),
             num_sessions=self._core.sessions.num_of(row.tenant_id),
             num_adapters=self._core.registry.num_of(row.tenant_id),
             num_checkpoints=held.num_checkpoints(row.tenant_id),
@@ -121,7 +124,7 @@ class AdminUseCases(UseCases):
             raise invalid(f"page_token {token[:40]!r} is not a token of this service")
         if size < 0:
             raise invalid(f"page_size must be 0 or more, not {size}")
-        limit = min(size or AUDIT_PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
+        limit = min(size or PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
         rows = self._core.store.audit.newest(
             limit + 1,
             before=int(token or 0),

@@ -160,6 +160,10 @@ class Tenants(Table[TenantRow]):
         """Return every tenant."""
         return self._all("")
 
+    def page(self, limit: int, offset: int) -> Page[TenantRow]:
+        """Return tenants, by name."""
+        return self._page("ORDER BY name", (), limit, offset)
+
     def get(self, tenant_id: str) -> TenantRow | None:
         """Return a tenant."""
         return self._one("WHERE tenant_id = ?", (tenant_id,))

@@ -104,10 +104,6 @@ class Accounts:
             raise not_found("tenant", name)
         return row
 
-    def all(self) -> list[TenantRow]:
-        """Return all tenants, by name."""
-        return sorted(self._store.tenants.all(), key=lambda row: row.name)
-
     def _changeable(self, name: str) -> TenantRow:
         row = self.named(name)
         if row.deletion_at is not None:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import math
 import re
 import secrets
 from collections import defaultdict
@@ -22,10 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
 from coordinator.base.time import Time
 from coordinator.storage.access.admins import NoAdminError
-from coordinator.storage.access.api_keys import NewKey
+from coordinator.storage.access.api_keys import NewKey, Pace, TooManyRotationsError
 from coordinator.storage.access.audit import Act
 from coordinator.storage.database import StorageError
 from coordinator.storage.rows import ApiKeyRow
@@ -41,6 +42,8 @@ GRACE_S_DEFAULT = 86_400
 """Seconds for which a rotated key stays valid, unless its owner chooses."""
 GRACE_S_MAX = 30 * 86_400
 """Longest such time: a key that is replaced because it leaked must end."""
+PACE = Pace(100, within_s=86_400)
+"""Rotations of a tenant's keys by their owners. Each one leaves a row, and an entry in the audit log for good."""
 _KEY = re.compile(r"(?:tml-)?tp_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
@@ -50,8 +53,8 @@ logger = logging.getLogger(__name__)
 class Authenticator:
     """Checks, creates, rotates and revokes API keys.
 
-    The rows of all keys that are not revoked are in memory: about 300 bytes a key, and only administrators create
-    keys. So a flood of unknown keys reads nothing from the database.
+    The rows of all keys that are not revoked are in memory: about 300 bytes a key. Only administrators create keys, and
+    members replace a bounded number. So a flood of unknown keys reads nothing from the database.
     """
 
     def __init__(self, store: Store, accounts: Accounts, wall: Callable[[], float]) -> None:
@@ -59,7 +62,7 @@ class Authenticator:
         self._store = store
         self._accounts = accounts
         self._wall = wall
-        self._rows = {row.key_id: row for row in store.api_keys.all() if row.revoked_at is None}
+        self._rows = {row.key_id: row for row in store.api_keys.unrevoked()}
         self._used: dict[str, float] = {}
         """Key id to its last use in this epoch."""
         self._noted: dict[str, float] = {}
@@ -188,7 +191,8 @@ class Authenticator:
         """Replace a key: return the new one, its row, and the old key's row. The old key ends `grace_s` seconds later.
 
         The new key has the same tenant, role, expiry and bindings: a rotation never makes access last longer. Raises
-        ServiceError for an unknown key, or one that is not valid or was rotated before.
+        ServiceError for an unknown key, or one that is not valid or was rotated before; RATE_LIMITED for one more than
+        `PACE`, except by an administrator.
         """
         if not 0 <= grace_s <= GRACE_S_MAX:
             raise invalid(f"grace_seconds must be 0 to {GRACE_S_MAX} (30 days), not {grace_s:g}")
@@ -196,7 +200,14 @@ class Authenticator:
             raise not_found("API key", key_id)
         successor, secret, now = secrets.token_hex(6), secrets.token_urlsafe(32), self._wall()
         act = self._act("key.rotate", key_id, by, {"successor": successor, "grace_seconds": f"{grace_s:g}"}, now)
-        if not await self._store.api_keys.rotate(key_id, successor, _hash(secret), grace_s, act):
+        pace = None if by.is_admin else PACE
+        try:
+            is_rotated = await self._store.api_keys.rotate(key_id, successor, _hash(secret), grace_s, act, pace)
+        except TooManyRotationsError as error:
+            quota = Quota("keys of yours replaced within a day", PACE.rotations_max, PACE.rotations_max)
+            mend = "keep the key, or ask an administrator to replace it"
+            raise busy("RATE_LIMITED", quota, mend, delay_s=math.ceil(error.delay_s * 1000) / 1000) from None
+        if not is_rotated:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "KEY_NOT_ROTATED",
@@ -206,10 +217,6 @@ class Authenticator:
         if not grace_s:
             self._end(key_id)
         return f"tp_{successor}_{secret}", self._take(successor), self._take(key_id)
-
-    def list_keys(self) -> list[ApiKeyRow]:
-        """Return the rows of all keys, oldest first."""
-        return self._store.api_keys.all()
 
     def last_use(self, row: ApiKeyRow) -> float | None:
         """Return when a key was last used, as a time of day; None: never, or in the hour before a crash alone."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list
+from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
 from tinkerpool.v1 import adapters_pb2
@@ -55,8 +55,7 @@ def list_adapters(
         ),
         right="rank done queued",
     )
-    if found.next_page_token:
-        show.note(f"There are more; --limit {limit * 4} shows them.")
+    note_rest(found, limit)
 
 
 @app.command()

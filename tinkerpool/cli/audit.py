@@ -9,7 +9,7 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, LimitOption, fetch_list
+from tinkerpool.cli.connection import JsonOption, LimitOption, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.keys import seconds_of
 from tinkerpool.client.calls.methods import LIST_AUDIT_ENTRIES
@@ -58,5 +58,4 @@ def audit(
         ),
         right="entry",
     )
-    if response.next_page_token:
-        show.note(f"There are more; --limit {limit * 4} shows them.")
+    note_rest(response, limit)

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, LimitOption, YesOption, ask, call, fetch_list
+from tinkerpool.cli.connection import (
+    TIMEOUT_S,
+    JsonOption,
+    LimitOption,
+    YesOption,
+    ask,
+    call,
+    fetch_list,
+    note_rest,
+)
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
@@ -84,8 +93,7 @@ def list_checkpoints(
         ),
         right="rank seq size",
     )
-    if found.next_page_token:
-        show.note(f"There are more; --limit {limit * 4} shows them.")
+    note_rest(found, limit)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from tinkerpool.cli import show
 from tinkerpool.cli.finding import Target
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
@@ -27,7 +28,7 @@ TIMEOUT_S = 20.0
 """Deadline of a call."""
 PAGE_SIZE = 1000
 
-LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list, the newest first.")]
+LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -86,6 +87,12 @@ def fetch_list(
                 return found
 
     return ask(target, fetch)
+
+
+def note_rest(response: Any, limit: int) -> None:
+    """Say how to see the rest of a listing, if there is one."""
+    if response.next_page_token:
+        show.note(f"There are more; --limit {limit * 4} shows them.")
 
 
 def _explain(error: TinkerpoolError, target: Target) -> str:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, call
+from tinkerpool.cli.connection import JsonOption, LimitOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
 from tinkerpool.credentials import replace_key
@@ -79,9 +79,9 @@ def create(
 
 @app.command("list")
 @calls_pool
-def list_keys(target: Target, json: JsonOption = False) -> None:
-    """List the keys, without their secrets."""
-    response = call(target, LIST_API_KEYS, admin_pb2.ListApiKeysRequest())
+def list_keys(target: Target, limit: LimitOption = 100, json: JsonOption = False) -> None:
+    """List the keys, newest first, without their secrets."""
+    response = fetch_list(target, LIST_API_KEYS, admin_pb2.ListApiKeysRequest, "api_keys", limit)
     if json:
         show.json_message(response)
         return
@@ -100,6 +100,7 @@ def list_keys(target: Target, json: JsonOption = False) -> None:
             for key in response.api_keys
         ),
     )
+    note_rest(response, limit)
 
 
 @app.command()

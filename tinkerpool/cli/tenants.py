@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, YesOption, call
+from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.limits import limit, show_limits
 from tinkerpool.client.calls.methods import (
@@ -47,9 +47,9 @@ def release(target: Target, tenant: TenantArgument) -> None:
 
 @app.command("list")
 @calls_pool
-def list_tenants(target: Target, json: JsonOption = False) -> None:
-    """List the tenants."""
-    response = call(target, LIST_TENANTS, admin_pb2.ListTenantsRequest())
+def list_tenants(target: Target, limit: LimitOption = 100, json: JsonOption = False) -> None:
+    """List the tenants, by name."""
+    response = fetch_list(target, LIST_TENANTS, admin_pb2.ListTenantsRequest, "tenants", limit)
     if json:
         show.json_message(response)
         return
@@ -58,6 +58,7 @@ def list_tenants(target: Target, json: JsonOption = False) -> None:
         ("tenant", "created", "state"),
         ((each.name, show.age(each.create_time), _state(each)) for each in response.tenants),
     )
+    note_rest(response, limit)
 
 
 @app.command("show")

@@ -111,6 +111,8 @@ class AdminServiceServicer(object):
 
     def ListApiKeys(self, request, context):
         """Lists keys without their secrets. Reads only.
+
+        INVALID_ARGUMENT: a page token that this service did not hand out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +124,8 @@ class AdminServiceServicer(object):
         Durable when it returns. Not idempotent: a key is replaced once.
 
         NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
-        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired. RESOURCE_EXHAUSTED: members of the tenant
+        replaced 100 keys within a day; an administrator may replace more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +151,8 @@ class AdminServiceServicer(object):
 
     def ListTenants(self, request, context):
         """Lists all tenants. Reads only.
+
+        INVALID_ARGUMENT: a page token that this service did not hand out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,14 +43,18 @@ class AdminServiceStub:
     FAILED_PRECONDITION: the tenant is being deleted.
     """
     ListApiKeys: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListApiKeysRequest, _admin_pb2.ListApiKeysResponse]
-    """Lists keys without their secrets. Reads only."""
+    """Lists keys without their secrets. Reads only.
+
+    INVALID_ARGUMENT: a page token that this service did not hand out.
+    """
     RotateApiKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RotateApiKeyRequest, _admin_pb2.RotateApiKeyResponse]
     """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
     member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
     Durable when it returns. Not idempotent: a key is replaced once.
 
     NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
-    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired. RESOURCE_EXHAUSTED: members of the tenant
+    replaced 100 keys within a day; an administrator may replace more.
     """
     RevokeApiKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]
     """Revokes a key within a second. Durable when it returns. Idempotent.
@@ -63,7 +67,10 @@ class AdminServiceStub:
     INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
     """
     ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
-    """Lists all tenants. Reads only."""
+    """Lists all tenants. Reads only.
+
+    INVALID_ARGUMENT: a page token that this service did not hand out.
+    """
     GetTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTenantRequest, _admin_pb2.GetTenantResponse]
     """A tenant, and how much it has. Reads only.
 
@@ -111,14 +118,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     FAILED_PRECONDITION: the tenant is being deleted.
     """
     ListApiKeys: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListApiKeysRequest, _admin_pb2.ListApiKeysResponse]  # type: ignore[assignment]
-    """Lists keys without their secrets. Reads only."""
+    """Lists keys without their secrets. Reads only.
+
+    INVALID_ARGUMENT: a page token that this service did not hand out.
+    """
     RotateApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RotateApiKeyRequest, _admin_pb2.RotateApiKeyResponse]  # type: ignore[assignment]
     """Replaces a key by a new one of the same tenant, role, expiry and bindings; the old one stays valid for a while. A
     member's key may replace itself; an administrator's any key. The new key is in this response and nowhere else.
     Durable when it returns. Not idempotent: a key is replaced once.
 
     NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
-    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+    FAILED_PRECONDITION: the key was replaced before, is revoked or has expired. RESOURCE_EXHAUSTED: members of the tenant
+    replaced 100 keys within a day; an administrator may replace more.
     """
     RevokeApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]  # type: ignore[assignment]
     """Revokes a key within a second. Durable when it returns. Idempotent.
@@ -131,7 +142,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
     """
     ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
-    """Lists all tenants. Reads only."""
+    """Lists all tenants. Reads only.
+
+    INVALID_ARGUMENT: a page token that this service did not hand out.
+    """
     GetTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTenantRequest, _admin_pb2.GetTenantResponse]  # type: ignore[assignment]
     """A tenant, and how much it has. Reads only.
 
@@ -188,7 +202,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListApiKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListApiKeysResponse, _abc.Awaitable[_admin_pb2.ListApiKeysResponse]]:
-        """Lists keys without their secrets. Reads only."""
+        """Lists keys without their secrets. Reads only.
+
+        INVALID_ARGUMENT: a page token that this service did not hand out.
+        """
 
     @_abc_1.abstractmethod
     def RotateApiKey(
@@ -201,7 +218,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Durable when it returns. Not idempotent: a key is replaced once.
 
         NOT_FOUND: no such key. PERMISSION_DENIED: the key may only read, or another key needs an administrator's.
-        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired.
+        FAILED_PRECONDITION: the key was replaced before, is revoked or has expired. RESOURCE_EXHAUSTED: members of the tenant
+        replaced 100 keys within a day; an administrator may replace more.
         """
 
     @_abc_1.abstractmethod
@@ -232,7 +250,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
-        """Lists all tenants. Reads only."""
+        """Lists all tenants. Reads only.
+
+        INVALID_ARGUMENT: a page token that this service did not hand out.
+        """
 
     @_abc_1.abstractmethod
     def GetTenant(

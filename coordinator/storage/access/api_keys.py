@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Connection, Database
-from coordinator.storage.rows import ApiKeyRow, Table
+from coordinator.storage.rows import ApiKeyRow, Page, Table
 from coordinator.storage.tenants import add_tenant
 
 
@@ -30,6 +30,23 @@ class NewKey:
     certificate_sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many keys of one tenant may be rotated within a time."""
+
+    rotations_max: int
+    within_s: float
+
+
+class TooManyRotationsError(Exception):
+    """The tenant of a key rotates more keys than its pace allows."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+        """Seconds after which one more may be rotated."""
+
+
 class ApiKeys(Table[ApiKeyRow]):
     """All API keys, also revoked ones."""
 
@@ -37,9 +54,17 @@ class ApiKeys(Table[ApiKeyRow]):
         keys = "(SELECT api_keys.*, name AS tenant_name FROM api_keys JOIN tenants USING (tenant_id))"
         super().__init__(database, ApiKeyRow, keys)
 
-    def all(self) -> list[ApiKeyRow]:
-        """Return every key, oldest first."""
-        return self._all("ORDER BY created_at, key_id")
+    def unrevoked(self) -> list[ApiKeyRow]:
+        """Return every key that was not revoked, also expired ones."""
+        return self._all("WHERE revoked_at IS NULL")
+
+    def page(self, limit: int, offset: int) -> Page[ApiKeyRow]:
+        """Return keys, newest first, also revoked ones."""
+        return self._page("ORDER BY created_at DESC, key_id", (), limit, offset)
+
+    def num_unrevoked(self, tenant_id: str) -> int:
+        """Return the number of a tenant's keys that were not revoked."""
+        return self._page("WHERE tenant_id = ? AND revoked_at IS NULL", (tenant_id,), 0, 0).num_total
 
     def get(self, key_id: str) -> ApiKeyRow | None:
         """Return a key, also a revoked one."""
@@ -73,15 +98,17 @@ class ApiKeys(Table[ApiKeyRow]):
         return self._database.write(write)
 
     def rotate(
-        self, key_id: str, successor: str, secret_sha256: bytes, grace_s: float, act: Act
+        self, key_id: str, successor: str, secret_sha256: bytes, grace_s: float, act: Act, pace: Pace | None = None
     ) -> asyncio.Future[bool]:
         """Give a valid key a successor, and end the key itself `grace_s` seconds later; 0: at once.
 
         The successor has the same tenant, role, expiry and bindings. The future: False if the key is revoked or
-        expired, or has a successor.
+        expired, or has a successor. Raises TooManyRotationsError through the future.
         """
 
         def write(db: Connection) -> bool:
+            if pace is not None:
+                _check_pace(db, key_id, pace, act.at)
             inserted = db.execute(
                 "INSERT INTO api_keys (key_id, tenant_id, secret_sha256, role, created_at, expires_at, is_local,"
                 " certificate_sha256) SELECT ?, tenant_id, ?, role, ?, expires_at, is_local, certificate_sha256"
@@ -123,3 +150,15 @@ class ApiKeys(Table[ApiKeyRow]):
                 db.execute("UPDATE api_keys SET last_used_at = ? WHERE key_id = ?", (wall, key_id))
 
         return self._database.write(write)
+
+
+def _check_pace(db: Connection, key_id: str, pace: Pace, now: float) -> None:
+    """Raise TooManyRotationsError if the successors of the tenant's keys are newer than its pace allows."""
+    found = db.execute(
+        "SELECT new.created_at FROM api_keys AS new JOIN api_keys AS old ON old.successor = new.key_id"
+        " WHERE old.tenant_id = (SELECT tenant_id FROM api_keys WHERE key_id = ?)"
+        " ORDER BY new.created_at DESC LIMIT 1 OFFSET ?",
+        (key_id, pace.rotations_max - 1),
+    ).fetchone()
+    if found is not None and found[0] + pace.within_s > now:
+        raise TooManyRotationsError(found[0] + pace.within_s - now)

@@ -36,6 +36,29 @@ async def test_a_created_tenant_is_listed_and_its_name_is_taken(tmp_path: Path) 
         assert (entry.act, entry.key_id, entry.tenant) == ("tenant.create", boss.key_id, "root")
 
 
+async def test_keys_and_tenants_are_listed_in_pages(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        boss = await administrator(pool)
+        for name in ("carol", "alice", "bob"):
+            await pool.service.create_api_key(boss, admin_pb2.CreateApiKeyRequest(tenant=name))
+        token, found = "", []
+        for size in (3, 1):
+            request = admin_pb2.ListTenantsRequest(page_size=3, page_token=token)
+            page = await pool.service.list_tenants(boss, request)
+            assert (len(page.tenants), page.total_size) == (size, 4)
+            found += [tenant.name for tenant in page.tenants]
+            token = page.next_page_token
+        assert (found, token) == (["alice", "bob", "carol", "root"], "")
+        first = await pool.service.list_api_keys(boss, admin_pb2.ListApiKeysRequest(page_size=2))
+        assert [key.tenant for key in first.api_keys] == ["bob", "alice"], "the newest first"
+        rest = admin_pb2.ListApiKeysRequest(page_token=first.next_page_token)
+        second = await pool.service.list_api_keys(boss, rest)
+        assert [key.tenant for key in second.api_keys] == ["carol", "root"]
+        assert (second.next_page_token, second.total_size) == ("", 4)
+        wrong = await refusal(pool.service.list_api_keys(boss, admin_pb2.ListApiKeysRequest(page_token="x")))
+        assert wrong.code is Code.INVALID_ARGUMENT
+
+
 async def test_a_member_rotates_its_own_key_and_an_administrator_any(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         boss, keys = await administrator(pool), pool.coordinator.authenticator

@@ -233,7 +233,7 @@ def test_a_new_tenants_key_is_accepted_until_it_is_revoked(served: Terminal, her
     refused = here(served.home, "key", "list", TINKERPOOL_API_KEY=key)
     assert (refused.code, "needs an administrator's key" in refused.err) == (1, True)
     tenants = [line.split()[1] for line in here(served.home, "key", "list").out.splitlines()[2:]]
-    assert tenants == ["default", "alice"]
+    assert tenants == ["alice", "default"], "the newest first"
     assert here(served.home, "key", "revoke", key).code == 0
     refused = here(served.home, "usage", TINKERPOOL_API_KEY=key)
     assert (refused.code, "refused the API key" in refused.err) == (1, True)

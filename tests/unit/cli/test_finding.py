@@ -169,7 +169,10 @@ def test_a_command_calls_a_pool_that_requires_a_certificate(
         monkeypatch.setattr(sys, "argv", ["tinkerpool", "key", "list", "--json", *options])
         with pytest.raises(SystemExit) as ended:
             main()
-    assert (ended.value.code, json.loads(capsys.readouterr().out)) == (0, {"api_keys": []})
+    assert (ended.value.code, json.loads(capsys.readouterr().out)) == (
+        0,
+        {"api_keys": [], "next_page_token": "", "total_size": 0},
+    )
 
 
 def test_the_key_of_another_pool_is_not_sent_to_a_data_directory_without_one(

@@ -9,7 +9,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.store import Store
 from coordinator.tenants.accounts import Accounts
-from coordinator.tenants.keys import USE_INTERVAL_S, Authenticator
+from coordinator.tenants.keys import PACE, USE_INTERVAL_S, Authenticator
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.toy_pool import FakeTime
 
@@ -105,11 +105,11 @@ async def test_the_last_administrators_key_cannot_be_revoked(keys: Authenticator
     await keys.revoke_key(first.key_id)
 
 
-async def test_two_administrators_cannot_revoke_each_other_at_once(keys: Authenticator) -> None:
+async def test_two_administrators_cannot_revoke_each_other_at_once(keys: Authenticator, store: Store) -> None:
     rows = [(await keys.create_key(name, role=Role.ADMIN))[1] for name in ("alice", "bob")]
     results = await asyncio.gather(*(keys.revoke_key(row.key_id) for row in rows), return_exceptions=True)
     assert sum(isinstance(result, ServiceError) for result in results) == 1
-    assert sum(row.revoked_at is None for row in keys.list_keys()) == 1
+    assert len(store.api_keys.unrevoked()) == 1
 
 
 async def test_an_unknown_key_cannot_be_revoked_and_a_tenants_name_is_checked(keys: Authenticator) -> None:
@@ -245,7 +245,7 @@ async def test_a_keys_last_use_is_known_at_once_and_stored_once_an_hour_and_at_t
     assert store.database.num_commits == num_commits
     keeping.cancel()
     await asyncio.wait([keeping])
-    [stored] = timed.list_keys()
+    [stored] = store.api_keys.unrevoked()
     assert stored.last_used_at == 1100.0
     assert Authenticator(store, Accounts(store, clock), clock).last_use(stored) == 1100.0
     await kept(timed, USE_INTERVAL_S)
@@ -352,6 +352,30 @@ async def test_a_key_is_rotated_once_and_never_lives_longer_by_it(timed: Authent
     assert unknown.value.code is Code.NOT_FOUND
     with pytest.raises(ServiceError, match="30 days"):
         await timed.rotate_key(successor.key_id, grace_s=31 * 86_400, by=by)
+
+
+async def test_members_replace_a_bounded_number_of_keys_within_a_day_and_administrators_any(
+    timed: Authenticator, clock: Clock, store: Store
+) -> None:
+    members = [timed.authenticate((await timed.create_key("alice"))[0]) for _ in range(PACE.rotations_max + 20)]
+    results = await asyncio.gather(
+        *(timed.rotate_key(each.key_id, grace_s=0, by=each) for each in members), return_exceptions=True
+    )
+    refused = [result for result in results if isinstance(result, ServiceError)]
+    assert len(refused) == 20, "exact also for calls at the same time"
+    assert {(error.reason, error.retry_delay_s) for error in refused} == {("RATE_LIMITED", PACE.within_s)}
+    late = members[-1]
+    clock.now += PACE.within_s - 1
+    for keys in (timed, Authenticator(store, Accounts(store, clock), clock)):
+        with pytest.raises(ServiceError, match="keys of yours replaced within a day: 100 in use") as error:
+            await keys.rotate_key(late.key_id, grace_s=0, by=late)
+        assert error.value.retry_delay_s == 1.0
+    bob = timed.authenticate((await timed.create_key("bob"))[0])
+    await timed.rotate_key(bob.key_id, grace_s=0, by=bob)
+    root = timed.authenticate((await timed.create_key("root", role=Role.ADMIN))[0])
+    await timed.rotate_key(members[-2].key_id, grace_s=0, by=root)
+    clock.now += 1
+    await timed.rotate_key(late.key_id, grace_s=0, by=late)
 
 
 async def test_an_administrators_key_that_expires_does_not_replace_the_last_one(timed: Authenticator) -> None:
