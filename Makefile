@@ -13,7 +13,7 @@ OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
 KILLS ?= 200
-ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares
+ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares loops
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: pass pip's index and its folder of local
@@ -60,8 +60,8 @@ test-fast: $(READY) ## run the tests without Ray and without slow ones, in about
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
 
-bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
-	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu $(ARGS)
+bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ITEM=decode: sampling; ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
+	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu$(if $(ITEM),.$(ITEM)) $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
@@ -108,7 +108,7 @@ logs: $(READY) ## show the running pool's log
 	@$(BIN)/tinkerpool logs
 
 # Each item is a module that writes docs/results/ITEM.json; the report writes the page's tables and the pictures.
-bench: $(READY) ## measure everything into docs/benchmarks.md, 75 minutes (ITEMS="engine swap": some, MODEL=DIR: one more)
+bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS="engine swap": some, MODEL=DIR: one more)
 	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python -m scripts.bench.$(item) --results docs/results \
 	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
 	$(BIN)/python -m scripts.bench.report

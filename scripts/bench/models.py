@@ -29,11 +29,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from coordinator.base_models import shipped_models
+from scripts.bench.gpu.cases import write_model
 from workers.contract.messages import Datum
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
 """Hidden size, layers, heads, key-value heads, MLP size, vocabulary; head size 64, tied. Tiny is for --quick."""
+LARGE_SHAPES = ("0.6b", "8b")
+"""Of `gpu.cases`, for a GPU."""
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
 
 transformers.utils.logging.disable_progress_bar()
@@ -66,25 +69,24 @@ def open_models(names: Sequence[str]) -> Iterator[list[Model]]:
         yield [_model(name, _path(name, Path(folder))) for name in names]
 
 
-def add_model_options(command: argparse.ArgumentParser) -> None:
+def add_model_options(command: argparse.ArgumentParser, default: Sequence[str] = DEFAULT_MODELS) -> None:
     """Add the options that `chosen_models` reads."""
-    default = " ".join(DEFAULT_MODELS)
     command.add_argument(
-        "--models", nargs="+", type=_known, help=f"names or Hugging Face directories (default: {default})"
+        "--models", nargs="+", type=_known, help=f"names or Hugging Face directories (default: {' '.join(default)})"
     )
     command.add_argument("--also", nargs="+", type=_known, default=[], help="models in addition to the default ones")
 
 
-def chosen_models(args: argparse.Namespace) -> list[str]:
+def chosen_models(args: argparse.Namespace, default: Sequence[str] = DEFAULT_MODELS) -> list[str]:
     """Return the names for `open_models` from the command line."""
-    return [*(args.models or (["tiny"] if args.quick else DEFAULT_MODELS)), *args.also]
+    return [*(args.models or (["tiny"] if args.quick else default)), *args.also]
 
 
 def _known(text: str) -> str:
     """Refuse a name that `open_models` could not open (for argparse)."""
-    if text in SHAPES or text in shipped_models() or (Path(text) / "config.json").is_file():
+    if text in (*SHAPES, *LARGE_SHAPES, *shipped_models()) or (Path(text) / "config.json").is_file():
         return text
-    known = ", ".join([*SHAPES, *shipped_models()])
+    known = ", ".join([*SHAPES, *LARGE_SHAPES, *shipped_models()])
     raise argparse.ArgumentTypeError(
         f"{text} is neither one of {known} nor a Hugging Face directory with a config.json"
     )
@@ -93,6 +95,8 @@ def _known(text: str) -> str:
 def _path(name: str, folder: Path) -> Path:
     if name in shipped_models():
         return SHIPPED_MODELS_DIR / name
+    if name in LARGE_SHAPES:
+        return write_model(name, folder / name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return write_random_model(name, folder / name) if name in SHAPES else Path(name)
 
 
@@ -122,7 +126,7 @@ def _model(name: str, path: Path) -> Model:
     linears = [module for module in empty.modules() if isinstance(module, torch.nn.Linear)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Model(
-        name=name if name in SHAPES else path.resolve().name,
+        name=name if name in (*SHAPES, *LARGE_SHAPES) else path.resolve().name,
         path=path,
         vocab_size=int(config.vocab_size),
         num_matmul_params=sum(linear.weight.numel() for linear in linears),

@@ -31,6 +31,8 @@ async def client_config(call: Call) -> Response:
             "fwdbwd_max_chunk_len": capabilities.max_datums,
             "sample_use_retrieve_futures": True,  # one open call for each sampling client, not for each sample
             "sample_join_sampling_session": True,
+            # With its default transport the SDK loses cancellations now and then, and then its close waits forever.
+            "use_pyqwest_transport": False,
             "custom_loss_server_side": False,
         }
     )

@@ -1,4 +1,4 @@
-"""Models and loads of the GPU benchmark, and the FLOP of a trained token."""
+"""Models and loads of the GPU benchmarks, the FLOP of a trained token, and the bytes of a decode step."""
 
 from __future__ import annotations
 
@@ -69,13 +69,8 @@ class Case:
         return f"{self.num_tenants} x {self.num_seqs} x {self.num_tokens}"
 
 
-def train_flops_per_token(config: Any, num_tokens: int, rank: int) -> float:
-    """Return the FLOP of a trained token in sequences of `num_tokens`: 4N + 6P + attention.
-
-    N are the weights of all linears (forward, and backward to the inputs: 2N each), P those of the adapter (forward,
-    backward to inputs and to weights). Attention is causal: a token sees half of its sequence on average; scores and
-    values are two products forward and five backward; flash attention recomputes one of them.
-    """
+def num_weights(config: Any, rank: int) -> tuple[int, int]:
+    """Return N, the weights of all linears with the unembedding, and P, those of an adapter on all of them."""
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, mlp = config.hidden_size, config.intermediate_size
     linears = [
@@ -90,8 +85,30 @@ def train_flops_per_token(config: Any, num_tokens: int, rank: int) -> float:
     layers = config.num_hidden_layers
     base = layers * sum(d_in * d_out for d_in, d_out in linears) + hidden * config.vocab_size
     adapter = rank * (layers * sum(d_in + d_out for d_in, d_out in linears) + hidden + config.vocab_size)
-    attention = layers * 7 * 2 * query * num_tokens / 2
+    return base, adapter
+
+
+def train_flops_per_token(config: Any, num_tokens: int, rank: int) -> float:
+    """Return the FLOP of a trained token in sequences of `num_tokens`: 4N + 6P + attention.
+
+    N are the weights of all linears (forward, and backward to the inputs: 2N each), P those of the adapter (forward,
+    backward to inputs and to weights). Attention is causal: a token sees half of its sequence on average; scores and
+    values are two products forward and five backward; flash attention recomputes one of them.
+    """
+    base, adapter = num_weights(config, rank)
+    attention = config.num_hidden_layers * 7 * 2 * config.num_attention_heads * config.head_dim * num_tokens / 2
     return float(4 * base + 6 * adapter + attention)
+
+
+def decode_bytes(config: Any, *, num_seqs: int, num_tokens: float, num_adapters: int, rank: int, width: int) -> float:
+    """Return the bytes that a decode step has to read: all weights once, and the keys and values of all sequences.
+
+    `num_tokens`: keys of a sequence, on average. `num_adapters`: different ones among the sequences. `width`: bytes of
+    a value.
+    """
+    base, adapter = num_weights(config, rank)
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens
+    return float(width * (base + num_adapters * adapter + num_seqs * keys))
 
 
 def write_model(shape: str, directory: Path, device: torch.device) -> Path:

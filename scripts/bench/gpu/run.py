@@ -1,6 +1,6 @@
 """Measure the engine on a GPU: tokens per second, fraction of the matmul peak, ratio to sequential PEFT, memory.
 
-    python -m scripts.bench.gpu                                   # a random Qwen3 of 0.6B, three cases
+    python -m scripts.bench.gpu                                   # a random Qwen3 of 0.6B, four cases
     python -m scripts.bench.gpu --shape 8b --cases 8x4x64 16x4x512
     python -m scripts.bench.gpu --exact                           # also exact mode, for its cost
     python -m scripts.bench.gpu --device cpu --shape tiny --cases 2x1x16   # a smoke test
@@ -40,7 +40,7 @@ from scripts.bench.gpu.sides import Fused, SequentialPeft, Side
 from workers.contract.settings import EngineSettings
 from workers.host.allocator import is_out_of_memory
 
-CASES = ("8x4x64", "16x4x512", "4x1x8192")
+CASES = ("8x4x64", "16x4x512", "64x1x64", "4x1x8192")
 STEPS_A_TURN = 2
 """Measured steps of a turn."""
 
@@ -155,31 +155,47 @@ def bench_if_it_fits(case: Case, model: Path, args: argparse.Namespace, peak: fl
         print(f"| {case} | out of memory, left out | | | | | | |", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every GPU benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--cases", nargs="+", type=Case.read, default=[Case.read(text) for text in CASES])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--pass-tokens", type=int, default=8192, help="rows of one packed pass of the engine")
-    parser.add_argument("--exact", action="store_true", help="measure exact mode as well")
-    parser.add_argument("--no-peft", action="store_true", help="without sequential PEFT")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scratch", type=Path, help="folder for the random model; 16 GB for 8b")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
+    """Return the device that was asked for. Ends the program if there is none."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --device cpu --shape tiny is a smoke test")
-    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-    transformers.utils.logging.disable_progress_bar()
-    peak = matmul_peak(device)
+    return device
+
+
+def print_head(args: argparse.Namespace, device: torch.device, conditions: str) -> None:
+    """Print the line above a table: date, device, versions, model."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(
         f"{time.strftime('%Y-%m-%d')}, {name}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"peft {peft.__version__}, random Qwen3 {args.shape}, rank {args.rank}, bf16, matmul peak "
-        f"{peak / 1e12:.1f} TFLOP/s, median (range) of {args.rounds}\n"
+        f"random Qwen3 {args.shape}, rank {args.rank}, {conditions}, median (range) of {args.rounds}\n"
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, measure, print."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", type=Case.read, default=[Case.read(text) for text in CASES])
+    parser.add_argument("--pass-tokens", type=int, default=8192, help="rows of one packed pass of the engine")
+    parser.add_argument("--exact", action="store_true", help="measure exact mode as well")
+    parser.add_argument("--no-peft", action="store_true", help="without sequential PEFT")
+    args = parser.parse_args(arguments)
+    device = chosen_device(parser, args)
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+    transformers.utils.logging.disable_progress_bar()
+    peak = matmul_peak(device)
+    print_head(args, device, f"peft {peft.__version__}, bf16, matmul peak {peak / 1e12:.1f} TFLOP/s")
     print(
         "| tenants x sequences x tokens | side | ms a step | tokens/s | of the peak | time / fused | GiB held "
         "| GiB a step adds |"

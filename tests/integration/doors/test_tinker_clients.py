@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker import types
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from coordinator.operations.in_flight import CLIENT_SEQS
 from tests.support.doors.sdk import LEAKS, Wire, sdk
@@ -127,6 +129,18 @@ def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monke
             tuple(responses[0].sequences[0].tokens)
         }
         assert len(waits) == 60
+
+
+def test_the_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(pool: RestartablePool) -> None:
+    with sdk(pool.http_url, pool.key()) as service:
+        holder = service.holder
+        assert not holder._client_config.use_pyqwest_transport  # private: the SDK shows it nowhere
+
+        async def transports() -> set[type]:
+            with holder.aclient(ClientConnectionPoolType.RETRIEVE_FUTURES) as client:
+                return {type(client._client._transport)}
+
+        assert holder.run_coroutine_threadsafe(transports()).result(WAIT_S) == {httpx.AsyncHTTPTransport}
 
 
 def test_copies_of_a_client_are_numbered_by_the_pool(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from workers.training.memory import USED_FRACTION
 ROOT = Path(__file__).resolve().parents[3]
 # Memory first: it forks its processes, before torch has threads.
 ENGINE_ITEMS = ("memory", "planner", "engine", "co_batching", "swap")
-SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares")
-OPTIONS = {"publish": "--pool local", "shares": "--pool local"}
+SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares", "loops")
+OPTIONS = {"publish": "--pool local", "shares": "--pool local", "loops": "--pool local"}
 # One process for many items, because importing torch takes longer than each item.
 DRIVER = """
 import runpy, sys
@@ -77,6 +77,7 @@ def test_every_script_measures_all_of_its_tables_with_equal_rounds_for_each_side
         "publish": {"publish"},
         "sampling": {"sampling-co-batched", "sampling-batch", "sampling-prompt", "sampling-first-token"},
         "shares": {"shares"},
+        "loops": {"loops"},
         "planner": {"planner", "planner-idle"},
         "memory": {"memory-tokens", "memory-vocabulary"},
     }

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.bench.gpu.cases import SHAPES, Case, train_flops_per_token, write_model
+from scripts.bench.gpu import decode
+from scripts.bench.gpu.cases import SHAPES, Case, decode_bytes, train_flops_per_token, write_model
 from scripts.bench.gpu.run import main, measure
 from scripts.bench.gpu.sides import Fused, SequentialPeft
 from workers.contract.settings import EngineSettings
@@ -17,6 +18,30 @@ from workers.contract.settings import EngineSettings
 # PEFT warns of merging an adapter of a tied unembedding; this test merges none.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_decode_steps_are_measured_for_the_base_model_and_one_and_eight_adapters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    decode.main(["--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", "--batches", "1", "3"])
+    table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row[:2] for row in table[2:]] == [[num_seqs, side] for num_seqs in "13" for side in decode.SIDES]
+    for row in table[2:]:
+        assert len(row) == len(table[0])
+        assert 0 < float(row[4]) < 10
+
+
+def test_the_bytes_of_a_decode_step_are_the_weights_and_the_keys_and_values_of_a_cache() -> None:
+    config = Qwen3Config(**SHAPES["tiny"])
+    model = AutoModelForCausalLM.from_config(config)
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    cache = model(torch.zeros(3, 40, dtype=torch.long)).past_key_values
+    cached = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    weights = sum(linear.weight.numel() for linear in linears)
+    adapter = 8 * sum(linear.in_features + linear.out_features for linear in linears)
+    measured = decode_bytes(config, num_seqs=3, num_tokens=40, num_adapters=2, rank=8, width=2)
+    assert measured == 2 * (weights + 2 * adapter + cached)
 
 
 def run_script(capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]]:
