@@ -106,7 +106,7 @@ async def _mistake_of_closed(
     host, _, port = parse_target(base_url)[0].rpartition(":")
     try:
         if client_certificate is not None:
-            context.load_cert_chain(client_certificate.path, client_certificate.key_path)
+            context.load_cert_chain(client_certificate.path, client_certificate.key_path, password="")
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
             try:
