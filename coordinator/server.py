@@ -27,7 +27,7 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tls import server_name
 from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from tinkerpool.credentials import Certificate, Credentials, credentials_file, kept_credentials, write_credentials
 from tinkerpool.serving import READY_FILE, Serving
 from workers.contract.protocols import Pool, PoolStartError

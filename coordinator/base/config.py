@@ -17,6 +17,7 @@ from workers.contract.capacity import SEQUENCE_SLOTS
 VERSION = version("tinkerpool")
 """The version of the installed distribution."""
 MESSAGE_BYTES_MAX = 16 << 20
+DISK_FREE_BYTES_MIN = 256 << 20
 DATUMS_MAX = 1024
 """Most datums that any request may have. The doors check it before they convert a datum."""
 ELEMENTS_MAX = 128 * DATUMS_MAX
@@ -109,6 +110,9 @@ class CoordinatorConfig:
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
     morning learns what happened."""
+    disk_free_bytes_min: int = DISK_FREE_BYTES_MIN
+    """New work is refused while the disk of the data directory has fewer bytes free: what was accepted can still be
+    finished, and a full disk would end it. 0: only a full disk refuses it."""
     limits: Limits = field(default_factory=Limits)
     """Limits of requests."""
     tenant_limits: TenantLimits = field(default_factory=TenantLimits)
@@ -121,6 +125,8 @@ class CoordinatorConfig:
         for name in (*durations, "result_retention_s", "fetched_retention_s", "ended_retention_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
+        if self.disk_free_bytes_min < 0:
+            raise ValueError(f"disk_free_bytes_min must be 0 or more, got {self.disk_free_bytes_min}")
         _check_positive(self, "cycle_s_max", "sweep_interval_s")
         if self.tenant_limits.weight != 1.0:
             raise ValueError("a weight is a share beside other tenants: set it for one tenant, not for all")

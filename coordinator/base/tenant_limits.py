@@ -136,7 +136,8 @@ def limits_with(defaults: TenantLimits, texts: Mapping[str, str]) -> TenantLimit
     return TenantLimits(**values | {name: parse_limit(name, text) for name, text in texts.items()})
 
 
-def _whole(text: str) -> int:
+def parse_whole(text: str) -> int:
+    """Return a whole number from its text: `100`, `10GiB`. Raises ValueError."""
     number, factor = text, 1
     for unit, size in _UNITS.items():
         if text.endswith(unit):
@@ -152,8 +153,8 @@ def _parsed(name: str, text: str) -> LimitValue:
     if name == "base_models":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name == "ranks":
-        return tuple(_whole(part.strip()) for part in text.split(",") if part.strip())
-    return float(text) if name in _FLOATS else _whole(text)
+        return tuple(parse_whole(part.strip()) for part in text.split(",") if part.strip())
+    return float(text) if name in _FLOATS else parse_whole(text)
 
 
 def _check(name: str, value: Any) -> None:

@@ -23,9 +23,9 @@ from coordinator.base.errors import Code, Failure, ServiceError
 from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.holdings import Holdings
-from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFolders
 from coordinator.storage.rows import CheckpointRow, SamplerRow
+from coordinator.storage.sqlite import StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool import names
 from workers.contract.messages import AdapterSpec, AdapterState

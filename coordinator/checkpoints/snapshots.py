@@ -21,7 +21,7 @@ from coordinator.base.time import Signal, Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Holdings
 from coordinator.operations.windows import Window, window_bytes
-from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFiles, StateFolders
 from coordinator.storage.rows import CheckpointRow, SnapshotRow
+from coordinator.storage.sqlite import StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from workers.contract.messages import AdapterState
 

@@ -23,7 +23,7 @@ import typer.core
 
 from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
 from coordinator.base.errors import ServiceError
-from coordinator.base.tenant_limits import TenantLimits, limits_with
+from coordinator.base.tenant_limits import TenantLimits, limits_with, parse_whole
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import default_data_dir
@@ -123,6 +123,14 @@ def _cycle_tokens(text: str) -> int | None:
     return int(text)
 
 
+def _disk_free_min(text: str) -> int:
+    """Parse the value of --disk-free-min. Raises CliError."""
+    try:
+        return parse_whole(text)
+    except ValueError as error:
+        raise CliError(f"--disk-free-min: {error}; got {text!r}") from None
+
+
 def _tenant_limits(texts: Sequence[str]) -> TenantLimits:
     """Parse the values of --tenant-limit. Raises CliError."""
     try:
@@ -185,6 +193,12 @@ _OPTIONS = (
         form={"parser": _cycle_tokens, "metavar": "NUMBER|auto"},
     ),
     _Option(flag="--cycle-seconds", setting=(CoordinatorConfig, "cycle_s_max"), form={"min": 0.01}),
+    _Option(
+        flag="--disk-free-min",
+        setting=(CoordinatorConfig, "disk_free_bytes_min"),
+        default="256MiB",
+        form={"parser": _disk_free_min, "metavar": "BYTES"},
+    ),
     _Option(
         flag="--tenant-limit",
         setting=(CoordinatorConfig, "tenant_limits"),

@@ -26,8 +26,8 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
-from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import FileUse
+from coordinator.storage.sqlite import ConflictError
 from tinkerpool.v1 import pool_pb2
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult

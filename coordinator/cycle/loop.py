@@ -21,7 +21,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.planner import PassPlan, Planning
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from workers.contract.protocols import WorkerLost
 
 logger = logging.getLogger(__name__)

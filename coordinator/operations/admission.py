@@ -29,7 +29,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.windows import window_closed
 from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
-from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
+from coordinator.storage.sqlite import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from coordinator.tenants.rates import Rates
 from tinkerpool.names import operation_name
@@ -37,6 +37,8 @@ from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
 RETRY_DELAY_S = 1.0
+DISK_DELAY_S = 10.0
+"""Room on a disk comes by somebody's hand, and the pool looks for it every few seconds."""
 AWAITED_BYTES_MAX = 32 << 20
 """Room beyond `queued_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
 Without it a client that sends the first part of a batch last would wait for its own later parts, which wait for it."""
@@ -117,10 +119,20 @@ class Admission:
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Raise ServiceError UNAVAILABLE once the coordinator is shutting down."""
+        """Raise ServiceError if new work is refused: UNAVAILABLE once the coordinator is shutting down, and
+        RESOURCE_EXHAUSTED while the disk has too little room.
+        """
         if self._is_closed:
             raise ServiceError(
                 Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=RETRY_DELAY_S
+            )
+        if lack := self._store.database.lack_of_room():
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "STORAGE",
+                f"{lack}; delete checkpoints, adapters or sessions that you do not need, or ask an administrator to "
+                "make room, then try again",
+                retry_delay_s=DISK_DELAY_S,
             )
 
     def check_room(self, log: AdapterLog, seq: int, request_id: str, num_tokens_min: int) -> None:

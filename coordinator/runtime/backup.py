@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.storage.copies import NamedState, copy_database, copy_state, named_states, one_moment, read_database
-from coordinator.storage.database import Connection, open_target
 from coordinator.storage.disk import PRIVATE_FOLDER, RealDisk, open_private, sync_path
 from coordinator.storage.identity import (
     DATABASE,
@@ -32,6 +31,7 @@ from coordinator.storage.identity import (
     identity_of,
     write_side_file,
 )
+from coordinator.storage.sqlite import Connection, open_target
 
 WORKPLACE = ".backup"
 """In the data directory, while a backup runs: links to the state folders, and the copy of the database."""

@@ -61,7 +61,7 @@ class Core:
 
     async def start(self) -> None:
         """Take the data directory, recover, start the pool, begin cycles. Raises DataDirError."""
-        self._data_dir = DataDir(self.config.data_dir, self.time, self.failure, self._seams)
+        self._data_dir = DataDir(self.config, self.time, self.failure, self._seams)
         self.store = self._data_dir.store
         self.epoch = await self._data_dir.begin_epoch()
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
@@ -110,8 +110,11 @@ class Core:
         self.samples.weigh(tenant_id, weight)
 
     def is_healthy(self) -> bool:
-        """Return whether cycles can make progress: nothing has failed, and every base model has a live worker."""
-        if self._runners is None or self._is_stopping or self.failure.is_reported:
+        """Return whether new work is taken and makes progress.
+
+        Nothing has failed, the disk has room, and every base model has a live worker.
+        """
+        if self._runners is None or self._is_stopping or self.failure.is_reported or self.store.database.problem():
             return False
         return bool(self.loops) and all(loop.is_healthy for loop in self.loops.values())
 

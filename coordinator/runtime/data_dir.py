@@ -7,19 +7,29 @@ long as the database is open; a refused directory is left as it was. Does not de
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
+import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.runtime.mounts import check_local, mount_table
-from coordinator.storage.database import Connection, RetryLaterError, open_read_only, read_closed
-from coordinator.storage.disk import PRIVATE_FILE, PRIVATE_FOLDER, Disk, RealDisk, Reserve
+from coordinator.storage.disk import (
+    FULL,
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    RESERVE_BYTES,
+    Disk,
+    FailedSync,
+    RealDisk,
+    Reserve,
+)
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.identity import (
     DATABASE,
@@ -32,6 +42,7 @@ from coordinator.storage.identity import (
     identity_of,
     write_side_file,
 )
+from coordinator.storage.sqlite import Connection, RetryLaterError, open_read_only, read_closed
 from coordinator.storage.store import Store
 
 __all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
@@ -42,6 +53,8 @@ NOTE_S = 600.0
 """Seconds of service time between two notes of how far the database has come. An older copy of a killed pool's database
 shows if it lacks more than this; a note costs three syncs."""
 RESERVE = "reserve"
+FAILED_SYNC = f"{DATABASE}-failed"
+"""The note that a sync failed. The next start empties the log first, and removes it."""
 OURS = (
     *(f"{DATABASE}*", SIDE_FILE, LOCK, RESERVE, *ROOTS, QUARANTINE, ".backup"),
     *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
@@ -58,20 +71,21 @@ class DataDirLock:
 
     def __init__(self, data_dir: Path) -> None:
         """Take the lock. Raises DataDirInUse."""
-        self._file = os.fdopen(os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "a+")
+        descriptor = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        self._file = os.fdopen(descriptor, "ab+", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.seek(0)
-            owner = self._file.read().strip() or "unknown"
+            owner = self._file.read().decode().strip() or "unknown"
             self._file.close()
             raise DataDirInUse(
                 f"{data_dir} is in use by another tinkerpool (process {owner}): stop that one, or choose another data "
                 "directory"
             ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        with suppress(OSError):  # on a full disk the lock holds without the name of its owner
+            self._file.truncate(0)
+            self._file.write(str(os.getpid()).encode())
 
     def release(self) -> None:
         """Release the data directory for another coordinator."""
@@ -94,24 +108,35 @@ class Seams:
 class DataDir:
     """An open data directory."""
 
-    def __init__(self, path: Path, time: Time, failure: Failure, seams: Seams) -> None:
-        """Check, take the lock, open. Raises DataDirError and OSError."""
-        self._path = path
+    def __init__(self, config: CoordinatorConfig, time: Time, failure: Failure, seams: Seams) -> None:
+        """Check, take the lock, open. Raises DataDirError and OSError.
+
+        On a full disk it opens, and takes deletions alone until there is room.
+        """
+        self._path = path = config.data_dir
         self._failure = failure
         self._noting: asyncio.Future[None] | None = None
         self._disk = seams.disk or RealDisk()
         check_local(path, seams.mounts())
         path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        reserve = Reserve(path / RESERVE, self._disk, config.disk_free_bytes_min)
         if not (path / LOCK).exists():  # no coordinator can hold it, and a refusal must not make it
-            self._check(seams)
+            self._check(seams, reserve)
         self._lock = seams.lock(path)
         try:
-            self._check(seams)
+            self._check(seams, reserve)
             self._disk.restrict(path, OURS)
-            reserve = Reserve(path / RESERVE, self._disk)
-            self.store = Store(path / DATABASE, time, failure, connect=seams.connect, reserve=reserve)
-            if not reserve.take():
-                logger.error("the disk is full: only deletions are accepted until there is room")
+            self.store = Store(
+                path / DATABASE,
+                time,
+                failure,
+                connect=seams.connect,
+                reserve=reserve,
+                failed_sync=FailedSync(path / FAILED_SYNC, self._disk),
+            )
+            reserve.take()
+            if problem := self.store.database.problem():
+                logger.error("%s", problem)
             self.folders = StateFolders(path, self._disk)
         except RetryLaterError as error:
             self._lock.release()
@@ -130,7 +155,7 @@ class DataDir:
         try:
             write_side_file(self._path, identity, self._disk)
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if error.errno not in FULL:
                 raise
             logger.warning("the disk is full: %s is of an older epoch", SIDE_FILE)
         self.folders.begin_epoch(identity)
@@ -153,11 +178,16 @@ class DataDir:
         await self.store.close()
         self._lock.release()
 
-    def _check(self, seams: Seams) -> None:
+    def _check(self, seams: Seams, reserve: Reserve) -> None:
+        read = functools.partial(
+            read_closed, self._path / DATABASE, identity_of, seams.connect_read_only, is_alone=True
+        )
         try:
-            database = read_closed(self._path / DATABASE, identity_of, seams.connect_read_only, is_alone=True)
+            database = read()
         except ValueError as error:
-            raise DataDirError(str(error)) from None
+            if reserve.free() >= RESERVE_BYTES or not reserve.release():  # a reader needs room for the log's index, too
+                raise DataDirError(str(error)) from None
+            database = read()
         check(self._path, database, self._disk)
 
     def _note(self, identity: Identity) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.base.config import DISK_FREE_BYTES_MIN
 from coordinator.runtime.backup import NOT_BACKED_UP, WORKPLACE, Progress, Reporter
+from coordinator.runtime.data_dir import FAILED_SYNC, RESERVE
 from coordinator.runtime.mounts import check_local, mount_of, mount_table
 from coordinator.storage.copies import NamedState, checksum, listed, named_states, read_database
-from coordinator.storage.database import problems_of
-from coordinator.storage.disk import OTHERS, RealDisk
+from coordinator.storage.disk import OTHERS, RESERVE_BYTES, FailedSync, RealDisk, Reserve
 from coordinator.storage.folders import QUARANTINE_S, Quarantine
 from coordinator.storage.identity import (
     DATABASE,
@@ -29,6 +30,7 @@ from coordinator.storage.identity import (
     identity_of,
     read_side_file,
 )
+from coordinator.storage.sqlite import growth_of, problems_of
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ def examine(data_dir: Path, running_pid: int | None, *, is_verified: bool, on_pr
         report.problems.append(f"{data_dir} does not exist: `tinkerpool up` would make a new pool there")
         return report
     identity = _examine_identity(data_dir, report)
+    if identity is not None and not identity.is_backup:
+        _examine_room(data_dir, report)
     if identity is not None:
         on_progress("Checking the database", 0, 0)
         roots = [root for root in ROOTS if not (identity.is_backup and root in NOT_BACKED_UP)]
@@ -84,6 +88,28 @@ def _examine_disk(data_dir: Path, report: Report) -> None:
         check_local(data_dir, table)
     except DataDirError as error:
         report.problems.append(f"a start would be refused: {error}")
+
+
+def _examine_room(data_dir: Path, report: Report) -> None:
+    """Report a disk without the room that a start needs."""
+    growth = read_database(data_dir, lambda db: growth_of(db, data_dir / DATABASE)) or 0
+    reserve = Reserve(data_dir / RESERVE, RealDisk(), DISK_FREE_BYTES_MIN)
+    missing = growth + RESERVE_BYTES // 2 - reserve.free() - (RESERVE_BYTES if reserve.is_on_disk() else 0)
+    if missing > 0 and FailedSync(data_dir / FAILED_SYNC, RealDisk()).is_noted():
+        report.problems.append(
+            f"a start would be refused: a sync failed, and the disk has no room to copy the log: free "
+            f"{missing / 1e6:,.0f} MB more"
+        )
+    elif missing > 0:
+        report.notes.append(
+            f"the disk is full: a start serves reads, results and deletions alone until {missing / 1e6:,.0f} MB more "
+            "are free"
+        )
+    elif reserve.is_low():
+        report.notes.append(
+            f"the disk has {reserve.free() / 1e6:,.0f} MB free: new work is refused below "
+            f"{reserve.floor_bytes / 1e6:,.0f} MB, unless `--disk-free-min` sets another floor"
+        )
 
 
 def _examine_identity(data_dir: Path, report: Report) -> Identity | None:

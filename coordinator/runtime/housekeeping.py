@@ -17,7 +17,7 @@ from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.epoch import Registers
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from coordinator.tenants.accounts import Accounts
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -59,7 +59,7 @@ class Housekeeping:
             for log in self._registry.logs.values():
                 self._fail_behind_gap(log)
             try:
-                await self._store.database.take_reserve()
+                await self._store.database.regain_room()
                 for session in self._sessions.expired(self._config.session_timeout_s):
                     if self._accounts.is_held(session.tenant_id):
                         continue  # its heartbeats are refused

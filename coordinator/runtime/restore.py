@@ -32,7 +32,6 @@ from coordinator.storage.copies import (
     read_database,
     take_over,
 )
-from coordinator.storage.database import Connection, open_connection, open_target, problems_of, writing_copy
 from coordinator.storage.disk import PRIVATE_FOLDER, RealDisk, sync_path
 from coordinator.storage.identity import (
     DATABASE,
@@ -46,6 +45,7 @@ from coordinator.storage.identity import (
     state_folders,
     write_side_file,
 )
+from coordinator.storage.sqlite import Connection, open_connection, open_target, problems_of, writing_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from coordinator.base.errors import Failure, ServiceError
 from coordinator.operations.admission import storage_error
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 
 T = TypeVar("T")
 

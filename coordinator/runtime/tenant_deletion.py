@@ -19,8 +19,8 @@ from coordinator.operations.epoch import Registers
 from coordinator.runtime.deletion import Deletions
 from coordinator.runtime.housekeeping import Housekeeping
 from coordinator.storage.access.audit import Act
-from coordinator.storage.database import StorageError
 from coordinator.storage.rows import TenantRow
+from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

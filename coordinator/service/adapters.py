@@ -18,8 +18,8 @@ from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
-from coordinator.storage.database import ConflictError, StorageError
 from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
+from coordinator.storage.sqlite import ConflictError, StorageError
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names

@@ -16,9 +16,9 @@ from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
-from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
+from coordinator.storage.sqlite import StorageError
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2

@@ -51,6 +51,7 @@ class PoolUseCases(UseCases):
             num_tenants=core.in_flight.num_tenants,
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
+            problem=core.store.database.problem(),
         )
 
     @streamed

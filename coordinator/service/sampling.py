@@ -20,8 +20,8 @@ from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event
 from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, streamed, uninterrupted
-from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
+from coordinator.storage.sqlite import ConflictError
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from coordinator.storage.checkpoints import put_snapshot
-from coordinator.storage.database import Connection, Database
+from coordinator.storage.database import Database
 from coordinator.storage.operations import drop_payloads, finish_logged
 from coordinator.storage.rows import AdapterRow, DecidedOperation, FileUse, Leftovers, Page, SnapshotRow, Table, insert
+from coordinator.storage.sqlite import Connection
 from coordinator.storage.tenants import add_file_use
 
 NEEDLESS_ADAPTER = """deleted_service_s < :before

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.storage.database import Connection, Database
+from coordinator.storage.database import Database
 from coordinator.storage.operations import drop_covered_payloads
 from coordinator.storage.rows import (
     CheckpointRow,
@@ -23,6 +23,7 @@ from coordinator.storage.rows import (
     typed,
 )
 from coordinator.storage.schema import UNWRITTEN
+from coordinator.storage.sqlite import Connection
 
 
 class Checkpoints(Table[CheckpointRow]):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coordinator.storage.database import Connection, open_read_only, read_closed
 from coordinator.storage.disk import PRIVATE_FOLDER, open_private, sync_path
 from coordinator.storage.identity import DATABASE, DataDirError, Identity
 from coordinator.storage.operations import drop_payloads
+from coordinator.storage.sqlite import Connection, open_read_only, read_closed
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.storage.checkpoints import delete_checkpoint, put_snapshot
-from coordinator.storage.database import Connection, Database, RetryLaterError
+from coordinator.storage.database import Database
 from coordinator.storage.operations import finish, lost_targets
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, FileUse, SamplerRow, SnapshotRow, insert
+from coordinator.storage.sqlite import Connection, RetryLaterError
 from coordinator.storage.tenants import add_file_use
 
 RETRY_S = 1.0

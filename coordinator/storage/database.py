@@ -1,47 +1,58 @@
-"""The database file: SQLite in WAL mode, one writer, group commit. The only module that imports SQLite.
+"""The database file: SQLite in WAL mode, one writer, group commit.
 
 A write is a function on the connection; all queued writes are committed as one transaction with one fsync, in the order
 of their calls. So a later write is never durable before an earlier one. Reads use a connection of their own and see
 committed rows only. Does not depend on any table but `meta`.
 
-A full disk refuses writes, and takes them again once it has room; so does a database that another process has locked. A
-disk that fails to sync, or returns damaged data,
-ends this incarnation: it is unknown how much of the last commit is durable, and another sync would not show it.
+A full disk refuses writes, and takes them again once it has room; so does a database that another process has locked.
+Deletions have a reserve. A disk that fails to sync, or returns damaged data, ends this incarnation: it is unknown how
+much of the last commit is durable, and another sync would not show it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import secrets
-import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time, month_of
-from coordinator.storage.disk import PRIVATE_FILE, Reserve
+from coordinator.storage.disk import RESERVE_BYTES, FailedSync, Reserve
 from coordinator.storage.migrations import MIGRATIONS
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from coordinator.storage.sqlite import (
+    Connection,
+    DiskFullError,
+    LockedError,
+    RetryLaterError,
+    Row,
+    SqlError,
+    StorageError,
+    StoreBrokenError,
+    as_storage_error,
+    growth_of,
+    is_fatal,
+    is_full,
+    is_locked,
+    open_connection,
+    opened,
+    read_meta,
+    schema_version,
+    until_unlocked,
+)
 from workers.contract.failpoints import failpoint
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-Row = sqlite3.Row
-Connection = sqlite3.Connection
 Write = Callable[[Connection], Any]
 
-WAL_BYTES_KEPT = 64 << 20
-"""The write-ahead log shrinks to this size when it was copied into the database."""
 LINGER_S = 0.002
 """How long an append waits for further writes, unless one is queued that cannot wait."""
 CHECKPOINT_COMMITS, CHECKPOINT_BYTES = 100, 4 << 20
@@ -50,38 +61,6 @@ RIDING_MAX = 1000
 """Riding writes (see `ride`) after which they get a commit of their own."""
 SERVICE_TIME_STEP_S = 1.0
 """How much service time a crash may lose."""
-LOCK_WAIT_S = 1.0
-"""How long one attempt waits for a lock that another process holds. Queued writes wait as long, and so may a stop."""
-LOCKED_STARTS_MAX = 10
-"""Attempts to open a locked database. The start is blocked meanwhile, so that it takes a signal only after them."""
-_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
-"""Errors, without their extension, of a lock that another process holds. The database is as it was before the write."""
-_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
-"""Errors of a full disk, a quota, or a limit on file sizes. The database is as it was before the write."""
-
-
-class StorageError(Exception):
-    """The database refused a write. No part of that write is durable."""
-
-
-class RetryLaterError(StorageError):
-    """The database cannot take the write now, and takes the same write later."""
-
-
-class DiskFullError(RetryLaterError):
-    """The disk has no room for the write."""
-
-
-class LockedError(RetryLaterError):
-    """Another process holds the lock of the database."""
-
-
-class ConflictError(StorageError):
-    """A constraint forbids the row: its key exists."""
-
-
-class StoreBrokenError(StorageError):
-    """The disk fails. It is unknown whether the write is durable; this incarnation takes no more writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +88,13 @@ class Database:
         *,
         connect: Callable[[Path], Connection] | None = None,
         reserve: Reserve | None = None,
+        failed_sync: FailedSync | None = None,
     ) -> None:
         """Open or create the database.
 
-        Raises ValueError if another version of tinkerpool wrote it, and LockedError if another process locks it.
+        On a full disk it opens, and then takes deletions alone until there is room, see `regain_room`. Raises
+        ValueError if another version of tinkerpool wrote it, LockedError if another process locks it, and DiskFullError
+        if it has to be migrated, or repaired after a failed sync, and the disk has no room for that.
 
         If the disk fails, that is reported to `failure`, and later writes are refused. `connect` opens a connection; a
         simulation passes one with a disk that it controls.
@@ -125,17 +107,20 @@ class Database:
         self._time = time
         self._failure = failure
         self._reserve = reserve
-        self._writer = _opened(path, connect or open_connection)
+        self._failed_sync = failed_sync
+        if reserve is not None:
+            reserve.make_room(0)  # to open it: SQLite keeps an index of the log in a file
+        self._writer = opened(path, connect or open_connection)
         try:
-            _until_unlocked(path, self._prepare)
-            # After a failed sync the write-ahead log may have holes on the disk that the page cache hides: empty it.
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            until_unlocked(path, self._prepare)
+            self._is_log_left = not self._empty_log()
+            """Whether the log of the last incarnation is to be copied into the database once the disk has room."""
             self._service_s = self._service_s_kept = read_meta(self._writer, "service_ms") / 1000
         except BaseException:
             self._writer.close()
             raise
         self._opened = time.monotonic()
-        self._reader = _opened(path, connect or open_connection)
+        self._reader = opened(path, connect or open_connection)
         self._reader.execute("PRAGMA query_only = ON")
         self._reading_thread = threading.get_ident()
         self._queued: list[_Queued] = []
@@ -227,15 +212,70 @@ class Database:
         """Whether there is room that only deletions may use."""
         return self._reserve is not None and self._reserve.is_held
 
-    async def take_reserve(self) -> None:
-        """Make the reserve again, if a deletion has released it and there is room."""
-        if self._reserve is not None and not self.has_reserve:
+    async def regain_room(self) -> None:
+        """Copy the log that a full disk has left, and make the reserve again, once there is room for both."""
+        if self._is_log_left:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._empty_log_again)
+            if self._broken is not None:
+                self._failure.report(self._broken)
+        if self._reserve is not None and not self.has_reserve and not self._is_log_left:
             await asyncio.to_thread(self._reserve.take)
+
+    def lack_of_room(self) -> str:
+        """Return why the disk has no room for new work, for people; empty: it has."""
+        if self._reserve is None or not (self._takes_deletions_only or self._reserve.is_low()):
+            return ""
+        free = f"the pool's disk has {self._reserve.free() / 1e6:,.0f} MB free"
+        if self._takes_deletions_only:
+            return f"{free}: only reads, results and deletions are served until there is more"
+        return f"{free}: new work is taken from {self._reserve.floor_bytes / 1e6:,.0f} MB on"
+
+    def problem(self) -> str:
+        """Return why new work is refused, for people; empty: it is not."""
+        if self._refusal is LockedError:
+            return "another process has locked the pool's database: new work is refused until it unlocks it"
+        full = "the pool's disk is full: new work is refused until there is room"
+        return self.lack_of_room() or (full if self._refusal is DiskFullError else "")
+
+    def _empty_log(self) -> bool:
+        """Copy the write-ahead log into the database and empty it; return False if the disk has no room for that.
+
+        Raises DiskFullError and LockedError if a sync has failed before: then nothing may be written behind a hole of
+        the log, nor acknowledged.
+        """
+        has_room, is_busy = self._has_room_for_log(), False
+        if has_room:
+            try:
+                is_busy = bool(self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()[0][0])
+            except SqlError as error:
+                if not is_full(error):
+                    raise
+                has_room = False
+        if self._failed_sync is not None and self._failed_sync.is_noted():
+            if not has_room:
+                num_bytes = growth_of(self._writer, self._path) + RESERVE_BYTES
+                raise DiskFullError(
+                    f"a sync of {self._path} failed before, so its log may have holes, and the disk has no room to "
+                    f"copy what is left of it: free {num_bytes / 1e6:,.0f} MB, then start again"
+                )
+            if is_busy:
+                raise LockedError(f"another process reads {self._path}: end it (a backup?), then start again")
+            self._failed_sync.clear()
+        return has_room
+
+    def _empty_log_again(self) -> None:
+        try:
+            self._is_log_left = not self._empty_log()
+        except SqlError as error:
+            self._note_failure(error)
+
+    def _has_room_for_log(self) -> bool:
+        return self._reserve is None or self._reserve.make_room(growth_of(self._writer, self._path))
 
     def _prepare(self) -> None:
         """Create the tables in a new file; migrate an older one. Raises ValueError if the file has another format."""
         db = self._writer
-        found = _schema_version(db, self._path)
+        found = schema_version(db, self._path)
         db.execute("BEGIN IMMEDIATE")
         if found == SCHEMA_VERSION:
             db.execute("ROLLBACK")  # this thread is the only writer
@@ -280,9 +320,9 @@ class Database:
 
     def _note_refusals(self, errors: Iterable[Exception | None]) -> None:
         """Log when the database begins to refuse writes, and when it takes them again."""
-        reason = next((error for error in errors if _is_full(error) or _is_locked(error)), None)
-        refusal = None if reason is None else LockedError if _is_locked(reason) else DiskFullError
-        if refusal is self._refusal or (refusal is None and self._is_reserve_used):
+        reason = next((error for error in errors if is_full(error) or is_locked(error)), None)
+        refusal = None if reason is None else LockedError if is_locked(reason) else DiskFullError
+        if refusal is self._refusal or (refusal is None and self._takes_deletions_only):
             return
         if self._refusal is not None:
             logger.warning("the database is unlocked" if self._refusal is LockedError else "the disk has room again")
@@ -302,21 +342,21 @@ class Database:
         self._hurry.clear()
 
     @property
-    def _is_reserve_used(self) -> bool:
-        return self._reserve is not None and not self._reserve.is_held
+    def _takes_deletions_only(self) -> bool:
+        return self._reserve is not None and (self._is_log_left or not self._reserve.is_held)
 
     def _commit_in_room(
         self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
     ) -> list[tuple[Any, Exception | None]]:
         """Commit all writes. Release the reserve if a deletion finds no room; from then on commit deletions only."""
-        if self._is_reserve_used:
+        if self._takes_deletions_only:
             full = DiskFullError("the last room is kept for deletions")
             deletions = iter(self._commit([each for each in queued if each.is_deletion], ()))
             return [next(deletions) if each.is_deletion else (None, full) for each in queued]
         outcomes = self._commit(queued, riding)
         for index, each in enumerate(queued):
-            is_refused = each.is_deletion and _is_full(outcomes[index][1])
-            if is_refused and self._reserve is not None and (self._reserve.release() or self._is_reserve_used):
+            is_refused = each.is_deletion and is_full(outcomes[index][1])
+            if is_refused and self._reserve is not None and (self._reserve.release() or self._takes_deletions_only):
                 [outcomes[index]] = self._commit([each], ())
         return outcomes
 
@@ -345,13 +385,12 @@ class Database:
             for kind in kinds:
                 failpoint(f"{kind}.before_commit")
             db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if _is_fatal(error):
-                self._broken = self._broken_by(error)
+        except SqlError as error:
+            if self._note_failure(error):
                 return [(None, self._broken)] * len(queued)
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            if len(queued) == 1 or _is_locked(error):
+            if len(queued) == 1 or is_locked(error):
                 return [(None, error)] * len(queued)
             single = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
             return [outcome for [outcome] in single]
@@ -364,23 +403,29 @@ class Database:
         num_commits = self.num_commits - self._checkpointed_commits
         return (
             num_commits >= CHECKPOINT_COMMITS
-            or (num_commits > 0 and self._is_reserve_used)
+            or (num_commits > 0 and self._takes_deletions_only)
             or self._bytes_since_checkpoint >= CHECKPOINT_BYTES
         )
 
     def _checkpoint(self) -> None:
         """Copy the write-ahead log into the database. Commits are durable without it; on a full disk the log grows."""
         self._checkpointed_commits, self._bytes_since_checkpoint = self.num_commits, 0
+        if self._takes_deletions_only and not self._has_room_for_log():
+            return  # what a copy in part takes is room that the next deletion needs
         try:
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        except sqlite3.Error as error:
-            if _is_fatal(error):
-                self._broken = self._broken_by(error)
-            else:
+        except SqlError as error:
+            if not self._note_failure(error):
                 logger.warning("the write-ahead log cannot be copied into the database: %s; retrying later", error)
 
-    def _broken_by(self, error: sqlite3.Error) -> StoreBrokenError:
-        return StoreBrokenError(f"the disk of {self._path} fails: {error}")
+    def _note_failure(self, error: SqlError) -> bool:
+        """Take no more writes if the disk fails; return whether it does."""
+        if not is_fatal(error):
+            return False
+        self._broken = StoreBrokenError(f"the disk of {self._path} fails: {error}")
+        if self._failed_sync is not None:
+            self._failed_sync.note()
+        return True
 
     def _keep_service_time(self) -> None:
         self._service_s_kept = -1.0
@@ -393,147 +438,10 @@ class Database:
             self._service_s_kept = now
 
 
-def open_connection(path: Path) -> Connection:
-    """Open a connection whose commits are synced. A new database can be read by its owner only, as its log."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE))
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_WAIT_S)
-    db.row_factory = sqlite3.Row
-    set_pragmas(db)
-    return db
-
-
-def open_read_only(path: Path) -> Connection:
-    """Open a connection that changes neither database nor write-ahead log, while a coordinator may run."""
-    # Without a log no process has the database open. SQLite would make a log, and leave it there.
-    mode = "mode=ro" if _log_of(path).exists() else "immutable=1"
-    db = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=10.0)
-    db.row_factory = sqlite3.Row
-    return db
-
-
-def open_target(path: Path) -> Connection:
-    """Open the target of a copy: without a log, and not durable before its file is synced."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE))
-    db = sqlite3.connect(path, isolation_level=None)
-    db.row_factory = sqlite3.Row
-    db.execute("PRAGMA journal_mode = OFF")
-    return db
-
-
-def read_closed(
-    path: Path, read: Callable[[Connection], T], connect: Callable[[Path], Connection], *, is_alone: bool = False
-) -> T | None:
-    """Return what `read` returns for a database that this process has not open; None if it is missing or empty.
-
-    `connect`: see `open_read_only`. `is_alone`: no other process opens the database meanwhile; then the folder is left
-    as it was. Raises ValueError if the file is damaged or of another format.
-    """
-    if not path.exists() or not (path.stat().st_size or _log_of(path).exists()):
-        return None
-    memory = path.with_name(f"{path.name}-shm")
-    had_memory = memory.exists()
-    try:
-        db = connect(path)
-        try:
-            return read(db) if _schema_version(db, path) else None
-        finally:
-            db.close()
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    finally:
-        if is_alone and not had_memory:  # the index of the log, which SQLite makes and leaves there
-            memory.unlink(missing_ok=True)
-
-
-def problems_of(db: Connection, num_max: int = 20) -> list[str]:
-    """Return what SQLite finds damaged in a database, up to a number; reads all of it."""
-    try:
-        found = [row[0] for row in db.execute(f"PRAGMA integrity_check({num_max})") if row[0] != "ok"]
-        foreign = db.execute("PRAGMA foreign_key_check").fetchmany(num_max)
-    except sqlite3.DatabaseError as error:
-        return [str(error)]
-    return found + [f"a row of {row[0]} refers to a missing row of {row[2]}" for row in foreign]
-
-
-@contextmanager
-def writing_copy(path: Path) -> Iterator[None]:
-    """Raise OSError for an error of SQLite in the block, which writes a copy."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise OSError(errno.EIO, f"the copy cannot be written: {error}", str(path)) from None
-
-
-def _opened(path: Path, connect: Callable[[Path], Connection]) -> Connection:
-    return _until_unlocked(path, lambda: connect(path))
-
-
-def _until_unlocked(path: Path, attempt: Callable[[], T]) -> T:
-    """Return what an attempt returns, as soon as no other process locks the database. Raises LockedError."""
-    for number in range(LOCKED_STARTS_MAX):
-        try:
-            return attempt()
-        except sqlite3.OperationalError as error:
-            if not _is_locked(error):
-                raise
-            if number == 0:
-                logger.warning("another process has locked %s: waiting until it unlocks the database", path)
-    raise LockedError(
-        f"another process has locked {path}: end the program that writes to it (a shell of sqlite3, a backup), then "
-        "start again"
-    )
-
-
-def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
-
-
 def _run_all(db: Connection, statements: str) -> None:
     for statement in statements.split(";\n"):
         if statement.strip():
             db.execute(statement)
-
-
-def _schema_version(db: Connection, path: Path) -> int:
-    """Return the version of the database's tables; 0: it is new. Raises ValueError if this version cannot read it."""
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    application_id = db.execute("PRAGMA application_id").fetchone()[0]
-    if version and (application_id != APPLICATION_ID or version < min(MIGRATIONS, default=SCHEMA_VERSION)):
-        raise ValueError(
-            f"{path} was written by an older version of tinkerpool, whose data this version cannot read: use another "
-            "data directory, or keep using that version"
-        )
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} was written by a newer tinkerpool (schema {version}, this one reads {SCHEMA_VERSION}): "
-            "upgrade tinkerpool, or use another data directory"
-        )
-    return version
-
-
-def set_pragmas(db: Connection) -> None:
-    """Make commits durable and the write-ahead log bounded."""
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # in WAL mode no lower level syncs at commit
-    db.execute("PRAGMA foreign_keys = ON")
-    db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
-    # Otherwise SQLite copies the log at the end of a COMMIT, and reports a failure of the copy as one of the commit.
-    db.execute("PRAGMA wal_autocheckpoint = 0")
-
-
-def _is_full(error: Exception | None) -> bool:
-    return isinstance(error, DiskFullError) or getattr(error, "sqlite_errorcode", 0) in _NO_ROOM
-
-
-def _is_locked(error: Exception | None) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED
-
-
-def _is_fatal(error: sqlite3.Error) -> bool:
-    """Return whether the durable content of the database is unknown after this error."""
-    code = getattr(error, "sqlite_errorcode", 0)
-    is_failure = code & 0xFF in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-    return is_failure and not _is_full(error)
 
 
 def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
@@ -541,15 +449,5 @@ def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, sqlite3.IntegrityError):
-        future.set_exception(ConflictError(str(error)))
-    elif isinstance(error, sqlite3.Error):
-        kind = DiskFullError if _is_full(error) else LockedError if _is_locked(error) else StorageError
-        future.set_exception(kind(str(error)))
     else:
-        future.set_exception(error)
-
-
-def read_meta(db: Connection, key: str) -> int:
-    """Return a value of the table `meta`."""
-    return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+        future.set_exception(as_storage_error(error))

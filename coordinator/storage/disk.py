@@ -6,6 +6,7 @@ after the sync of the folder that holds it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -20,6 +21,8 @@ from typing import BinaryIO, Protocol
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 REMOVING = ".removing-"
 """Prefix of the name of a folder that is being removed."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a full disk, or of a quota."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """The rights of users other than the owner."""
 RESERVE_BYTES = 8 << 20
@@ -56,8 +59,11 @@ class Disk(Protocol):
     def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
         """Return at most `num_bytes` bytes of a file, from byte `start` on; fewer only at its end."""
 
-    def remove(self, folder: Path) -> None:
-        """Remove a folder with its content, as far as possible."""
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with its content, as far as possible."""
+
+    def free(self, folder: Path) -> int:
+        """Return the bytes that this process may still write on the disk of a folder."""
 
     def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
         """Take the rights of other users from a folder, and from what is in it by these patterns of names.
@@ -73,21 +79,27 @@ class Reserve:
     Main invariant: while the reserve is not held, the database takes deletions only; so nothing else uses its room.
     """
 
-    def __init__(self, folder: Path, disk: Disk) -> None:
-        """`folder`: its own folder."""
+    def __init__(self, folder: Path, disk: Disk, floor_bytes: int = 0) -> None:
+        """`folder`: its own folder. `floor_bytes`: see `is_low`."""
         self.is_held = False
         """Whether the file is on the disk."""
+        self.floor_bytes = floor_bytes
         self._folder = folder
         self._disk = disk
 
     def take(self) -> bool:
-        """Make the file unless it is there; return whether it is held. Does not raise if the disk has no room."""
+        """Make the file unless it is there; return whether it is held. Does not raise if the disk has no room.
+
+        It is made only where as much room is left beside it, for the small files of a start.
+        """
         if self.is_held:
             return True
         path = self._folder / RESERVE_FILE
         try:
             self._disk.make_folder(self._folder)
             if RESERVE_FILE not in self._disk.names(self._folder) or self._disk.size(path) != RESERVE_BYTES:
+                if self.free() < 2 * RESERVE_BYTES:
+                    return False
                 # Bytes that no file system compresses.
                 self._disk.write(path, hashlib.shake_256(b"reserve").digest(RESERVE_BYTES))
                 for each in (path, self._folder, self._folder.parent):
@@ -99,11 +111,59 @@ class Reserve:
         return True
 
     def release(self) -> bool:
-        """Remove the file; return whether it was held."""
-        was_held, self.is_held = self.is_held, False
-        if was_held:
+        """Remove the file, also one of an earlier start; return whether there was one."""
+        was_there = self.is_held or self.is_on_disk()
+        self.is_held = False
+        if was_there:
             self._disk.remove(self._folder)
-        return was_held
+        return was_there
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Return whether the disk takes this many bytes, and then still a deletion. Release the reserve for that."""
+        needed = num_bytes + RESERVE_BYTES // 2
+        return self.free() >= needed or (self.release() and self.free() >= needed)
+
+    def free(self) -> int:
+        """Return the free bytes of the disk, without those of the reserve."""
+        return self._disk.free(self._folder.parent)
+
+    def is_low(self) -> bool:
+        """Return whether the disk has less room than `floor_bytes`, so that new work is refused before it is full."""
+        return self.free() < self.floor_bytes
+
+    def is_on_disk(self) -> bool:
+        """Return whether the file is there, also without being held."""
+        try:
+            return RESERVE_FILE in self._disk.names(self._folder)
+        except OSError:
+            return False
+
+
+class FailedSync:
+    """The note that a sync of the database failed: a file, which stays until the next start has emptied the log.
+
+    After a failed sync the write-ahead log may have holes on the disk that the page cache hides. The page cache shows
+    the note as well, so the note needs no sync: after a restart of the machine neither hides a hole.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path = path
+        self._disk = disk
+
+    def note(self) -> None:
+        """Make the file, as far as the failing disk allows it."""
+        try:
+            self._disk.write(self._path, b"")
+        except OSError as error:
+            logger.error("%s cannot be written: %s", self._path, error)
+
+    def is_noted(self) -> bool:
+        """Return whether the file is there. Raises OSError."""
+        return self._path.name in self._disk.names(self._path.parent)
+
+    def clear(self) -> None:
+        """Remove the file."""
+        self._disk.remove(self._path)
 
 
 class RealDisk:
@@ -144,13 +204,21 @@ class RealDisk:
             file.seek(start)
             return file.read(num_bytes)
 
-    def remove(self, folder: Path) -> None:
-        """See `Disk`. First takes its name away, so that no other process, such as a backup, finds a part of it."""
-        doomed = folder.with_name(f"{REMOVING}{folder.name}")
+    def remove(self, path: Path) -> None:
+        """See `Disk`. Renames a folder first, so that no other process, such as a backup, finds a part of it."""
+        if path.is_file():
+            with suppress(OSError):
+                path.unlink()
+            return
+        doomed = path.with_name(f"{REMOVING}{path.name}")
         with suppress(OSError):
-            folder.rename(doomed)
-        for path in (doomed, folder):
-            shutil.rmtree(path, ignore_errors=True)
+            path.rename(doomed)
+        for each in (doomed, path):
+            shutil.rmtree(each, ignore_errors=True)
+
+    def free(self, folder: Path) -> int:
+        """See `Disk`."""
+        return shutil.disk_usage(folder).free
 
     def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
         """See `Disk`."""

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.storage.database import Connection, read_meta
 from coordinator.storage.disk import Disk
+from coordinator.storage.sqlite import Connection, read_meta
 
 DATABASE = "tinkerpool.db"
 SIDE_FILE = "pool.json"

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 
-from coordinator.storage.database import Connection, Database, Row
+from coordinator.storage.database import Database
 from coordinator.storage.rows import (
     DecidedOperation,
     NewOperation,
@@ -21,6 +21,7 @@ from coordinator.storage.rows import (
     insert,
     typed,
 )
+from coordinator.storage.sqlite import Connection, Row
 from coordinator.storage.tenants import add_month, add_usage
 
 DROPPED_MAX = 500

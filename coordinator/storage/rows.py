@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from coordinator.storage.database import Connection, Database, Row
+from coordinator.storage.database import Database
+from coordinator.storage.sqlite import Connection, Row
 
 EXAMINED_MAX = 200
 """Rows that one slice of a walk examines, in about a millisecond of the event loop, and deletes at most."""

@@ -12,10 +12,11 @@ from coordinator.storage.access.audit import Audit
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import Cycles
-from coordinator.storage.database import Connection, Database, read_meta
-from coordinator.storage.disk import Reserve
+from coordinator.storage.database import Database
+from coordinator.storage.disk import FailedSync, Reserve
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
+from coordinator.storage.sqlite import Connection, read_meta
 from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
 
 
@@ -30,9 +31,10 @@ class Store:
         *,
         connect: Callable[[Path], Connection] | None = None,
         reserve: Reserve | None = None,
+        failed_sync: FailedSync | None = None,
     ) -> None:
         """Open or create the database; see `Database`."""
-        self.database = Database(path, time, failure, connect=connect, reserve=reserve)
+        self.database = Database(path, time, failure, connect=connect, reserve=reserve, failed_sync=failed_sync)
         self.operations = Operations(self.database)
         self.adapters = Adapters(self.database)
         self.checkpoints = Checkpoints(self.database)

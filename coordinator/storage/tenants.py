@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
-from coordinator.storage.database import Connection, Database
+from coordinator.storage.database import Database
 from coordinator.storage.rows import (
     FileUse,
     Leftovers,
@@ -25,6 +25,7 @@ from coordinator.storage.rows import (
     insert,
     typed,
 )
+from coordinator.storage.sqlite import Connection
 
 NEEDLESS_SESSION = """ended_service_s < :before
     AND NOT EXISTS (SELECT 1 FROM adapters WHERE adapters.session_id = sessions.session_id)

@@ -28,8 +28,8 @@ from coordinator.base.time import Time
 from coordinator.storage.access.admins import NoAdminError
 from coordinator.storage.access.api_keys import NewKey, Pace, TooManyRotationsError
 from coordinator.storage.access.audit import Act
-from coordinator.storage.database import StorageError
 from coordinator.storage.rows import ApiKeyRow
+from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from coordinator.tenants.accounts import Accounts, check_tenant_name, last_admin_key, new_tenant_id, tenant_deleting
 from coordinator.tenants.principals import Caller, Principal, Role

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from coordinator.runtime.data_dir import Seams
-from coordinator.storage.database import Connection, open_connection
 from coordinator.storage.disk import RealDisk
+from coordinator.storage.sqlite import Connection, open_connection
 from scripts.bench.common import Column, Effort, Results, Timing, measure_alternating, parser, shown_ms, shown_time
 from scripts.bench.models import Case
 from scripts.bench.sides.pools import LocalService, Tenants

@@ -41,7 +41,7 @@ class Guard:
 GUARDS = (
     Guard(
         name="fsync of the log",
-        file="coordinator/storage/database.py",
+        file="coordinator/storage/sqlite.py",
         before='db.execute("PRAGMA synchronous = FULL")',
         after='db.execute("PRAGMA synchronous = OFF")',
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.database import StoreBrokenError, set_pragmas
+from coordinator.storage.sqlite import StoreBrokenError, set_pragmas
 from tests.support.disk.apsw_connection import ApswConnection
 from tests.support.disk.lossy_vfs import LossyVfs, sync_error
 from tests.support.toy_pool import LENGTHS, expected_chain, running_pool

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
 from coordinator.operations.admission import storage_error
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.simulation.script import Step, request_of, sample_request_of
 from tests.simulation.standing import ContractViolation, Standings

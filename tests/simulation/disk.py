@@ -17,6 +17,9 @@ from typing import NoReturn
 
 from coordinator.storage.identity import QUARANTINE
 
+NAME_BYTES = 64
+"""Room that a new name in a folder takes."""
+
 
 @dataclass(slots=True, eq=False)
 class _File:
@@ -37,7 +40,9 @@ class SimDisk:
         """`on_operation` is called before each change and sync; it may raise an error of a disk, or `Crash`."""
         self.is_full = False
         self.on_room: Callable[[int], None] = lambda num_bytes: None
-        """Called with the number of bytes in the files that a removed folder had."""
+        """Called with the bytes that the full disk gains by a removed folder; negative: it loses them by a new file."""
+        self.room: Callable[[], int] = lambda: 0
+        """Returns the free bytes of the full disk."""
         self._random = random
         self._root_path = root
         self._root = _Folder()
@@ -59,7 +64,7 @@ class SimDisk:
     def write(self, path: Path, content: bytes) -> None:
         self._on_operation("write", path.name)
         folder = self._folder(path.parent)
-        if self.is_full:
+        if not self._take_room(len(content)):
             folder.names[path.name] = _File(content[: self._random.randrange(len(content) + 1)])
             _full()
         folder.names[path.name] = _File(content)
@@ -95,10 +100,13 @@ class SimDisk:
     def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
         return self.read(path)[start : start + num_bytes]
 
-    def remove(self, folder: Path) -> None:
-        self._on_operation("remove", folder.name)
+    def free(self, folder: Path) -> int:
+        return self.room() if self.is_full else 1 << 40
+
+    def remove(self, path: Path) -> None:
+        self._on_operation("remove", path.name)
         try:
-            removed = self._folder(folder.parent).names.pop(folder.name, None)
+            removed = self._folder(path.parent).names.pop(path.name, None)
         except FileNotFoundError:
             return
         if isinstance(removed, _Folder):
@@ -157,8 +165,16 @@ class SimDisk:
 
     def _change(self, operation: str, path: Path) -> None:
         self._on_operation(operation, path.name)
-        if self.is_full:
+        if not self._take_room(NAME_BYTES):
             _full()
+
+    def _take_room(self, num_bytes: int) -> bool:
+        """Take room of a full disk; return whether it has so much."""
+        if self.is_full and num_bytes > self.room():
+            return False
+        if self.is_full:
+            self.on_room(-num_bytes)
+        return True
 
     def _node(self, path: Path) -> _File | _Folder:
         try:

@@ -24,11 +24,12 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.checkpoints import published_weights as publishing
 from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
-from coordinator.runtime.data_dir import DataDirLock, Seams
+from coordinator.runtime.data_dir import FAILED_SYNC, RESERVE, DataDirLock, Seams
 from coordinator.storage import database as coordinator_database
 from coordinator.storage import disk as coordinator_disk
-from coordinator.storage.database import Connection, StorageError, open_read_only, read_closed, set_pragmas
+from coordinator.storage.disk import RESERVE_FILE
 from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
+from coordinator.storage.sqlite import Connection, StorageError, open_read_only, read_closed, set_pragmas
 from coordinator.storage.store import Store
 from tests.simulation.administrator import Administrator
 from tests.simulation.client import Behaviour, Client
@@ -107,6 +108,7 @@ class History:
         self._vfs.on_operation = self._on_database
         self._disk = SimDisk(folder, world.random("disk"), self._on_files)
         self._disk.on_room = self._add_room
+        self._disk.room = lambda: self._vfs.room
         self._connections: list[ApswConnection] = []
         self._lock: DataDirLock | None = None
         self._standings = Standings(world)
@@ -219,6 +221,8 @@ class History:
     async def _serve(self, coordinator: Coordinator) -> None:
         """Serve from the start until a stop, a failure or the end of the clients' work."""
         self._folders_at_start = self._disk.state_folders()
+        if not self._is_last:
+            self._fill_disk_at_start()
         try:
             await coordinator.start()
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -380,6 +384,20 @@ class History:
             self.world.has_reserve_for_deletions = coordinator.core.store.database.has_reserve
             await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
             self._empty_disk()
+
+    def _fill_disk_at_start(self) -> None:
+        """Let some starts find a full disk, on which the last epoch has left its reserve."""
+        random = self.world.random(f"full start {self.world.work['epochs']}")
+        names = self._disk.names(self._folder)
+        # After a failed sync a start needs room for the whole log, and may be refused.
+        if RESERVE not in names or FAILED_SYNC in names or random.random() < 0.5:
+            return
+        if RESERVE_FILE not in self._disk.names(self._folder / RESERVE):
+            return
+        self.world.fault("disk full at a start")
+        self._vfs.is_full = self._disk.is_full = True
+        self._vfs.room = 0
+        asyncio.get_running_loop().call_later(random.choice((0.02, 5.0)), self._empty_disk)
 
     def _empty_disk(self) -> None:
         self._vfs.is_full = self._disk.is_full = self.world.has_reserve_for_deletions = False

@@ -27,6 +27,7 @@ FAULTS = {
     "crash at moment",
     "database sync fails",
     "disk full",
+    "disk full at a start",
     "file sync fails",
     "late reply",
     "new key lost",

@@ -75,6 +75,7 @@ class Terminal:
         self.home.mkdir(parents=True, exist_ok=True)
         output = self.home / "serve.out"
         ready_file = self.home / "ready.json"
+        ready_file.unlink(missing_ok=True)  # of a pool that was killed
         with output.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tinkerpool.cli", "serve", *arguments, "--ready-file", str(ready_file)],

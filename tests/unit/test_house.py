@@ -18,7 +18,7 @@ PACKAGES = ("tinkerpool", "workers", "coordinator")
 
 # library -> the only files that may import it
 CONFINED = {
-    "sqlite3": ["coordinator/storage/database.py"],
+    "sqlite3": ["coordinator/storage/sqlite.py"],
     "ray": ["workers/pool/*.py"],
     "grpc": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py", "tinkerpool/*_pb2_grpc.py"],
     "grpc_health": ["coordinator/doors/grpc/*.py"],

@@ -51,6 +51,8 @@ def status(
         f"{_plural(response.num_queued, 'operation')} queued, {response.num_running} running, "
         f"{_plural(response.num_samples, 'sample request')} open, of {_plural(response.num_tenants, 'tenant')}"
     )
+    if response.problem:
+        show.say(f"Problem: {response.problem}")
     show.console.print()
     _show_workers(response.workers)
     if response.probations:

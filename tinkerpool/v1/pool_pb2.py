@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from tinkerpool.v1 import probation_pb2 as tinkerpool_dot_v1_dot_probation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dtinkerpool/v1/probation.proto\"\xa9\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xcd\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\x9e\x02\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bnum_tenants\x18\n \x01(\x03\x12,\n\nprobations\x18\t \x03(\x0b\x32\x18.tinkerpool.v1.Probation\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"\x96\x01\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\x12\x12\n\nfile_bytes\x18\x06 \x01(\x03\x12\x14\n\x0c\x66ile_seconds\x18\x07 \x01(\x01\"\x11\n\x0fGetUsageRequest\"9\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow2\x8e\x02\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dtinkerpool/v1/probation.proto\"\xa9\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xcd\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\xaf\x02\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bnum_tenants\x18\n \x01(\x03\x12,\n\nprobations\x18\t \x03(\x0b\x32\x18.tinkerpool.v1.Probation\x12\x0f\n\x07problem\x18\x0b \x01(\t\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"\x96\x01\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\x12\x12\n\nfile_bytes\x18\x06 \x01(\x03\x12\x14\n\x0c\x66ile_seconds\x18\x07 \x01(\x01\"\x11\n\x0fGetUsageRequest\"9\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow2\x8e\x02\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPOOLSTATUSREQUEST']._serialized_start=618
   _globals['_GETPOOLSTATUSREQUEST']._serialized_end=660
   _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=663
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=949
-  _globals['_WATCHCYCLESREQUEST']._serialized_start=951
-  _globals['_WATCHCYCLESREQUEST']._serialized_end=971
-  _globals['_WATCHCYCLESRESPONSE']._serialized_start=973
-  _globals['_WATCHCYCLESRESPONSE']._serialized_end=1031
-  _globals['_USAGEROW']._serialized_start=1034
-  _globals['_USAGEROW']._serialized_end=1184
-  _globals['_GETUSAGEREQUEST']._serialized_start=1186
-  _globals['_GETUSAGEREQUEST']._serialized_end=1203
-  _globals['_GETUSAGERESPONSE']._serialized_start=1205
-  _globals['_GETUSAGERESPONSE']._serialized_end=1262
-  _globals['_POOLSERVICE']._serialized_start=1265
-  _globals['_POOLSERVICE']._serialized_end=1535
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=966
+  _globals['_WATCHCYCLESREQUEST']._serialized_start=968
+  _globals['_WATCHCYCLESREQUEST']._serialized_end=988
+  _globals['_WATCHCYCLESRESPONSE']._serialized_start=990
+  _globals['_WATCHCYCLESRESPONSE']._serialized_end=1048
+  _globals['_USAGEROW']._serialized_start=1051
+  _globals['_USAGEROW']._serialized_end=1201
+  _globals['_GETUSAGEREQUEST']._serialized_start=1203
+  _globals['_GETUSAGEREQUEST']._serialized_end=1220
+  _globals['_GETUSAGERESPONSE']._serialized_start=1222
+  _globals['_GETUSAGERESPONSE']._serialized_end=1279
+  _globals['_POOLSERVICE']._serialized_start=1282
+  _globals['_POOLSERVICE']._serialized_end=1552
 # @@protoc_insertion_point(module_scope)

@@ -206,6 +206,7 @@ class GetPoolStatusResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_TENANTS_FIELD_NUMBER: _builtins.int
     PROBATIONS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Operations that wait."""
     num_running: _builtins.int
@@ -220,6 +221,8 @@ class GetPoolStatusResponse(_message.Message):
     """Seconds since the coordinator started."""
     num_tenants: _builtins.int
     """Tenants with operations that wait or run."""
+    problem: _builtins.str
+    """Why the pool refuses new work at the moment, such as a full disk, for people; empty: it takes it."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """All workers."""
@@ -245,10 +248,11 @@ class GetPoolStatusResponse(_message.Message):
         uptime_seconds: _builtins.float = ...,
         num_tenants: _builtins.int = ...,
         probations: _abc.Iterable[_probation_pb2.Probation] | None = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "problem", b"problem", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

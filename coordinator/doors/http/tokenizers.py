@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from coordinator.service import Service
-from coordinator.storage.disk import Disk, RealDisk
+from coordinator.storage.disk import FULL, Disk, RealDisk
 from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import sessions_pb2 as pb
 
+_log = logging.getLogger(__name__)
 _NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", role=Role.READ_ONLY)
 """Capabilities and tokenizers do not depend on the tenant."""
 
@@ -22,16 +24,23 @@ _NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", role=Role.READ_O
 async def write_tokenizers(service: Service, root: Path, disk: Disk | None = None) -> dict[str, Path]:
     """Write every base model's tokenizer below `root` unless it exists; return the directory of each base model.
 
-    `disk` is the machine's by default. Raises OSError.
+    A full disk leaves base models out: their clients load the tokenizer through the pool. `disk` is the machine's by
+    default. Raises OSError.
     """
     directories = {}
     capabilities = await service.get_capabilities(_NO_TENANT, pb.GetCapabilitiesRequest())
     for model in capabilities.base_models:
         found = await service.get_tokenizer(_NO_TENANT, pb.GetTokenizerRequest(base_model=model.name))
-        if found.files:
+        if not found.files:
+            continue
+        try:
             directories[model.name] = await asyncio.to_thread(
                 _write, disk or RealDisk(), root, model.name, dict(found.files)
             )
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            _log.warning("the disk is full: the tokenizer of %s is not written for clients", model.name)
     return directories
 
 

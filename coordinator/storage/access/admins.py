@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.storage.database import Connection
+from coordinator.storage.sqlite import Connection
 
 HAS_ADMIN = """SELECT 1 FROM api_keys JOIN tenants USING (tenant_id)
     WHERE role = 'admin' AND revoked_at IS NULL AND expires_at IS NULL AND suspended_at IS NULL AND deletion_at IS NULL

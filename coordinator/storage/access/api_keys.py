@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
-from coordinator.storage.database import Connection, Database
+from coordinator.storage.database import Database
 from coordinator.storage.rows import ApiKeyRow, Page, Table
+from coordinator.storage.sqlite import Connection
 from coordinator.storage.tenants import add_tenant
 
 

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.storage.database import Connection, Database
+from coordinator.storage.database import Database
 from coordinator.storage.rows import AuditRow, Table
+from coordinator.storage.sqlite import Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

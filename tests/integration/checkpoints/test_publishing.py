@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from tests.support.faults import held_task
 from tests.support.publishing import (
     ROUND,

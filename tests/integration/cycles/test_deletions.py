@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from coordinator.base.errors import ServiceError
-from coordinator.storage.database import DiskFullError
+from coordinator.storage.sqlite import DiskFullError
 from tests.support.faults import held
 from tests.support.toy_pool import (
     expected_chain,

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.database import DiskFullError
 from coordinator.storage.rows import FileUse
+from coordinator.storage.sqlite import DiskFullError
 from coordinator.storage.tenants import add_file_use, add_month, add_usage
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.database import query

@@ -16,9 +16,9 @@ from coordinator.runtime import backup as backups
 from coordinator.runtime.backup import Backup, Progress, back_up, remove_leftovers
 from coordinator.storage import copies
 from coordinator.storage.copies import NamedState, named_states
-from coordinator.storage.database import Connection, open_read_only, open_target, problems_of
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, read_side_file
+from coordinator.storage.sqlite import Connection, open_read_only, open_target, problems_of
 from tests.support.disk.backups import flip_a_byte, folder_of, lost, quiet, trained
 from tests.support.toy_pool import running_pool
 

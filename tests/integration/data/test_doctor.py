@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.runtime.data_dir import FAILED_SYNC, RESERVE
 from coordinator.runtime.doctor import Report, examine
+from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
 from coordinator.storage.identity import DATABASE, SIDE_FILE
 from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained
@@ -92,6 +94,25 @@ async def test_a_start_that_would_be_refused_is_a_problem_with_its_reason(
     [problem] = report_on(pool).problems
     assert problem.startswith("a start would be refused: ")
     assert sentence in problem
+
+
+async def test_a_full_disk_is_a_note_and_after_a_failed_sync_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool_at(tmp_path)
+    shutil.rmtree(tmp_path / RESERVE)
+    monkeypatch.setattr(RealDisk, "free", lambda *_: 100_000_000)
+    [note] = report_on(tmp_path).notes
+    assert note.startswith("the disk has 100 MB free: new work is refused below 268 MB")
+    monkeypatch.setattr(RealDisk, "free", lambda *_: 0)
+    [note] = report_on(tmp_path).notes
+    assert note == "the disk is full: a start serves reads, results and deletions alone until 4 MB more are free"
+    (tmp_path / FAILED_SYNC).touch(0o600)
+    report = report_on(tmp_path)
+    assert report.problems == [
+        "a start would be refused: a sync failed, and the disk has no room to copy the log: free 4 MB more"
+    ]
+    assert not report.notes
 
 
 async def test_a_damaged_database_is_a_problem(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.access.audit import Act
 from coordinator.storage.cycles import CycleCommit
-from coordinator.storage.database import DiskFullError
+from coordinator.storage.sqlite import DiskFullError
 from tests.support.faults import held
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, refusal, running_pool, sample_request, tokens_of
 from tests.support.waiting import until

@@ -59,7 +59,7 @@ class ApswConnection:
     def __init__(self, path: Path, *, vfs: str | None = None, is_read_only: bool = False) -> None:
         """Open the database, or create it. Raises sqlite3.OperationalError.
 
-        `is_read_only`: change no file, as `coordinator.storage.database.open_read_only`.
+        `is_read_only`: change no file, as `coordinator.storage.sqlite.open_read_only`.
         """
         has_log = path.with_name(f"{path.name}-wal").exists()
         name = f"file:{path}?{'mode=ro' if has_log else 'immutable=1'}" if is_read_only else str(path)

@@ -208,6 +208,7 @@ def test_a_second_ctrl_c_ends_a_pool_that_does_not_stop(terminal: Terminal) -> N
         ("serve", ["--model", "tests"], "tests is no model directory: there is no config.json in it"),
         ("serve", ["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and without TLS"),
         ("serve", ["--cycle-tokens", "0"], "--cycle-tokens takes a whole number from 1 up, or auto; got '0'"),
+        ("serve", ["--disk-free-min", "much"], "--disk-free-min: it takes a whole number, 0 or more; KiB, MiB, GiB"),
         ("serve", ["--cycle-tokens", "many"], "--cycle-tokens takes a whole number from 1 up, or auto; got 'many'"),
         ("serve", ["--tls-cert", "x"], "TLS needs both a certificate and its key"),
         ("serve", ["--model", "a=kjv-2m", "--model", "a=kjv-2m"], "each model needs a name of its own"),

@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.base.errors import ServiceError
 from coordinator.operations.sessions import SessionTable
-from coordinator.storage.database import StorageError
 from coordinator.storage.rows import SamplerRow
+from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from tests.support.database import session_row
 from tests.support.toy_pool import FakeTime

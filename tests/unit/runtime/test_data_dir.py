@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.runtime.data_dir import NOTE_S, DataDir, DataDirError, DataDirInUse, Seams
 from coordinator.storage.disk import RealDisk
@@ -28,13 +29,13 @@ STATE = AdapterState(weights=b"w" * 3000, optimizer=b"m" * 50, num_steps=4, appl
 
 
 def opened(path: Path, *, now: float = 1.0) -> DataDir:
-    return DataDir(path, FakeTime(now=now), Failure(), Seams())
+    return DataDir(CoordinatorConfig(data_dir=path), FakeTime(now=now), Failure(), Seams())
 
 
 async def epoch(path: Path, *, service_s: float = 0.0) -> Identity:
     """Run an epoch of so many seconds, with a folder; return the identity at its end."""
     time = FakeTime(now=1.0)
-    data_dir = DataDir(path, time, Failure(), Seams())
+    data_dir = DataDir(CoordinatorConfig(data_dir=path), time, Failure(), Seams())
     await data_dir.begin_epoch()
     identity = data_dir.store.identity()
     (path / "checkpoints" / identity.new_folder()).mkdir(mode=0o700)
@@ -117,7 +118,7 @@ async def test_a_copy_from_within_the_last_epoch_is_refused_after_a_clean_stop(t
 
 async def test_a_copy_from_within_the_epoch_of_a_killed_pool_is_refused(tmp_path: Path) -> None:
     time = FakeTime(now=1.0)
-    data_dir = DataDir(tmp_path / "pool", time, Failure(), Seams())
+    data_dir = DataDir(CoordinatorConfig(data_dir=tmp_path / "pool"), time, Failure(), Seams())
     await data_dir.begin_epoch()
     noting = asyncio.create_task(data_dir.keep_noting(time))
     await asyncio.sleep(0)
@@ -225,7 +226,7 @@ async def test_a_directory_that_all_users_share_stays_as_it_is(tmp_path: Path) -
 def test_a_data_directory_on_a_network_file_system_is_refused_before_it_is_made(tmp_path: Path) -> None:
     table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:50 / {tmp_path} rw - nfs4 server:/export rw\n"
     with pytest.raises(DataDirError, match=r"network file system \(nfs4, mounted at .*disk of this machine"):
-        DataDir(tmp_path / "pool", FakeTime(), Failure(), Seams(mounts=lambda: table))
+        DataDir(CoordinatorConfig(data_dir=tmp_path / "pool"), FakeTime(), Failure(), Seams(mounts=lambda: table))
     assert not (tmp_path / "pool").exists()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.storage.access.audit import Act, record
-from coordinator.storage.database import StorageError
+from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 
 

@@ -5,7 +5,8 @@ import errno
 import shutil
 import sqlite3
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -13,24 +14,25 @@ from typing import cast
 import pytest
 
 from coordinator.base.errors import Failure
-from coordinator.storage import database as database_module
+from coordinator.storage import sqlite as sqlite_module
 from coordinator.storage.cycles import CycleCommit, Cycles
-from coordinator.storage.database import (
+from coordinator.storage.database import Database
+from coordinator.storage.disk import FailedSync, RealDisk, Reserve
+from coordinator.storage.schema import SCHEMA_VERSION
+from coordinator.storage.sqlite import (
     Connection,
-    Database,
     DiskFullError,
     LockedError,
     StorageError,
+    StoreBrokenError,
     open_connection,
     open_read_only,
     read_closed,
     set_pragmas,
 )
-from coordinator.storage.disk import RealDisk, Reserve
-from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query
 from tests.support.disk.apsw_connection import ApswConnection, locked_error
-from tests.support.disk.lossy_vfs import LossyVfs
+from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
 from tests.support.logs import logged_by
 from tests.support.toy_pool import FakeTime
 
@@ -191,7 +193,7 @@ async def test_a_full_disk_fails_the_writes_that_need_room_and_no_later_ones(dat
 async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(database_module, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr(sqlite_module, "LOCK_WAIT_S", 0.01)
     monkeypatch.setattr("coordinator.storage.cycles.RETRY_S", 0.001)
     database = opened(tmp_path / "log.db")
     other = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
@@ -217,7 +219,7 @@ async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
 async def test_a_stop_in_a_locked_database_ends_the_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr(sqlite_module, "LOCK_WAIT_S", 0.01)
     monkeypatch.setattr("coordinator.storage.cycles.RETRY_S", 0.001)
     database = opened(tmp_path / "log.db")
     other = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
@@ -252,32 +254,67 @@ async def test_a_start_waits_for_a_locked_database_and_then_says_what_to_do(
         Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect)
 
 
-def database_on_a_small_disk(folder: Path) -> tuple[LossyVfs, Reserve, Database]:
-    """Return a file system that can be full, a reserve on it and a database that uses both."""
-    vfs = LossyVfs("full", Random(0))
+@dataclass(slots=True)
+class SmallDisk:
+    """A file system that can be full, with a reserve; opens databases that use both."""
 
-    def connect(path: Path) -> Connection:
-        connection = cast("Connection", ApswConnection(path, vfs=vfs.name))
-        set_pragmas(connection)
-        return connection
+    folder: Path
+    vfs: LossyVfs
+    disk: RealDisk
+    reserve: Reserve
+    failure: Failure = field(default_factory=Failure)
+
+    def open(self) -> Database:
+        def connect(path: Path) -> Connection:
+            connection = cast("Connection", ApswConnection(path, vfs=self.vfs.name))
+            set_pragmas(connection)
+            return connection
+
+        failed_sync = FailedSync(self.folder / "failed", self.disk)
+        self.reserve = Reserve(self.folder / "reserve", self.disk)
+        return Database(
+            self.folder / "log.db",
+            FakeTime(),
+            self.failure,
+            connect=connect,
+            reserve=self.reserve,
+            failed_sync=failed_sync,
+        )
+
+    def kill(self, database: Database) -> None:
+        """End the process that has a database open."""
+        self.vfs.kill()
+        for connection in (database._writer, database._reader):  # private: a killed process closes nothing
+            close_quietly(connection)
+        self.vfs.restart()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    vfs = LossyVfs("full", Random(0))
 
     class CountingDisk(RealDisk):
         def write(self, path: Path, content: bytes) -> None:
-            if vfs.is_full:
+            if vfs.is_full and content:
                 raise OSError(errno.ENOSPC, "no space left")
             super().write(path, content)
 
-        def remove(self, folder: Path) -> None:
-            vfs.room += sum(path.stat().st_size for path in folder.glob("*"))
-            super().remove(folder)
+        def remove(self, path: Path) -> None:
+            vfs.room += sum(each.stat().st_size for each in path.glob("*"))
+            super().remove(path)
 
-    reserve = Reserve(folder / "reserve", CountingDisk())
-    return vfs, reserve, Database(folder / "log.db", FakeTime(), Failure(), connect=connect, reserve=reserve)
+        def free(self, folder: Path) -> int:
+            return vfs.room if vfs.is_full else super().free(folder)
+
+    disk = CountingDisk()
+    yield SmallDisk(tmp_path, vfs, disk, Reserve(tmp_path / "reserve", disk))
+    vfs.unregister()
 
 
-async def test_each_deletion_on_a_full_disk_leaves_the_reserve_to_the_next_one(tmp_path: Path) -> None:
+async def test_each_deletion_on_a_full_disk_leaves_the_reserve_to_the_next_one(small_disk: SmallDisk) -> None:
     """Otherwise the write-ahead log would grow with each, until it is copied into the database at the next chance."""
-    vfs, reserve, database = database_on_a_small_disk(tmp_path)
+    database = small_disk.open()
+    vfs, reserve = small_disk.vfs, small_disk.reserve
     assert reserve.take()
     await asyncio.gather(*(insert_cycle(database, cycle_id) for cycle_id in range(60)))
     vfs.is_full = True
@@ -288,13 +325,13 @@ async def test_each_deletion_on_a_full_disk_leaves_the_reserve_to_the_next_one(t
     assert not reserve.is_held
     assert room[-1] == room[5], "the last deletions took no more room"
     await database.close()
-    vfs.unregister()
 
 
 async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vfs, reserve, database = database_on_a_small_disk(tmp_path)
+    database = small_disk.open()
+    vfs, reserve = small_disk.vfs, small_disk.reserve
     assert reserve.take()
     for cycle_id in range(500):
         insert_cycle(database, cycle_id, bytes(10_000))
@@ -303,7 +340,7 @@ async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
     for cycle_id in range(500):
         await database.execute("DELETE FROM cycles WHERE cycle_id = ?", (cycle_id,), is_deletion=True)
         if cycle_id % 50 == 0:
-            await database.take_reserve()
+            await database.regain_room()
             with pytest.raises(DiskFullError):
                 await insert_cycle(database, 501 + cycle_id)
     assert not reserve.is_held
@@ -311,15 +348,94 @@ async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
     vfs.is_full = False
     with pytest.raises(DiskFullError):
         await insert_cycle(database, 501)
-    await database.take_reserve()
+    await database.regain_room()
     assert reserve.is_held
     await insert_cycle(database, 501)
     await database.close()
-    vfs.unregister()
     assert [message.partition(" (")[0] for message in logged_by("coordinator.storage", caplog)] == [
         "the disk is full",
         "the disk has room again",
     ]
+
+
+async def test_a_start_on_a_full_disk_takes_deletions_alone_until_the_log_is_copied(small_disk: SmallDisk) -> None:
+    """What the log of the killed process adds to the database has no room, not even that of the reserve."""
+    before = small_disk.open()
+    assert small_disk.reserve.take()
+    await asyncio.gather(*(insert_cycle(before, number, bytes(100_000)) for number in range(100)))
+    small_disk.kill(before)
+    small_disk.vfs.is_full = True
+    database = small_disk.open()
+    assert not small_disk.reserve.take()
+    assert "only reads, results and deletions are served" in database.lack_of_room()
+    assert len(cycle_ids(database)) == 100
+    await database.execute("DELETE FROM cycles WHERE cycle_id = ?", (7,), is_deletion=True)
+    with pytest.raises(DiskFullError):
+        await insert_cycle(database, 100)
+    await database.regain_room()
+    assert database.problem()
+    small_disk.vfs.is_full = False
+    await database.regain_room()
+    await insert_cycle(database, 100)
+    assert not database.problem()
+    assert len(cycle_ids(database)) == 100
+    await database.close()
+
+
+async def test_a_start_on_a_full_disk_releases_the_reserve_for_the_log_of_the_last_process(
+    small_disk: SmallDisk,
+) -> None:
+    before = small_disk.open()
+    assert small_disk.reserve.take()
+    await asyncio.gather(*(insert_cycle(before, number, bytes(10_000)) for number in range(100)))
+    small_disk.kill(before)
+    small_disk.vfs.is_full = True
+    database = small_disk.open()
+    assert small_disk.vfs.room > 0
+    assert not (small_disk.folder / "log.db-wal").stat().st_size, "the log is in the database"
+    await database.execute("DELETE FROM cycles WHERE cycle_id = ?", (7,), is_deletion=True)
+    await database.close()
+
+
+async def test_after_a_failed_sync_a_start_needs_room_for_the_whole_log(small_disk: SmallDisk) -> None:
+    """Behind a hole of the log, which the page cache hides, no commit would survive a power cut."""
+    before = small_disk.open()
+    assert small_disk.reserve.take()
+    await asyncio.gather(*(insert_cycle(before, number, bytes(100_000)) for number in range(100)))
+
+    def fail(operation: str, _: str) -> None:
+        if operation == "sync":
+            raise sync_error()
+
+    small_disk.vfs.on_operation = fail
+    with pytest.raises(StoreBrokenError):
+        await insert_cycle(before, 100)
+    small_disk.vfs.on_operation = lambda operation, file: None
+    small_disk.kill(before)
+    small_disk.vfs.is_full = True
+    with pytest.raises(DiskFullError, match=r"its log may have holes.* free 1\d MB, then start again"):
+        small_disk.open()
+    small_disk.vfs.is_full = False
+    await small_disk.open().close()
+    assert not (small_disk.folder / "failed").exists()
+
+
+async def test_new_work_is_refused_below_the_floor_of_free_space(tmp_path: Path) -> None:
+    class MeasuredDisk(RealDisk):
+        num_free = 1 << 30
+
+        def free(self, folder: Path) -> int:
+            return self.num_free
+
+    disk = MeasuredDisk()
+    reserve = Reserve(tmp_path / "reserve", disk, floor_bytes=300_000_000)
+    database = Database(tmp_path / "log.db", FakeTime(), Failure(), reserve=reserve)
+    reserve.take()
+    assert not database.lack_of_room()
+    disk.num_free = 299_000_000
+    assert database.lack_of_room() == "the pool's disk has 299 MB free: new work is taken from 300 MB on"
+    await insert_cycle(database, 1)
+    await database.close()
 
 
 async def test_a_read_on_another_thread_is_refused(database: Database) -> None:

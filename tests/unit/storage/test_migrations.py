@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Failure
-from coordinator.storage.database import Connection, Database, open_read_only, read_closed
+from coordinator.storage.database import Database
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA_VERSION
+from coordinator.storage.sqlite import Connection, open_read_only, read_closed
 from coordinator.storage.store import Store
 from tests.support.database import query
 from tests.support.toy_pool import FakeTime

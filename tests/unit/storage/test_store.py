@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.storage.cycles import CycleCommit, StagedStates
-from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, NewOperation, SamplerRow, SnapshotRow
+from coordinator.storage.sqlite import ConflictError
 from coordinator.storage.store import Store
 from tests.support.database import adapter_row, open_store, query, session_row
 
