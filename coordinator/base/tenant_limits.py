@@ -60,8 +60,9 @@ class TenantLimits:
     checkpoints_max: int = 10_000
     """Most checkpoints: a hundred runs that save a hundred times."""
     stored_bytes_max: int = 1 << 40
-    """Most bytes of checkpoints: a thousand states of rank 32 of a model of 8 billion parameters. Snapshots and unnamed
-    samplers are not counted: their number has a ceiling (`adapters_max`, `samplers_max`), and the pool deletes them."""
+    """Most bytes of everything that is stored: checkpoints, the states of adapters, samplers, metadata, requests until
+    a snapshot replaces them, and results. A thousand states of rank 32 of a model of 8 billion parameters. A tenant
+    above it keeps what it has; only what would add to that is refused."""
     operations_per_s: float | None = 1000.0
     """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
     acknowledges. The operation that others wait for is always accepted, and counted. So are, one each, the creations
@@ -93,7 +94,7 @@ LABELS: Mapping[str, str] = {
     "samples_max": "unfinished samples of yours",
     "samplers_max": "samplers of yours",
     "checkpoints_max": "checkpoints of yours",
-    "stored_bytes_max": "bytes of your checkpoints",
+    "stored_bytes_max": "bytes that you store",
     "operations_per_s": f"operations and creations of yours within {BURST_S:g} s",
     "tokens_per_s": f"tokens of yours within {BURST_S:g} s",
     "tokens_per_month": "tokens of yours in this month (UTC), with the most that unfinished operations may take",

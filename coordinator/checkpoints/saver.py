@@ -115,6 +115,7 @@ class Saver:
             version=operation.name,
             created_at=self._time.wall(),
             is_inflight=request.is_inflight,
+            file_bytes=self.states.holdings.weights_bytes(log.spec, log.base_model),
         )
         if self.states.publishing.can_hold(log.base_model, state):
             self.states.publishing.hold(unnamed(row, log.spec, state))

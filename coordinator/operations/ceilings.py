@@ -42,7 +42,7 @@ class Ceilings:
         return self._holdings.num_checkpoints(tenant_id) + self._in_flight.claimed(tenant_id).num_checkpoints
 
     def stored_bytes(self, tenant_id: str) -> int:
-        """Return the bytes of the checkpoints that a tenant has or is saving."""
+        """Return the bytes that a tenant stores, with those that its unfinished operations may add."""
         return self._holdings.num_bytes(tenant_id) + self._in_flight.claimed(tenant_id).num_bytes
 
     def num_samplers(self, tenant_id: str) -> int:
@@ -60,13 +60,12 @@ class Ceilings:
     def refusal(self, tenant_id: str, claim: Claim) -> ServiceError | None:
         """Return why an operation with this claim is refused for good; None: it has room."""
         limits, quota = self.quotas.of(tenant_id), self.quotas.quota
-        num_checkpoints, num_bytes = self.num_checkpoints(tenant_id), self.stored_bytes(tenant_id)
+        num_checkpoints = self.num_checkpoints(tenant_id)
         if claim.num_checkpoints and num_checkpoints + claim.num_checkpoints > limits.checkpoints_max:
             used = quota(tenant_id, "checkpoints_max", num_checkpoints)
             return over_ceiling("CHECKPOINT_QUOTA", used, "delete some, or save with a time to live")
-        if claim.num_bytes and num_bytes + claim.num_bytes > limits.stored_bytes_max:
-            used = quota(tenant_id, "stored_bytes_max", num_bytes)
-            return over_ceiling("STORAGE_QUOTA", used, f"this save adds {claim.num_bytes}: delete some checkpoints")
+        if claim.num_bytes and (error := self._storage_refusal(tenant_id, claim.num_bytes)) is not None:
+            return error
         if claim.num_tokens and limits.tokens_per_month is not None:
             num_tokens = self.num_tokens(tenant_id)
             if num_tokens + claim.num_tokens > limits.tokens_per_month:
@@ -87,19 +86,35 @@ class Ceilings:
             raise full("SAMPLES_FULL", quota, "wait for some samples to finish")
 
     @contextmanager
-    def adding_sampler(self, tenant_id: str, session_id: str) -> Iterator[None]:
+    def storing(self, tenant_id: str, num_bytes: int) -> Iterator[None]:
+        """Reserve bytes while the block stores something that is no operation. Raises ServiceError STORAGE_QUOTA."""
+        if (refusal := self._storage_refusal(tenant_id, num_bytes)) is not None:
+            raise refusal
+        with self._holdings.reserving(tenant_id, num_bytes):
+            yield
+
+    @contextmanager
+    def adding_sampler(self, tenant_id: str, session_id: str, num_bytes: int) -> Iterator[None]:
         """Count a sampler of a live session; if the block, which writes its row, raises, count it no longer.
 
-        Raises ServiceError SAMPLER_QUOTA if the tenant has as many as it may have.
+        `num_bytes`: of its row. Raises ServiceError SAMPLER_QUOTA or STORAGE_QUOTA if the tenant has no room for it.
         """
         if (refusal := self._sampler_refusal(tenant_id)) is not None:
             raise refusal
         self._sessions.count_samplers(session_id, 1)
         try:
-            yield
+            with self.storing(tenant_id, num_bytes):
+                yield
         except BaseException:
             self._sessions.count_samplers(session_id, -1)
             raise
+
+    def _storage_refusal(self, tenant_id: str, added: int) -> ServiceError | None:
+        if (stored := self.stored_bytes(tenant_id)) + added <= self.quotas.of(tenant_id).stored_bytes_max:
+            return None
+        used = self.quotas.quota(tenant_id, "stored_bytes_max", stored)
+        mend = f"this may add {added}: delete checkpoints or adapters, or finish sessions"
+        return over_ceiling("STORAGE_QUOTA", used, mend)
 
     def _sampler_refusal(self, tenant_id: str) -> ServiceError | None:
         if (num_samplers := self.num_samplers(tenant_id)) < self.quotas.of(tenant_id).samplers_max:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
+from coordinator.fleet.fleet import Fleet
 from coordinator.operations.admission import Admission
 from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.holdings import Holdings
@@ -49,15 +50,15 @@ class Registers:
     rates: Rates
 
 
-def open_registers(context: Context, store: Store) -> Registers:
+def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
     """Return the registers, with the live sessions of the last epoch."""
     quotas = Quotas(store, context.config.tenant_limits)
     finished_samples = FinishedSamples(context.epoch)
     in_flight = InFlightTable(finished_samples)
-    registry = AdapterRegistry(context.time, store.adapters)
+    holdings = Holdings(store, fleet)
+    registry = AdapterRegistry(context.time, store.adapters, holdings)
     sessions = SessionTable(store, context.time)
     sessions.load()
-    holdings = Holdings(store)
     rates = Rates(quotas, context.time.monotonic)
     ceilings = Ceilings(quotas, in_flight, sessions, holdings, Spending(store, in_flight, context.time.wall))
     return Registers(

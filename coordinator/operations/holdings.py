@@ -1,26 +1,31 @@
-"""What tenants hold beside queued requests: stored checkpoints, and what unfinished operations will add (claims).
+"""What tenants store: checkpoints, states of adapters, rows, and what unfinished operations will add (claims).
 
 A ceiling counts what is stored and what was claimed, so that operations that are accepted together never exceed it
 together. An operation's claim ends in the moment in which its outcome becomes visible; what it stored counts from the
 same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
 
-Depends on rows of checkpoints; not on limits, or on when a state is written. Main invariant: the numbers of a tenant
-are those of its rows, from the moment in which it sees the commit.
+Rows (metadata, requests, results, samplers with their files) are counted by the database itself. An adapter counts the
+state that it will have as soon as it exists, because a snapshot of it cannot be refused.
+
+Depends on rows and on facts of base models; not on limits, or on when a state is written. Main invariant: the numbers
+of a tenant are those of its rows, from the moment in which it sees the commit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from coordinator.fleet.fleet import Fleet
 from coordinator.payloads.passes import Chunk
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import CheckpointRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
-from workers.contract.messages import AdapterSpec, ModelInfo
+from workers.contract.messages import AdapterSpec
 
 SaveRequest = checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest
 _FLOAT_BYTES = 4
@@ -34,7 +39,7 @@ class Claim:
 
     num_checkpoints: int = 0
     num_bytes: int = 0
-    """Of checkpoints; without the few KiB of a file's header."""
+    """Of files, without the few KiB of a header, and of results."""
     num_samplers: int = 0
     num_samples: int = 0
     """Continuations that are not finished."""
@@ -56,10 +61,11 @@ NO_CLAIM = Claim()
 
 
 class Holdings:
-    """The checkpoints of each tenant: their number, and their bytes."""
+    """What each tenant stores: the number of its checkpoints, and the bytes of everything."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fleet: Fleet) -> None:
         self._store = store
+        self._fleet = fleet
         self._num_checkpoints: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
         for tenant_id, (num_checkpoints, num_bytes) in store.checkpoints.totals().items():
@@ -70,23 +76,50 @@ class Holdings:
         return self._num_checkpoints[tenant_id]
 
     def num_bytes(self, tenant_id: str) -> int:
-        """Return the bytes of a tenant's checkpoints."""
-        return self._num_bytes[tenant_id]
+        """Return the bytes that a tenant stores: files and rows."""
+        return self._num_bytes[tenant_id] + self._store.tenants.row_bytes(tenant_id)
 
-    def claim_of_save(self, adapter_id: str, request: SaveRequest, spec: AdapterSpec, model: ModelInfo | None) -> Claim:
-        """Return the claim of a save; `model`: None if it is not served now.
-
-        One that overwrites a checkpoint claims the bytes that it adds.
-        """
+    def claim_of_save(self, spec: AdapterSpec, base_model: str, request: SaveRequest) -> Claim:
+        """Return the claim of a save. One that overwrites a checkpoint claims the bytes that it adds."""
+        num_bytes = self.weights_bytes(spec, base_model)
         if not request.name:
-            return Claim(num_samplers=1)
-        num_bytes = _num_bytes(request, spec, model)
+            return Claim(num_samplers=1, num_bytes=num_bytes)
+        if isinstance(request, checkpoints_pb2.SaveStateRequest):
+            num_bytes *= _TRAINING_COPIES
         if (
             request.overwrite
-            and (old := self._store.checkpoints.by_path(str(save_path(adapter_id, request)))) is not None
+            and (old := self._store.checkpoints.by_path(str(save_path(spec.adapter_id, request)))) is not None
         ):
             return Claim(num_bytes=max(0, num_bytes - old.size_bytes))
         return Claim(num_checkpoints=1, num_bytes=num_bytes)
+
+    def weights_bytes(self, spec: AdapterSpec, base_model: str) -> int:
+        """Return the bytes of an adapter's weights; 0 if its base model is not served now."""
+        model = self._fleet.models.get(base_model)
+        trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
+        params = sum(count for kind, count in model.adapter_params.items() if trained[kind]) if model is not None else 0
+        return _FLOAT_BYTES * spec.rank * params
+
+    def state_bytes(self, spec: AdapterSpec, base_model: str) -> int:
+        """Return the bytes of an adapter's training state; 0 if its base model is not served now."""
+        return _TRAINING_COPIES * self.weights_bytes(spec, base_model)
+
+    def add_state(self, tenant_id: str, spec: AdapterSpec, base_model: str) -> None:
+        """Count the training state of an adapter that exists from now on."""
+        self._count(tenant_id, 0, self.state_bytes(spec, base_model))
+
+    def remove_state(self, tenant_id: str, spec: AdapterSpec, base_model: str) -> None:
+        """Stop counting the training state of an adapter that is deleted."""
+        self._count(tenant_id, 0, -self.state_bytes(spec, base_model))
+
+    @contextmanager
+    def reserving(self, tenant_id: str, num_bytes: int) -> Iterator[None]:
+        """Count bytes during the block, which stores them and counts them itself at its end."""
+        self._count(tenant_id, 0, num_bytes)
+        try:
+            yield
+        finally:
+            self._count(tenant_id, 0, -num_bytes)
 
     def add(self, row: CheckpointRow) -> None:
         """Count a checkpoint whose row is stored."""
@@ -108,13 +141,19 @@ class Holdings:
 
 
 def claim_of_pass(chunks: Iterable[Chunk]) -> Claim:
-    """Return the claim of a pass: its tokens, which are known. Another operation without chunks claims nothing."""
-    return Claim(num_tokens=sum(chunk.num_tokens for chunk in chunks))
+    """Return the claim of a pass: its tokens, which are known, and its result, a log-probability for each of them.
+
+    Another operation without chunks claims nothing.
+    """
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    return Claim(num_tokens=num_tokens, num_bytes=_FLOAT_BYTES * num_tokens)
 
 
 def claim_of_sample(decoded: DecodedSample) -> Claim:
-    """Return the claim of a sample: its continuations, and the most tokens that they can have."""
-    return Claim(num_samples=decoded.num_samples, num_tokens=decoded.num_tokens_max)
+    """Return the claim of a sample: its continuations, the most tokens that they can have, and its result."""
+    return Claim(
+        num_samples=decoded.num_samples, num_tokens=decoded.num_tokens_max, num_bytes=decoded.num_result_bytes_max
+    )
 
 
 def save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:
@@ -124,10 +163,3 @@ def save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:
     else:
         kind = names.EXTERNAL if request.for_export else names.SAMPLER
     return names.CheckpointPath(adapter_id, kind, request.name)
-
-
-def _num_bytes(request: SaveRequest, spec: AdapterSpec, model: ModelInfo | None) -> int:
-    trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
-    params = sum(number for kind, number in model.adapter_params.items() if trained[kind]) if model is not None else 0
-    copies = _TRAINING_COPIES if isinstance(request, checkpoints_pb2.SaveStateRequest) else 1
-    return _FLOAT_BYTES * copies * spec.rank * params

@@ -14,6 +14,7 @@ from coordinator.base.errors import over_ceiling
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.holdings import Holdings
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.rows import AdapterRow
 from coordinator.tenants.limits import Quotas
@@ -109,9 +110,10 @@ class AdapterGroup:
 class AdapterRegistry:
     """All adapters that are not deleted. A base model that is not served has a group, too, which never runs."""
 
-    def __init__(self, time: Time, rows: Adapters) -> None:
+    def __init__(self, time: Time, rows: Adapters, holdings: Holdings) -> None:
         self._time = time
         self._rows = rows
+        self._holdings = holdings
         self._logs: dict[str, AdapterLog] = {}
         self._groups: dict[str, AdapterGroup] = {}
         self._num_reserved: Counter[str] = Counter()
@@ -148,11 +150,13 @@ class AdapterRegistry:
         """Register an adapter."""
         assert log.adapter_id not in self._logs
         self._logs[log.adapter_id] = log
+        self._holdings.add_state(log.tenant_id, log.spec, log.base_model)
         self.group_of(log).add(log)
 
     def remove(self, log: AdapterLog) -> None:
         """Remove a deleted adapter."""
-        self._logs.pop(log.adapter_id, None)
+        if self._logs.pop(log.adapter_id, None) is not None:
+            self._holdings.remove_state(log.tenant_id, log.spec, log.base_model)
         self.group_of(log).remove(log)
 
     def num_on(self, worker_id: str, tenant_id: str | None = None) -> int:

@@ -61,6 +61,14 @@ class DecodedSample:
         return len(self.prompt) + self.num_samples * self.params.max_tokens
 
     @property
+    def num_result_bytes_max(self) -> int:
+        """The most bytes of its result: a token and a log-probability are 8, as is each requested one beside them."""
+        num_sampled = self.num_samples * self.params.max_tokens
+        num_prompt = self.topk_prompt_logprobs + self.prompt_alt_tokens_k + self.prompt_logprobs
+        num_targets = self.prompt_targets.size if self.prompt_targets is not None else 0
+        return 8 * (num_sampled * (1 + self.topk_sample_logprobs) + len(self.prompt) * num_prompt + num_targets)
+
+    @property
     def num_cache_blocks_min(self) -> int:
         """Key-value blocks that the request needs at once: its prompt's, and those of one sequence after another."""
         return num_blocks_for(len(self.prompt)) + num_own_blocks(self.params.max_tokens)

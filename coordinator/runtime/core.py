@@ -66,7 +66,7 @@ class Core:
         self.epoch = await self._data_dir.begin_epoch()
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
         self.accounts = Accounts(self.store, self.time.wall)
-        registers = open_registers(context, self.store)
+        registers = open_registers(context, self.store, self.fleet)
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
@@ -86,7 +86,7 @@ class Core:
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
         )
         self._publish(registers, self._runners)
-        Recovery(self.store, self.registry, self.in_flight, self.states, self.samples, self.fleet).run()
+        Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
         self._runners.start(self.tasks, self.time)
         self.tasks.spawn(self._data_dir.keep_noting(self.time))
         self.started_at = self.time.monotonic()

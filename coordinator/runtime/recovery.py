@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from coordinator.checkpoints.published_weights import named, unnamed
 from coordinator.checkpoints.states import States
-from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Claim, claim_of_pass, claim_of_sample
 from coordinator.operations.in_flight import InFlightTable
@@ -40,14 +39,12 @@ class Recovery:
         in_flight: InFlightTable,
         states: States,
         samples: SampleScheduler,
-        fleet: Fleet,
     ) -> None:
         self._store = store
         self._registry = registry
         self._in_flight = in_flight
         self._states = states
         self._samples = samples
-        self._models = fleet.models
 
     def run(self) -> None:
         """Recover everything."""
@@ -95,9 +92,7 @@ class Recovery:
     def _claim(self, log: AdapterLog, operation: Operation) -> Claim:
         """Return what an unfinished operation may add to what its tenant holds: the same as when it was accepted."""
         if operation.kind.is_save:
-            request = save_request(operation)
-            model = self._models.get(log.base_model)
-            return self._states.holdings.claim_of_save(log.adapter_id, request, log.spec, model)
+            return self._states.holdings.claim_of_save(log.spec, log.base_model, save_request(operation))
         return claim_of_pass(operation.chunks)
 
 

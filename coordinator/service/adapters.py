@@ -64,7 +64,11 @@ class AdapterUseCases(UseCases):
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
         self._check_permitted(principal, model.name, spec.rank)
-        with self._core.registry.reserving(principal.tenant_id, self._core.quotas):
+        num_bytes = self._core.holdings.state_bytes(spec, model.name) + len(payload)
+        with (
+            self._core.registry.reserving(principal.tenant_id, self._core.quotas),
+            self._core.ceilings.storing(principal.tenant_id, num_bytes),
+        ):
             self._core.rates.take_creation(principal.tenant_id)
             index = session.take_adapter_index(request.index if request.HasField("index") else None)
             adapter_id = names.adapter_id(session.session_id, index)

@@ -57,7 +57,7 @@ class SamplingUseCases(UseCases):
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
         try:
-            adding = self._core.ceilings.adding_sampler(principal.tenant_id, session.session_id)
+            adding = self._core.ceilings.adding_sampler(principal.tenant_id, session.session_id, len(payload))
             with session.reserving(index), adding:
                 self._core.rates.take_creation(principal.tenant_id)
                 row = SamplerRow(

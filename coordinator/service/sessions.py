@@ -110,7 +110,8 @@ class SessionUseCases(UseCases):
             user_metadata=_to_json(request.user_metadata),
             created_at=core.time.wall(),
         )
-        with core.sessions.reserving(tenant_id, core.quotas):
+        storing = core.ceilings.storing(tenant_id, len(row.user_metadata))
+        with core.sessions.reserving(tenant_id, core.quotas), storing:
             core.rates.take_creation(tenant_id)
             await core.store.sessions.insert(row)
             core.sessions.add(session_id)

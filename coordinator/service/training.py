@@ -178,8 +178,7 @@ class TrainingUseCases(UseCases):
             check_metadata(request.user_metadata, self._core.config.limits)
         except ServiceError as error:
             return Request(kind=kind, raw=request, malformed=error)
-        model = self._core.fleet.models[log.base_model]
-        claim = self._core.holdings.claim_of_save(log.adapter_id, request, log.spec, model)
+        claim = self._core.holdings.claim_of_save(log.spec, log.base_model, request)
         return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)), claim=claim)
 
 

@@ -4,7 +4,16 @@ Text only: `database` runs it, in one transaction with the new version's number.
 the same columns, indexes and triggers as a new one.
 """
 
-from coordinator.storage.schema import API_KEYS, AUDIT, OPERATIONS, PROBATIONS, TENANT_LIMITS, USAGE_MONTHS
+from coordinator.storage.schema import (
+    API_KEYS,
+    AUDIT,
+    OPERATIONS,
+    PROBATIONS,
+    ROW_BYTES,
+    ROW_COUNTS,
+    TENANT_LIMITS,
+    USAGE_MONTHS,
+)
 
 _ACCOUNTS = f"""
 ALTER TABLE tenants ADD COLUMN suspended_at REAL;
@@ -38,8 +47,25 @@ DROP TABLE operations_6;
 """  # noqa: S608 (our text)
 """Payloads and outcomes leave the operations' rows."""
 
+_ROW_BYTES = f"""
+ALTER TABLE tenants ADD COLUMN row_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE samplers ADD COLUMN file_bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE tenants SET row_bytes = found.num_bytes FROM (
+    SELECT tenant_id, SUM(num_bytes) AS num_bytes FROM (
+        SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) AS num_bytes FROM sessions
+        UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + length(payload) FROM adapters
+        UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) FROM checkpoints
+        UNION ALL SELECT tenant_id, {ROW_BYTES} + length(payload) FROM samplers
+        UNION ALL SELECT tenant_id, {ROW_BYTES} + COALESCE(outcome_bytes, 0) FROM operations
+        UNION ALL SELECT tenant_id, num_bytes FROM operations JOIN payloads USING (target_id, seq)
+    ) GROUP BY tenant_id
+) AS found WHERE found.tenant_id = tenants.tenant_id;
+{ROW_COUNTS}"""  # noqa: S608 (our text)
+"""What a tenant's rows have counts among its stored bytes. Files of samplers that were saved before count nothing."""
+
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
+    7: _ROW_BYTES,
 }
 """Schema version to the statements that make the next version of it."""

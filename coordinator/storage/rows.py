@@ -189,6 +189,8 @@ class SamplerRow:
     created_at: float
     is_inflight: bool = False
     """Whether it samples from the newest such sampler of its adapter."""
+    file_bytes: int = 0
+    """Of the weights of an unnamed save, also before their file is written; 0 once its session has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | table | one row for | written when |
 |---|---|---|
 | meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
-| tenants | a tenant with its fair-share counter | it is created, suspended or deleted; a cycle of it commits |
+| tenants | a tenant with its fair-share counter, the bytes of its rows | it or a row of it changes; its cycle commits |
 | tenant_limits | a limit of a tenant that is not the pool's default | an administrator sets it |
 | api_keys | an API key, as the hash of its secret | it is created, rotated or revoked; when it was used, once an hour |
 | audit | an act of an administrator | in the transaction of the act; never changed or deleted |
@@ -30,7 +30,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -102,6 +102,50 @@ CREATE TABLE probations (
 """
 """The tenants whose operations killed workers, also for databases that a migration gives the table."""
 
+ROW_BYTES = 200
+"""What a row counts beside its texts and blobs."""
+
+
+def _counting(table: str, row_bytes: str) -> str:
+    """Return triggers that count what a table's rows have; `row_bytes` is the size of the row `R`."""
+    return "".join(
+        f"""CREATE TRIGGER {table}_count_{event} AFTER {event.upper()} ON {table}
+BEGIN UPDATE tenants SET row_bytes = row_bytes {sign} ({row_bytes.replace("R.", f"{row}.")})
+    WHERE tenant_id = {row}.tenant_id; END;
+"""  # noqa: S608 (our names)
+        for event, row, sign in (("insert", "NEW", "+"), ("delete", "OLD", "-"))
+    )
+
+
+_TEXT_BYTES = "length(CAST({} AS BLOB))"
+_METADATA = f"{ROW_BYTES} + {_TEXT_BYTES.format('R.user_metadata')}"
+_OPERATION_COUNTS = f"""CREATE TRIGGER samplers_count_files AFTER UPDATE OF file_bytes ON samplers
+BEGIN UPDATE tenants SET row_bytes = row_bytes + NEW.file_bytes - OLD.file_bytes
+    WHERE tenant_id = NEW.tenant_id; END;
+CREATE TRIGGER operations_count_insert AFTER INSERT ON operations   -- with its payload
+BEGIN UPDATE tenants SET row_bytes = row_bytes + {ROW_BYTES} + NEW.num_bytes + COALESCE(NEW.outcome_bytes, 0)
+    WHERE tenant_id = NEW.tenant_id; END;
+CREATE TRIGGER operations_count_outcome AFTER UPDATE OF outcome_bytes ON operations
+BEGIN UPDATE tenants SET row_bytes = row_bytes + COALESCE(NEW.outcome_bytes, 0) - COALESCE(OLD.outcome_bytes, 0)
+    WHERE tenant_id = NEW.tenant_id; END;
+CREATE TRIGGER payloads_count_delete AFTER DELETE ON payloads
+BEGIN UPDATE tenants SET row_bytes = row_bytes - operations.num_bytes FROM operations
+    WHERE operations.target_id = OLD.target_id AND operations.seq = OLD.seq
+    AND tenants.tenant_id = operations.tenant_id; END;
+CREATE TRIGGER operations_count_delete BEFORE DELETE ON operations  -- before its payload is deleted with it
+BEGIN UPDATE tenants SET row_bytes = row_bytes - {ROW_BYTES} - COALESCE(OLD.outcome_bytes, 0) - (
+    SELECT COALESCE(SUM(OLD.num_bytes), 0) FROM payloads WHERE target_id = OLD.target_id AND seq = OLD.seq)
+    WHERE tenant_id = OLD.tenant_id; END;
+"""  # noqa: S608 (our names)
+ROW_COUNTS = (
+    _counting("sessions", _METADATA)
+    + _counting("adapters", f"{_METADATA} + length(R.payload)")
+    + _counting("checkpoints", _METADATA)
+    + _counting("samplers", f"{ROW_BYTES} + length(R.payload) + R.file_bytes")
+    + _OPERATION_COUNTS
+)
+"""Keep `tenants.row_bytes`: what all rows of a tenant have, also for databases that a migration gives the triggers."""
+
 OPERATIONS = """CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
     seq INTEGER NOT NULL CHECK (seq >= 1),
@@ -156,7 +200,8 @@ CREATE TABLE tenants (
     created_at REAL NOT NULL,
     suspended_at REAL,                    -- its calls are refused; NULL: it is not suspended
     suspension_reason TEXT NOT NULL DEFAULT '', -- as told to its users
-    deletion_at REAL                      -- everything of it is being deleted, at last this row; NULL: it stays
+    deletion_at REAL,                     -- everything of it is being deleted, at last this row; NULL: it stays
+    row_bytes INTEGER NOT NULL DEFAULT 0  -- of its rows: metadata, requests, results; and of its samplers' files
 );
 {API_KEYS}CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
@@ -204,6 +249,7 @@ CREATE TABLE samplers (
     sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
     is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
+    file_bytes INTEGER NOT NULL DEFAULT 0, -- of the weights of an unnamed save; 0 once its session has ended
     UNIQUE (session_id, request_id)       -- makes CreateSampler safe to repeat
 );
 CREATE INDEX samplers_by_adapter ON samplers (adapter_id) WHERE adapter_id != '';
@@ -263,4 +309,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}"""  # noqa: S608 (our names)

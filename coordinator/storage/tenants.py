@@ -74,6 +74,11 @@ class Tenants(Table[TenantRow]):
 
         return self._database.write(write)
 
+    def row_bytes(self, tenant_id: str) -> int:
+        """Return the bytes of a tenant's rows, and of the files of its unnamed samplers; 0 if it does not exist."""
+        row = self._database.read_one("SELECT row_bytes FROM tenants WHERE tenant_id = ?", (tenant_id,))
+        return int(row["row_bytes"]) if row is not None else 0
+
     def limits(self) -> dict[str, dict[str, str]]:
         """Return the limits that were set, as text, by tenant and name."""
         found: dict[str, dict[str, str]] = {}
@@ -322,9 +327,13 @@ class Sessions(Table[SessionRow]):
         return self._page(rest, (tenant_id,), limit, offset)
 
     def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
-        """End a session, if it has not ended. `wall`: the time of day."""
-        return self._database.execute(
-            "UPDATE sessions SET ended_at = ?, ended_service_s = ? WHERE session_id = ? AND ended_at IS NULL",
-            (wall, self._database.service_time(), session_id),
-            is_deletion=True,
-        )
+        """End a session, if it has not ended. `wall`: the time of day. The future has the number of changed rows."""
+        values = (wall, self._database.service_time(), session_id)
+
+        def write(db: Connection) -> int:
+            sql = "UPDATE sessions SET ended_at = ?, ended_service_s = ? WHERE session_id = ? AND ended_at IS NULL"
+            number = db.execute(sql, values).rowcount
+            db.execute("UPDATE samplers SET file_bytes = 0 WHERE session_id = ? AND file_bytes != 0", (session_id,))
+            return number
+
+        return self._database.write(write, is_deletion=True)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from coordinator.operations.holdings import NO_CLAIM
 from coordinator.runtime.core import Core
+from coordinator.storage.schema import ROW_BYTES
 from tests.simulation.oracle import Mismatch
+
+STORED_BYTES = f"""SELECT SUM(num_bytes) FROM (
+    SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) AS num_bytes FROM sessions
+    UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + length(payload) FROM adapters
+    UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + size_bytes FROM checkpoints
+    UNION ALL SELECT samplers.tenant_id, {ROW_BYTES} + length(payload) + file_bytes FROM samplers
+    UNION ALL SELECT tenant_id, {ROW_BYTES} FROM operations
+    UNION ALL SELECT tenant_id, length(payload) FROM operations JOIN payloads USING (target_id, seq)
+    UNION ALL SELECT tenant_id, length(outcome) FROM operations JOIN outcomes USING (target_id, seq)
+) WHERE tenant_id = ?"""
+"""The bytes of a tenant's rows and of the files that they name, without the states of its adapters."""
 
 
 def check_counts(core: Core) -> None:
@@ -24,7 +36,7 @@ def check_counts(core: Core) -> None:
             "sessions": _number(core, f"SELECT COUNT(*) FROM sessions WHERE {live}", tenant_id),
             "samplers": _number(core, f"SELECT COUNT(*) FROM samplers WHERE {live}", tenant_id),
             "checkpoints": _number(core, "SELECT COUNT(*) FROM checkpoints WHERE tenant_id = ?", tenant_id),
-            "stored bytes": _number(core, "SELECT SUM(size_bytes) FROM checkpoints WHERE tenant_id = ?", tenant_id),
+            "stored bytes": _number(core, STORED_BYTES, tenant_id) + _state_bytes(core, tenant_id),
         }
         if counted != rows:
             raise Mismatch(f"limits of {tenant.name} count {counted}, its rows are {rows}")
@@ -34,6 +46,11 @@ def check_counts(core: Core) -> None:
         ]
         if tokens[0] != tokens[1]:
             raise Mismatch(f"{tenant.name} has {tokens[0]} tokens in its months, and used {tokens[1]}")
+
+
+def _state_bytes(core: Core, tenant_id: str) -> int:
+    logs = (log for log in core.registry.logs.values() if log.tenant_id == tenant_id)
+    return sum(core.holdings.state_bytes(log.spec, log.base_model) for log in logs)
 
 
 def _number(core: Core, sql: str, tenant_id: str) -> int:

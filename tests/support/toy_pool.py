@@ -238,6 +238,18 @@ class ToyPool:
         request = sample_request(sampler_id, seq, **values)
         return str((await self.service.sample(await self.principal(tenant), request)).operation.name)
 
+    def tenant_id(self, tenant: str = "alice") -> str:
+        """Return the id of a tenant."""
+        row = self.store.tenants.named(tenant)
+        assert row is not None
+        return row.tenant_id
+
+    def checkpoint_bytes(self, tenant_id: str) -> int:
+        """Return what holdings count for the checkpoints of a tenant."""
+        holdings, logs = self.core.holdings, self.core.registry.logs.values()
+        states = (holdings.state_bytes(log.spec, log.base_model) for log in logs if log.tenant_id == tenant_id)
+        return holdings.num_bytes(tenant_id) - self.store.tenants.row_bytes(tenant_id) - sum(states)
+
     async def written(self) -> None:
         """Wait until no snapshot and no weights are being written."""
         await self.core.states.publishing.finish()

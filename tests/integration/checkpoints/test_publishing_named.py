@@ -229,7 +229,7 @@ async def test_a_save_that_overwrites_replaces_the_checkpoint_and_ends_its_sampl
         row = pool.store.checkpoints.by_path(path)
         assert row is not None
         holdings = pool.core.states.holdings
-        assert (holdings.num_checkpoints(row.tenant_id), holdings.num_bytes(row.tenant_id)) == (1, row.size_bytes)
+        assert (holdings.num_checkpoints(row.tenant_id), pool.checkpoint_bytes(row.tenant_id)) == (1, row.size_bytes)
         chain = chain_in((await pool.export(path))["adapter_model.safetensors"])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()

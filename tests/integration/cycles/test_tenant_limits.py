@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.tenants.principals import Principal, Role
-from tests.support.toy_pool import FakeTime, ToyPool, running_pool
+from tests.support.toy_pool import LENGTHS, FakeTime, ToyPool, running_pool
 from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
 
 RESERVED = 4 * 3 * 8 * 6
@@ -40,6 +40,12 @@ async def used(pool: ToyPool, tenant: str = "alice") -> dict[str, int]:
     response = await pool.service.get_tenant_limits(await pool.principal(tenant), limits_pb2.GetTenantLimitsRequest())
     assert response.tenant == tenant
     return {each.name: each.usage for each in response.limits if each.HasField("usage")}
+
+
+def stored(pool: ToyPool) -> int:
+    """Return the bytes of the checkpoints that alice has or is saving."""
+    tenant_id = pool.tenant_id("alice")
+    return pool.checkpoint_bytes(tenant_id) + pool.core.in_flight.claimed(tenant_id).num_bytes
 
 
 async def test_a_limit_holds_at_once_and_after_a_restart_and_names_the_command_that_raises_it(tmp_path: Path) -> None:
@@ -86,7 +92,7 @@ async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(tmp_pat
             "samples_max": 0,
             "samplers_max": 0,
             "checkpoints_max": 0,
-            "stored_bytes_max": 0,
+            "stored_bytes_max": pool.core.holdings.num_bytes(pool.tenant_id("alice")),
             "tokens_per_month": 0,
         }
         bob, others = await pool.principal("bob"), limits_pb2.GetTenantLimitsRequest(tenant="alice")
@@ -142,8 +148,9 @@ async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_wi
         adapter = await pool.adapter()
         pool.hold()
         name = await pool.submit_save(adapter, 1, "a")
-        assert (await used(pool))["stored_bytes_max"] == RESERVED
-        await set_limits(pool, "alice", stored_bytes_max=2 * RESERVED - 1)
+        assert stored(pool) == RESERVED
+        others = (await used(pool))["stored_bytes_max"] - RESERVED
+        await set_limits(pool, "alice", stored_bytes_max=others + 2 * RESERVED - 1)
         await refused_outcome_at(pool, pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
         await pool.release()
         await pool.wait(name)
@@ -154,10 +161,52 @@ async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_wi
         rows = [pool.store.checkpoints.by_path(f"tinker://{adapter}/{each}") for each in PATHS]
         sizes = [row.size_bytes for row in rows if row is not None]
         assert len(sizes) == len(PATHS)
-        assert (await used(pool))["stored_bytes_max"] == sum(sizes)
+        assert stored(pool) == sum(sizes)
         for path in PATHS:
             await pool.delete_checkpoint(f"tinker://{adapter}/{path}")
-        assert (await used(pool))["stored_bytes_max"] == 0
+        assert stored(pool) == 0
+
+
+async def trained(pool: ToyPool, adapter: str, seq: int) -> list[operations_pb2.Operation]:
+    return await pool.wait(await pool.forward_backward(adapter, seq, *LENGTHS))
+
+
+async def test_everything_that_a_tenant_stores_counts_and_above_its_limit_only_growth_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        principal = await pool.principal("alice")
+        notes = {"notes": "x" * 1000}
+
+        async def grown_by(call: Awaitable[Any]) -> tuple[Any, int]:
+            before = (await used(pool))["stored_bytes_max"]
+            return await call, (await used(pool))["stored_bytes_max"] - before
+
+        session, added = await grown_by(
+            pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes))
+        )
+        assert 1000 < added < 1500
+        adapter, added = await grown_by(pool.adapter("alice"))
+        state_bytes = pool.core.holdings.state_bytes(pool.spec_of(adapter), "toy")
+        assert state_bytes < added < state_bytes + 1500
+        [done], added = await grown_by(trained(pool, adapter, 1))
+        assert added > done.ByteSize() > 0
+        saved, added = await grown_by(pool.publish(adapter, 2))
+        weights_bytes = pool.core.holdings.weights_bytes(pool.spec_of(adapter), "toy")
+        assert added > weights_bytes > 0
+
+        await set_limits(pool, "alice", stored_bytes_max=(await used(pool))["stored_bytes_max"])
+        refused = [
+            pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes)),
+            pool.adapter("alice"),
+            pool.forward_backward(adapter, 3, *LENGTHS),
+        ]
+        assert [(await refusal(call)).reason for call in refused] == ["STORAGE_QUOTA"] * 3
+        assert [each.name for each in await pool.wait(saved.name)] == [saved.name]
+        request = sessions_pb2.FinishSessionRequest(session_id=session.session.session_id)
+        await pool.service.finish_session(principal, request)
+        await set_limits(pool, "alice", stored_bytes_max="")
+        await pool.adapter("alice")
 
 
 async def test_saves_that_overwrite_each_other_in_one_cycle_and_deletions_meanwhile_count_once(tmp_path: Path) -> None:
@@ -177,7 +226,7 @@ async def test_saves_that_overwrite_each_other_in_one_cycle_and_deletions_meanwh
             row = pool.store.checkpoints.by_path(path)
             assert row is not None
             now = await used(pool)
-            assert (now["checkpoints_max"], now["stored_bytes_max"]) == (1, row.size_bytes)
+            assert (now["checkpoints_max"], stored(pool)) == (1, row.size_bytes)
 
 
 async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path: Path) -> None:
@@ -270,7 +319,7 @@ async def test_claims_of_unfinished_saves_are_counted_again_after_a_crash(tmp_pa
         adapter = await pool.adapter()
         pool.hold()
         names = [await pool.submit_save(adapter, 1, "a"), await pool.submit_publish(adapter, 2)]
-        assert (await used(pool))["stored_bytes_max"] == RESERVED
+        assert stored(pool) == RESERVED + pool.core.holdings.weights_bytes(pool.spec_of(adapter), "toy")
         before = await used(pool)
     async with running_pool(tmp_path) as pool:
         assert pool.core.ceilings.num_checkpoints(only_tenant(pool)) == before["checkpoints_max"] == 1

@@ -10,6 +10,7 @@ from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.holdings import Holdings
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.probation import Probation
@@ -34,13 +35,23 @@ class Refusals:
         self.failed.append(adapter_id)
 
 
+class Uncounted:
+    """Counts no states."""
+
+    def add_state(self, *_: object) -> None:
+        pass
+
+    def remove_state(self, *_: object) -> None:
+        pass
+
+
 class Bench:
     """Two workers, adapters with copies on the first one, and a recorder."""
 
     def __init__(self, *adapters: AdapterLog) -> None:
         self.fleet, self.quarantine, self.publishing = Fleet(), Quarantine(), Refusals()
         self.fleet.start([toy_worker_info("w0"), toy_worker_info("w1")])
-        self.registry = AdapterRegistry(FakeTime(), cast("Adapters", None))
+        self.registry = AdapterRegistry(FakeTime(), cast("Adapters", None), cast("Holdings", Uncounted()))
         for adapter in adapters:
             self.registry.add(adapter)
             adapter.place_copy("w0")

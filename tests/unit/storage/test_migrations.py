@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.base.errors import Failure
 from coordinator.storage.database import Database
-from coordinator.storage.schema import APPLICATION_ID, SCHEMA_VERSION
+from coordinator.storage.schema import APPLICATION_ID, ROW_BYTES, SCHEMA_VERSION
 from coordinator.storage.sqlite import Connection, open_read_only, read_closed
 from coordinator.storage.store import Store
 from tests.support.database import query
@@ -80,6 +80,24 @@ async def test_a_migration_keeps_operations_with_payload_and_outcome(old: Path) 
     assert [(row.append_id, row.request_id, row.num_bytes, row.chunk_tokens) for row, _ in found] == [
         (seq << 8, f"r{seq}", 7, 16) for seq in payload_and_outcome
     ]
+
+
+async def test_a_migration_counts_the_bytes_of_a_tenants_rows(old: Path) -> None:
+    db = sqlite3.connect(old)
+    db.execute(
+        "INSERT INTO sessions (session_id, tenant_id, user_metadata, created_at) VALUES ('s', 't', '{\"é\": 1}', 1)"
+    )
+    for seq, payload, outcome in ((1, b"request", None), (2, None, b"results")):
+        db.execute(
+            "INSERT INTO operations (target_id, seq, append_id, tenant_id, kind, payload, payload_hash, num_bytes,"
+            " chunk_tokens, outcome) VALUES ('a', ?, ?, 't', 'forward', ?, x'05', 7, 16, ?)",
+            (seq, seq, payload, outcome),
+        )
+    db.commit()
+    db.close()
+    store = Store(old, FakeTime(), Failure())
+    assert store.tenants.row_bytes("t") == 3 * ROW_BYTES + len('{"é": 1}'.encode()) + 7 + 7
+    await store.close()
 
 
 async def test_a_migration_keeps_the_rows(old: Path) -> None:
