@@ -7,19 +7,19 @@ the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
-from coordinator.doors.http.connections import WITH_KEY
-from coordinator.doors.http.responses import ReadResponse, num_retries
+from coordinator.doors.http.connections import CLIENT, WITH_KEY
+from coordinator.doors.http.responses import ReadResponse, Streamed, num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
@@ -85,8 +85,22 @@ HANDLERS: tuple[tuple[str, str, Handler, Role], ...] = (
 """Method, path and handler of each endpoint, and the least role of its callers."""
 
 
-def make_app(door: DoorContext) -> Starlette:
-    """Make the ASGI application."""
+def make_app(door: DoorContext) -> ASGIApp:
+    """Make the ASGI application. A call ends when its client leaves; what it has begun to write is written."""
+    app = _make_app(door)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        client = scope.get("state", {}).get(CLIENT)
+        if client is None:
+            await app(scope, receive, send)
+            return
+        with suppress(ClientDisconnect), client.serving():
+            await app(scope, receive, send)
+
+    return serve
+
+
+def _make_app(door: DoorContext) -> Starlette:
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [
         Route(path, _Guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
@@ -155,7 +169,8 @@ class _Guarded:
         with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as body:
             response = await self.handler(Call(request, principal, door, body, room))
         num_bytes = len(getattr(response, "body", b""))  # a stream has none yet
-        room.fit(num_bytes)
+        if not isinstance(response, Streamed):  # which holds its room until it is sent
+            room.fit(num_bytes)
         return ReadResponse(response) if num_bytes > UNCOUNTED_BYTES else response
 
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 DECODE_TURNS = 1
 """Large requests and results that are decoded or encoded at a time. That holds the interpreter, so more threads gain
 nothing; and what is made of one is in memory before its bytes are freed."""
+LISTING_TURNS = 1
+"""Slices of lists that are made at a time: on the event loop, so more would only be mixed."""
 FILE_TURNS = 2
 """Use cases that read or write state files at a time. The cycles' saves and snapshots use the same few threads."""
 
@@ -54,6 +56,7 @@ class Core:
         self.tasks = Tasks(self.failure)
         self.file_turns = Turns(FILE_TURNS)
         self.decode_turns = Turns(DECODE_TURNS)
+        self.listing_turns = Turns(LISTING_TURNS)
         self.responses = Responses()
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
@@ -19,23 +20,18 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
-from coordinator.storage.rows import AdapterRow, CheckpointRow, Page, SessionRow
+from coordinator.service.listings import Listed, ListRequest, page_bounds
+from coordinator.storage.rows import AdapterRow, CheckpointRow, Listing, Page, SessionRow
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
-from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
-from tinkerpool.v1.admin_pb2 import ListApiKeysRequest, ListTenantsRequest
-from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
+from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
-from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
 from workers.contract.messages import ModelInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-ListRequest = (
-    ListAdaptersRequest | ListApiKeysRequest | ListCheckpointsRequest | ListSessionsRequest | ListTenantsRequest
-)
-PAGE_TOKEN_LENGTH_MAX = 16
 INDEX_MAX = 999_999_999
 TTL_SECONDS_MAX = 100 * 365 * 86_400
 """A hundred years, so that the expiry fits into a Timestamp, whose last year is 9999."""
@@ -162,22 +158,25 @@ class UseCases:
     def _page(
         self, read: Callable[[int, int], Page[R]], request: ListRequest, default_size: int
     ) -> tuple[list[R], str, int]:
-        """Return a page of a list, the next page's token, and the number of rows on all pages.
+        """Return a page of a list of small rows, the next page's token, and the number of rows on all pages.
 
-        `read` takes the page's limit and offset. The token is the offset.
+        `read` takes the page's limit and offset.
         """
-        token, size = request.page_token, request.page_size
-        if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
-            raise invalid(
-                f"page_token {token[:40]!r} is not a token of this service: send the next_page_token of the page before"
-            )
-        if size < 0:
-            raise invalid(f"page_size must be 0 or more, not {size}")
-        if request.skip < 0:
-            raise invalid(f"skip must be 0 or more, not {request.skip}")
-        limit, offset = min(size or default_size, 1000), int(token or 0) + request.skip
+        limit, offset = page_bounds(request, default_size)
         page = read(limit, offset)
         return page.rows, str(offset + limit) if page.has_more else "", page.num_total
+
+    def _listed(
+        self,
+        principal: Principal,
+        read: Callable[[int, int], Listing[R]],
+        request: ListRequest,
+        default_size: int,
+        make: Callable[[R], M | None],
+    ) -> Listed[R, M]:
+        """Return the part of a list of large rows that a request asks for. `read` takes its limit and offset."""
+        limit, offset = page_bounds(request, default_size)
+        return Listed(read(limit, offset), offset, make, self._core.listing_turns, principal.tenant_id)
 
 
 def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> ServiceError | None:

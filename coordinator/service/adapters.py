@@ -18,6 +18,7 @@ from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
+from coordinator.service.listings import Listed
 from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
 from coordinator.storage.sqlite import ConflictError, StorageError
 from coordinator.tenants.keys import Authenticator
@@ -114,11 +115,16 @@ class AdapterUseCases(UseCases):
 
     async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
         """List the tenant's adapters, newest first."""
-        page = functools.partial(self._core.store.adapters.page, principal.tenant_id)
-        rows, token, total = self._page(page, request, 20)
-        return pb.ListAdaptersResponse(
-            adapters=[self._message(row) for row in rows], next_page_token=token, total_size=total
-        )
+        adapters, token, total = await self.listed_adapters(principal, request).page()
+        return pb.ListAdaptersResponse(adapters=adapters, next_page_token=token, total_size=total)
+
+    def listed_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> Listed[AdapterRow, pb.Adapter]:
+        """Return a part of the list of the tenant's adapters, newest first, to be read in slices."""
+        read = functools.partial(self._core.store.adapters.listing, principal.tenant_id)
+        return self._listed(principal, read, request, 20, self._message_of_listed)
+
+    def _message_of_listed(self, row: AdapterRow) -> pb.Adapter | None:
+        return self._message(row) if self._core.registry.get(row.adapter_id) is not None else None
 
     async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
         """Delete an adapter; its unfinished operations fail."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.service.access import PAGE_TOKEN_LENGTH_MAX, UseCases, check_ttl, timestamp, uninterrupted
+from coordinator.service.access import UseCases, check_ttl, timestamp, uninterrupted
+from coordinator.service.listings import PAGE_TOKEN_LENGTH_MAX
 from coordinator.storage.rows import ApiKeyRow, AuditRow, TenantRow
 from coordinator.tenants.keys import GRACE_S_DEFAULT
 from coordinator.tenants.principals import Principal, Role

@@ -13,6 +13,7 @@ from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
 from coordinator.service.access import UseCases, check_ttl, metadata_of, streamed, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
+from coordinator.service.listings import Listed
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
@@ -25,8 +26,6 @@ from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-_INLINE_BYTES_MAX = 256 << 10
-"""Metadata of a page above this size is parsed on a thread."""
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
@@ -41,21 +40,25 @@ class CheckpointUseCases(UseCases):
         self, principal: Principal, request: pb.ListCheckpointsRequest
     ) -> pb.ListCheckpointsResponse:
         """List the checkpoints of an adapter, or of the tenant, newest first."""
+        checkpoints, token, total = await self.listed_checkpoints(principal, request).page()
+        return pb.ListCheckpointsResponse(checkpoints=checkpoints, next_page_token=token, total_size=total)
+
+    def listed_checkpoints(
+        self, principal: Principal, request: pb.ListCheckpointsRequest
+    ) -> Listed[CheckpointRow, pb.Checkpoint]:
+        """Return a part of the list of an adapter's checkpoints, or of the tenant's, to be read in slices."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
-        page = functools.partial(self._core.store.checkpoints.page, principal.tenant_id, kinds, request.adapter_id)
-        rows, token, total = self._page(page, request, 100)
-        if sum(len(row.user_metadata) for row in rows) > _INLINE_BYTES_MAX:
-            messages = await asyncio.to_thread(lambda: [_message(row) for row in rows])
-        else:
-            messages = [_message(row) for row in rows]
-        return pb.ListCheckpointsResponse(checkpoints=messages, next_page_token=token, total_size=total)
+        read = functools.partial(self._core.store.checkpoints.listing, principal.tenant_id, kinds, request.adapter_id)
+        return self._listed(principal, read, request, 100, _message)
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
     ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
-        """Return the newest checkpoint of each adapter and kind, by one query."""
-        rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids)
-        return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
+        """Return the newest checkpoint of each of these adapters and kinds."""
+        async with self._core.listing_turns.turn(principal.tenant_id) as turn:
+            rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids, list(_KINDS))
+            turn.use(sum(len(row.user_metadata) for row in rows))
+            return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
         """Return the groups of modules that a readable checkpoint's adapter trained, also for a deleted adapter."""

@@ -12,6 +12,7 @@ from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.responses import Room
 from coordinator.service.access import UseCases, streamed
+from coordinator.service.listings import LARGE_LISTS, PAGE_BYTES_MAX
 from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import operations_pb2 as pb
 
@@ -30,10 +31,12 @@ class OperationUseCases(UseCases):
         return pb.GetOperationResponse(operation=operation)
 
     async def make_room(self, principal: Principal, request: Message, room: Room) -> None:
-        """Take room for the stored result that a request asks for, if it asks for one.
+        """Take room for the stored result, or the page of a list, that a request asks for, if it asks for one.
 
         Raises ServiceError CALLS_BUSY, before a read of the store if too many calls of the tenant wait for room.
         """
+        if isinstance(request, LARGE_LISTS):
+            await room.take(PAGE_BYTES_MAX)
         if not isinstance(request, pb.GetOperationRequest | pb.CancelOperationRequest):
             return
         room.check()

@@ -20,9 +20,6 @@ from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
 
-ROWS_AT_ONCE = 50
-"""Sessions of a list that are described before other callbacks of the event loop run: each costs two reads."""
-
 
 @dataclass(slots=True)
 class _Turn:
@@ -135,14 +132,14 @@ class SessionUseCases(UseCases):
 
     async def list_sessions(self, principal: Principal, request: pb.ListSessionsRequest) -> pb.ListSessionsResponse:
         """List the tenant's live sessions, newest first."""
-        page = functools.partial(self._core.store.sessions.page, principal.tenant_id)
-        rows, token, total = self._page(page, request, 20)
-        sessions = []
-        for index, row in enumerate(rows):
-            if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
-                await asyncio.sleep(0)
-            sessions.append(self._session(row))
+        read = functools.partial(self._core.store.sessions.listing, principal.tenant_id)
+        listed = self._listed(principal, read, request, 20, self._session)
+        sessions, token, total = await listed.page()
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token, total_size=total)
+
+    async def session_ids(self, principal: Principal, limit: int, offset: int) -> list[str]:
+        """Return the ids of the tenant's live sessions, newest first, without reading the sessions."""
+        return self._core.store.sessions.listing(principal.tenant_id, limit, offset).keys
 
     async def find_session(self, principal: Principal, user_metadata: Mapping[str, str]) -> str:
         """Return the id of the tenant's newest live session with exactly this metadata; empty if there is none."""

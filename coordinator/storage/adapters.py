@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Database
 from coordinator.storage.operations import drop_payloads, finish_logged
-from coordinator.storage.rows import AdapterRow, DecidedOperation, FileUse, Leftovers, Page, SnapshotRow, Table, insert
+from coordinator.storage.rows import (
+    AdapterRow,
+    DecidedOperation,
+    FileUse,
+    Leftovers,
+    Listing,
+    SnapshotRow,
+    Table,
+    insert,
+)
 from coordinator.storage.sqlite import Connection
 from coordinator.storage.tenants import add_file_use
 
@@ -81,10 +90,10 @@ class Adapters(Table[AdapterRow]):
         """Return the adapters that are not deleted, oldest first."""
         return self._all("WHERE deleted_at IS NULL ORDER BY created_at, adapter_id")
 
-    def page(self, tenant_id: str, limit: int, offset: int) -> Page[AdapterRow]:
-        """Return a page of a tenant's adapters that are not deleted, newest first."""
-        rest = "WHERE tenant_id = ? AND deleted_at IS NULL ORDER BY created_at DESC, adapter_id"
-        return self._page(rest, (tenant_id,), limit, offset)
+    def listing(self, tenant_id: str, limit: int, offset: int) -> Listing[AdapterRow]:
+        """Return a part of a tenant's adapters that are not deleted, newest first."""
+        rest, order = "WHERE tenant_id = ? AND deleted_at IS NULL", "created_at DESC, adapter_id"
+        return self._listing("adapter_id", rest, order, (tenant_id,), limit, offset)
 
     def ids_of_session(self, session_id: str, *, with_deleted: bool = False) -> list[str]:
         """Return the ids of a session's adapters, oldest first."""

@@ -7,6 +7,7 @@ rows have no folder, and the log must be able to rematerialize them (trigger `sn
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 
 from coordinator.storage.database import Database
@@ -14,12 +15,13 @@ from coordinator.storage.operations import drop_covered_payloads
 from coordinator.storage.rows import (
     CheckpointRow,
     Leftovers,
-    Page,
+    Listing,
     SamplerRow,
     SnapshotRow,
     Table,
     columns,
     insert,
+    marks,
     typed,
 )
 from coordinator.storage.schema import UNWRITTEN
@@ -45,24 +47,26 @@ class Checkpoints(Table[CheckpointRow]):
         condition = "WHERE path = ? AND (tenant_id = ? OR (? AND is_public))"
         return self._one(condition, (path, tenant_id, is_public_enough))
 
-    def page(
+    def listing(
         self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int
-    ) -> Page[CheckpointRow]:
-        """Return a page of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter."""
-        condition = f"WHERE tenant_id = ? AND kind IN ({_marks(kinds)})"
+    ) -> Listing[CheckpointRow]:
+        """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter."""
+        condition = f"WHERE tenant_id = ? AND kind IN ({marks(kinds)})"
         of_adapter = " AND adapter_id = ?" if adapter_id else ""
         parameters = (tenant_id, *kinds, *([adapter_id] if adapter_id else []))
-        return self._page(f"{condition}{of_adapter} ORDER BY created_at DESC, path", parameters, limit, offset)
+        return self._listing("path", condition + of_adapter, "created_at DESC, path", parameters, limit, offset)
 
-    def newest(self, tenant_id: str, adapter_ids: Sequence[str]) -> list[CheckpointRow]:
-        """Return the newest checkpoint of each kind of each of these adapters of a tenant."""
-        rows = self._database.read(
-            # With MAX the other columns are those of the row that has it.
-            f"SELECT {columns(CheckpointRow)}, MAX(created_at) FROM checkpoints"  # noqa: S608 (our names)
-            f" WHERE adapter_id IN ({_marks(adapter_ids)}) AND tenant_id = ? GROUP BY adapter_id, kind",
-            (*adapter_ids, tenant_id),
+    def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:
+        """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant.
+
+        Older ones, which may have much metadata, are not read.
+        """
+        newest = (
+            "SELECT path FROM checkpoints AS older WHERE older.adapter_id = a.value AND older.kind = k.value"
+            " AND older.tenant_id = ? ORDER BY older.created_at DESC LIMIT 1"
         )
-        return [typed(CheckpointRow, row) for row in rows]
+        condition = f"WHERE path IN (SELECT ({newest}) FROM json_each(?) AS a, json_each(?) AS k)"  # noqa: S608
+        return self._all(condition, (tenant_id, json.dumps(list(adapter_ids)), json.dumps(list(kinds))))
 
     def of_tenant(self, tenant_id: str) -> list[CheckpointRow]:
         """Return all checkpoints of a tenant."""
@@ -235,7 +239,3 @@ def put_snapshot(db: Connection, snapshot: SnapshotRow) -> None:
         (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256, snapshot.window),
     )
     drop_covered_payloads(db, snapshot.adapter_id, snapshot.seq)
-
-
-def _marks(values: Sequence[str]) -> str:
-    return ", ".join("?" * len(values))

@@ -32,6 +32,19 @@ class Page(Generic[R]):
     """Rows of the whole list."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[R]):
+    """Some consecutive rows of a list whose rows may be large: their keys, and a way to read them in slices."""
+
+    keys: list[str]
+    has_more: bool
+    """Whether rows follow these."""
+    num_total: int
+    """Rows of the whole list."""
+    read: Callable[[Sequence[str]], list[R]]
+    """Returns the rows of some keys, in their order, without those that have left the list meanwhile."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRow:
     """A tenant and its fair-share counter."""
@@ -307,6 +320,7 @@ class Table(Generic[R]):
         """`source` follows FROM; it has a column for each field of `row_type`."""
         self._database = database
         self._row_type = row_type
+        self._source = source
         self._select = f"SELECT {columns(row_type)} FROM {source}"  # noqa: S608 (our names)
 
     def _all(self, rest: str, parameters: Sequence[Any] = ()) -> list[R]:
@@ -325,6 +339,24 @@ class Table(Generic[R]):
         assert counted is not None
         rows = self._all(f"{rest} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
         return Page(rows[:limit], len(rows) > limit, counted[0])
+
+    def _listing(
+        self, key: str, rest: str, order: str, parameters: Sequence[Any], limit: int, offset: int
+    ) -> Listing[R]:
+        """Return at most `limit` keys from number `offset` on. `rest` and `order` follow FROM and ORDER BY."""
+        counted = self._database.read_one(f"SELECT COUNT(*) FROM {self._source} {rest}", parameters)  # noqa: S608
+        assert counted is not None
+        found = self._database.read(
+            f"SELECT {key} AS key FROM {self._source} {rest} ORDER BY {order} LIMIT ? OFFSET ?",  # noqa: S608
+            (*parameters, limit + 1, offset),
+        )
+
+        def read(keys: Sequence[str]) -> list[R]:
+            found = self._all(f"{rest} AND {key} IN ({marks(keys)})", (*parameters, *keys))
+            rows = {getattr(row, key): row for row in found}
+            return [rows[each] for each in keys if each in rows]
+
+        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +412,11 @@ class Leftovers:
                 db.execute(self._delete, {"key": key})
                 deleted.append(key)
         return deleted
+
+
+def marks(values: Sequence[str]) -> str:
+    """Return as many parameters of a statement as there are values."""
+    return ", ".join("?" * len(values))
 
 
 def columns(row_type: type[Any]) -> str:

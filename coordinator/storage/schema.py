@@ -146,6 +146,12 @@ ROW_COUNTS = (
 )
 """Keep `tenants.row_bytes`: what all rows of a tenant have, also for databases that a migration gives the triggers."""
 
+LISTED = """
+CREATE INDEX sessions_listed ON sessions (tenant_id, created_at DESC, session_id) WHERE ended_at IS NULL;
+CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id) WHERE deleted_at IS NULL;
+"""
+"""List without reading rows, whose metadata may be large; also for databases that a migration gives the indexes."""
+
 OPERATIONS = """CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
     seq INTEGER NOT NULL CHECK (seq >= 1),
@@ -309,4 +315,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)

@@ -16,6 +16,7 @@ from coordinator.storage.database import Database
 from coordinator.storage.rows import (
     FileUse,
     Leftovers,
+    Listing,
     Page,
     ProbationRow,
     SessionRow,
@@ -321,10 +322,10 @@ class Sessions(Table[SessionRow]):
         """Return the sessions that have not ended."""
         return self._all("WHERE ended_at IS NULL")
 
-    def page(self, tenant_id: str, limit: int, offset: int) -> Page[SessionRow]:
-        """Return a page of a tenant's live sessions, newest first."""
-        rest = "WHERE tenant_id = ? AND ended_at IS NULL ORDER BY created_at DESC, session_id"
-        return self._page(rest, (tenant_id,), limit, offset)
+    def listing(self, tenant_id: str, limit: int, offset: int) -> Listing[SessionRow]:
+        """Return a part of a tenant's live sessions, newest first."""
+        rest, order = "WHERE tenant_id = ? AND ended_at IS NULL", "created_at DESC, session_id"
+        return self._listing("session_id", rest, order, (tenant_id,), limit, offset)
 
     def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
         """End a session, if it has not ended. `wall`: the time of day. The future has the number of changed rows."""

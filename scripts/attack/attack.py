@@ -74,5 +74,9 @@ class Attack:
     """Whether the doors are served over TLS."""
     is_held: bool = False
     """Whether the attack is repeated at the end, so that the pool is stopped while it goes on."""
+    serve_arguments: tuple[str, ...] = ()
+    """More options of `tinkerpool serve`."""
+    disk_bytes: int | None = None
+    """The size of the file system that the pool's data is on, which is mounted for it. None: the machine's disk."""
     observe: Callable[[AttackedPool], str] | None = None
     """Called while the attack goes on; returns what else it did."""

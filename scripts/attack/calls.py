@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -49,13 +49,13 @@ class Tenant:
         self.sampling = sampling_pb2_grpc.SamplingServiceStub(self.channel)
         self.operations = operations_pb2_grpc.OperationServiceStub(self.channel)
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(self.channel)
-        self._sessions = sessions_pb2_grpc.SessionServiceStub(self.channel)
+        self.sessions = sessions_pb2_grpc.SessionServiceStub(self.channel)
         self._session_id = ""
 
-    async def create_session(self, request_id: str = "") -> str:
+    async def create_session(self, request_id: str = "", metadata: Mapping[str, str] | None = None) -> str:
         """Create a session; return its id."""
-        request = sessions_pb2.CreateSessionRequest(request_id=request_id)
-        return (await self._sessions.CreateSession(request, metadata=self.metadata)).session.session_id
+        request = sessions_pb2.CreateSessionRequest(request_id=request_id, user_metadata=metadata)
+        return (await self.sessions.CreateSession(request, metadata=self.metadata)).session.session_id
 
     async def session(self) -> str:
         """Return the id of the tenant's session, created at the first call."""
@@ -76,9 +76,11 @@ class Tenant:
         )
         return (await self.sampling.CreateSampler(request, metadata=self.metadata)).sampler.sampler_id
 
-    async def save(self, adapter_id: str, seq: int, name: str) -> operations_pb2.Operation:
+    async def save(
+        self, adapter_id: str, seq: int, name: str, metadata: Mapping[str, str] | None = None
+    ) -> operations_pb2.Operation:
         """Queue a save."""
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name)
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name, user_metadata=metadata)
         return (await self.checkpoints.SaveState(request, metadata=self.metadata)).operation
 
     async def optim_step(self, adapter_id: str, seq: int) -> operations_pb2.Operation:

@@ -49,11 +49,22 @@ class PoolEnded(Exception):
 class AttackedPool:
     """One pool with both doors. Use it as a context."""
 
-    def __init__(self, serve_arguments: Sequence[str], files_max: int | None, *, is_tls: bool = False) -> None:
-        """`files_max`: file descriptors that the coordinator may open. None: as many as this program."""
+    def __init__(
+        self,
+        serve_arguments: Sequence[str],
+        files_max: int | None,
+        *,
+        is_tls: bool = False,
+        disk_bytes: int | None = None,
+    ) -> None:
+        """`files_max`: file descriptors that the coordinator may open. None: as many as this program.
+
+        `disk_bytes`: the size of a file system of its own for the data directory, which takes the rights to mount it.
+        """
         self._arguments = list(serve_arguments)
         self._is_tls = is_tls
         self._files_max = files_max
+        self._disk_bytes = disk_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="tpa-", dir="/tmp"))
         self._log = self._folder / "serve.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,6 +73,10 @@ class AttackedPool:
 
     def __enter__(self) -> Self:
         try:
+            if self._disk_bytes is not None:
+                self._disk.mkdir()
+                options = f"size={self._disk_bytes}"
+                subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self._disk)], check=True)
             self._start()
         except BaseException:
             self._remove()
@@ -99,7 +114,11 @@ class AttackedPool:
     @property
     def data_dir(self) -> Path:
         """The pool's data directory."""
-        return self._folder / "pool"
+        return (self._folder if self._disk_bytes is None else self._disk) / "pool"
+
+    @property
+    def _disk(self) -> Path:
+        return self._folder / "disk"
 
     @property
     def log_bytes(self) -> int:
@@ -161,6 +180,28 @@ class AttackedPool:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def fill_disk(self) -> None:
+        """Fill the pool's own file system with a foreign file."""
+        with contextlib.suppress(OSError), (self._disk / "foreign").open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+
+    def start_again(self) -> float:
+        """Start a coordinator that was killed; return the seconds until it serves."""
+        begin = time.monotonic()
+        (self._folder / "ready.json").unlink(missing_ok=True)
+        (self._folder / "probe.sock").unlink(missing_ok=True)
+        self._start()
+        return time.monotonic() - begin
+
+    def problem(self) -> str:
+        """Return why the pool refuses new work."""
+        with self.channel() as channel:
+            stub = pool_pb2_grpc.PoolServiceStub(channel)
+            request = pool_pb2.GetPoolStatusRequest()
+            return str(stub.GetPoolStatus(request, metadata=self._metadata(), timeout=CALL_TIMEOUT_S).problem)
 
     def log_text(self) -> str:
         """Return the whole log."""
@@ -225,6 +266,8 @@ class AttackedPool:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if self._disk_bytes is not None:
+            subprocess.run(["umount", "--lazy", str(self._disk)], check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _left(self) -> Iterator[int]:

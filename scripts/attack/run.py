@@ -82,7 +82,9 @@ def run_attacks(attacks: Sequence[Attack], plan: Plan) -> list[Figures]:
     """
     files_max = min((each.files_max for each in attacks if each.files_max is not None), default=None)
     is_tls = any(each.is_tls for each in attacks)
-    with AttackedPool(plan.serve_arguments, files_max, is_tls=is_tls) as pool:
+    arguments = plan.serve_arguments + tuple(each for attack in attacks for each in attack.serve_arguments)
+    disk_bytes = next((each.disk_bytes for each in attacks if each.disk_bytes is not None), None)
+    with AttackedPool(arguments, files_max, is_tls=is_tls, disk_bytes=disk_bytes) as pool:
         watch = MemoryWatch(pool, plan.memory_bytes_max)
         target = Target(
             grpc=pool.grpc,

@@ -22,6 +22,8 @@ SHORT = (
     "zstd-empty-data",
     "saves",
     "wait-names",
+    "sessions-listed",
+    "lists-abandoned",
     "streams-unread",
     "health-watch",
 )

@@ -528,8 +528,9 @@ def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
 def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
     """Return the states in the files of an adapter's sampler checkpoints, by the seq of the save."""
     tenant_id = core.registry.logs[adapter_id].tenant_id
-    page = core.store.checkpoints.page(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
-    return {row.seq: core.states.folders.checkpoints.read(row.folder, row.sha256) for row in page.rows}
+    listing = core.store.checkpoints.listing(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
+    rows = listing.read(listing.keys)
+    return {row.seq: core.states.folders.checkpoints.read(row.folder, row.sha256) for row in rows}
 
 
 def _num_unwritten(store: Store) -> int:

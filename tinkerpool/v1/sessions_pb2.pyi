@@ -514,7 +514,9 @@ class ListSessionsResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_SIZE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Empty on the last page."""
+    """Empty on the last page.
+    A page ends after about a mebibyte, so it may have fewer than `page_size`: go on until this is empty.
+    """
     total_size: _builtins.int
     """How many there are on all pages together."""
     @_builtins.property

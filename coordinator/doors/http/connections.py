@@ -1,7 +1,8 @@
-"""Connections: accepted by a loop of our own, counted from then on, and closed when they do not get on.
+"""Connections: accepted by a loop of our own, counted from then on, and closed when they stall.
 
 `Listener` accepts connections and limits their TLS handshakes; `Connection` limits heads, idle times and unread
-responses. Deadlines do not depend on paths or tenants: a connection exists before any API key is known.
+responses, and cancels the call of a client that has left. Deadlines do not depend on paths or tenants: a connection
+exists before any API key is known.
 
 Main invariant: no connection is open without a place and a deadline, a running call or an idle time.
 """
@@ -12,9 +13,11 @@ import asyncio
 import errno
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.doors.http.places import Places
@@ -22,6 +25,8 @@ from coordinator.doors.tls import TlsFiles
 
 WITH_KEY = "tinkerpool.has_valid_key"
 """Entry of a call's ASGI scope: its API key was valid."""
+CLIENT = "tinkerpool.client"
+"""Entry of the state of a call's ASGI scope: the `Client`."""
 CERTIFICATE = "tinkerpool.certificate_sha256"
 """Entry of the state of a call's ASGI scope: the fingerprint of the client's certificate."""
 ACCEPTS_MAX = 16
@@ -38,6 +43,34 @@ TLS_CLOSE_S = 5.0
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+class Client:
+    """The client of a connection: when it leaves, the call that serves it is cancelled."""
+
+    def __init__(self) -> None:
+        self._call: asyncio.Task[Any] | None = None
+        self._has_left = False
+
+    def leave(self) -> None:
+        """Cancel the running call: nobody reads its response."""
+        self._has_left = True
+        if self._call is not None:
+            self._call.cancel()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Cancel the block, which runs in a task of its own, when the client leaves; raise ClientDisconnect then."""
+        task = self._call = asyncio.current_task()
+        assert task is not None
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._has_left or task.uncancel():
+                raise  # the server stops
+            raise ClientDisconnect from None
+        finally:
+            self._call = None
+
+
 class Connection(H11Protocol):
     """A connection that is closed when a request does not arrive, or a response is not read, in time."""
 
@@ -51,6 +84,7 @@ class Connection(H11Protocol):
         self._body_s = body_s
         self._deadline: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
+        self._client = self.app_state[CLIENT] = Client()
         self.opening: asyncio.Task[Any] | None = None
         """The TLS handshake; done for an open connection."""
 
@@ -69,11 +103,12 @@ class Connection(H11Protocol):
         self._deadline = self.loop.call_later(self._head_s, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place, and cancel both deadlines."""
+        """Free the place, and cancel both deadlines and the call."""
         self._places.leave(self)
         self._cancel_deadline()
         self._cancel_stall()
         super().connection_lost(exc)
+        self._client.leave()
 
     def data_received(self, data: bytes) -> None:
         """Keep a deadline while the data belongs to no running call: a head, or the body of a refused call."""

@@ -1,4 +1,4 @@
-"""Responses of both HTTP protocols: statuses of refusals, large JSON bodies, server-sent events, early disconnects.
+"""Responses of both HTTP protocols: statuses of refusals, large JSON bodies, server-sent events, listings.
 
 Does not depend on paths or protocols. Main invariant: a large body is encoded without blocking other calls. A thread
 alone is not enough for that: the interpreter's fast encoder holds the interpreter's lock until it is done.
@@ -6,15 +6,14 @@ alone is not enough for that: the interpreter's fast encoder holds the interpret
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -104,47 +103,47 @@ class ReadResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+class Streamed(Response):
+    """A response whose body is made while it is sent."""
 
-    The request's body must have been read to its end.
-    """
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-class EventStream(Response):
-    """Server-sent events: a response whose body is made while it is sent."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        """Send `events`; close them at the end, or when the client disconnects."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self, pieces: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send `pieces`; close them at the end, or when the call is cancelled."""
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._events = events
+        self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until their end or until the client disconnects."""
-        async with contextlib.aclosing(self._events):
-            with contextlib.suppress(ClientDisconnect):
-                await cancel_on_disconnect(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Send the pieces. The server waits before the next one until the client has read most of those before."""
+        async with contextlib.aclosing(self._pieces):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def event_stream(events: AsyncGenerator[bytes]) -> Response:
+    """Return a response of server-sent events."""
+    return Streamed(events, "text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+
+async def json_list(name: str, slices: AsyncGenerator[list[Any]], others: Mapping[str, Any]) -> Response:
+    """Return a response with an object that has the `others`, and a list of this name, made in slices.
+
+    Raises what the first slice raises; after it an error could only cut the connection.
+    """
+    first = await anext(slices, None)
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        yield f"{_ENCODER.encode(others)[:-1]},{_ENCODER.encode(name)}:[".encode()
+        async with contextlib.aclosing(slices):
+            items, separator = first, ""
+            while items is not None:
+                if items:
+                    yield (separator + _ENCODER.encode(items)[1:-1]).encode()
+                    separator = ","
+                items = await anext(slices, None)
+        yield b"]}"
+
+    return Streamed(pieces(), "application/json")

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.responses import EventStream, cancel_on_disconnect
+from coordinator.doors.http.responses import event_stream
 from coordinator.doors.openai import schemas, weights
 from coordinator.doors.openai.errors import refused
 from coordinator.doors.openai.responses import ChatStyle, CompletionStyle, ResponseOptions, ResponseWriter, Style
@@ -112,11 +112,11 @@ class OpenAi:
         stream = events(call, sampler, requests)
         try:
             # The response begins with the first event, so that a refusal can have its status.
-            first = await cancel_on_disconnect(call.request.receive, anext(stream))
+            first = await anext(stream)
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(writer.stream(first, stream, call.door.backend.authenticator.while_valid(call.principal)))
+        return event_stream(writer.stream(first, stream, call.door.backend.authenticator.while_valid(call.principal)))
 
 
 async def unknown(call: Call) -> Response:

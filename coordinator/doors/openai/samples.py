@@ -16,7 +16,6 @@ from contextlib import aclosing
 
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.responses import cancel_on_disconnect
 from coordinator.doors.openai.errors import failure, refused
 from coordinator.doors.openai.weights import Sampler, kept_alive
 from coordinator.operations.admission import SAMPLER_SEQ_MAX
@@ -47,19 +46,15 @@ async def outcomes(
 ) -> list[ops_pb.Operation]:
     """Submit the samples; return their outcomes, in the order of the requests.
 
-    If the client disconnects, cancels them unless `is_kept`. Raises ClientDisconnect, and ServiceError if a sample is
-    refused or fails.
+    If the call is cancelled, because its client has left, cancels them unless `is_kept`. Raises ServiceError if a
+    sample is refused or fails.
     """
     await _submit(call, requests, is_kept=is_kept)
     must_cancel = not is_kept
     try:
         async with kept_alive(call, sampler.session_id):
-            operations = await cancel_on_disconnect(
-                call.request.receive,
-                call.service.finished_operations(
-                    call.principal, [_name(each) for each in requests], call.room, is_poll=False
-                ),
-            )
+            names = [_name(each) for each in requests]
+            operations = await call.service.finished_operations(call.principal, names, call.room, is_poll=False)
         must_cancel = False
     finally:
         if must_cancel:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,13 @@ async def listing(call: Call) -> list[dict[str, Any]]:
     """Return all models of the tenant: base models, adapters with saved weights, checkpoints."""
     served = await _base_models(call)
     request = checkpoints_pb2.ListCheckpointsRequest(page_size=LISTED_MAX)
-    saved = (await call.service.list_checkpoints(call.principal, request)).checkpoints
-    usable = [each for each in saved if each.kind in _SAMPLED and each.base_model in served]
+    usable: list[checkpoints_pb2.Checkpoint] = []
+    async with aclosing(call.service.listed_checkpoints(call.principal, request).slices()) as slices:
+        async for some in slices:
+            for each in some:
+                each.ClearField("user_metadata")  # a thousand may have 16 MB
+                if each.kind in _SAMPLED and each.base_model in served:
+                    usable.append(each)
     newest: dict[str, checkpoints_pb2.Checkpoint] = {}
     for each in usable:
         newest.setdefault(each.adapter_id, each)

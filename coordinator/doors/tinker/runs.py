@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.http.calls import Call, DoorContext
-from coordinator.doors.http.responses import PiecewiseJson
+from coordinator.doors.http.responses import json_list
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
@@ -31,6 +31,8 @@ RUNS_MAX = 100
 """Most runs on a page; a page's cursor has the limit that was applied."""
 CHECKPOINTS_MAX = 1000
 """Most checkpoints on a page; a page's cursor has the limit that was applied."""
+SLICE_BYTES = 512 << 10
+"""Room that the slices of a listing take while it is sent."""
 ARCHIVE = "checkpoint.tar"
 """File name of the download of a whole checkpoint."""
 _KINDS = {
@@ -47,15 +49,18 @@ async def list_runs(call: Call) -> Response:
     limit, offset = min(call.number("limit", 20), RUNS_MAX), call.number("offset", 0)
     if call.request.query_params.get("project_id"):
         raise unsupported("a listing by project", "leave project_id out: the runs of all your sessions are listed")
-    request = adapters_pb2.ListAdaptersRequest(page_size=limit, skip=offset)
-    found = await call.service.list_adapters(call.principal, request)
-    newest = await _newest(call, found.adapters)
+    listed = call.service.listed_adapters(
+        call.principal, adapters_pb2.ListAdaptersRequest(page_size=limit, skip=offset)
+    )
 
-    def make() -> Response:
-        runs = [_run_json(call, adapter, newest) for adapter in found.adapters]
-        return PiecewiseJson({"training_runs": runs, "cursor": _cursor(limit, offset, found.total_size)})
+    async def slices() -> AsyncGenerator[list[dict[str, Any]]]:
+        async with aclosing(listed.slices()) as found:
+            async for adapters in found:
+                newest = await _newest(call, adapters)
+                yield [_run_json(call, adapter, newest) for adapter in adapters]
 
-    return await call.in_turn(found.ByteSize(), make)
+    await call.room.take(SLICE_BYTES)
+    return await json_list("training_runs", slices(), {"cursor": _cursor(limit, offset, listed.num_total)})
 
 
 async def get_run(call: Call) -> Response:
@@ -244,13 +249,16 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
     """Return a page of a run's checkpoints, or of all for an empty `run`, and the number on all pages."""
     limit = min(limit, CHECKPOINTS_MAX)
     request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
-    found = await call.service.list_checkpoints(call.principal, request)
+    listed = call.service.listed_checkpoints(call.principal, request)
 
-    def make() -> Response:
-        checkpoints = [_checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
-        return PiecewiseJson({"checkpoints": checkpoints, "cursor": _cursor(limit, offset, found.total_size)})
+    async def slices() -> AsyncGenerator[list[dict[str, Any]]]:
+        async with aclosing(listed.slices()) as found:
+            async for checkpoints in found:
+                yield [_checkpoint_json(checkpoint) for checkpoint in checkpoints]
 
-    return await call.in_turn(found.ByteSize(), make), found.total_size
+    await call.room.take(SLICE_BYTES)
+    cursor = _cursor(limit, offset, listed.num_total)
+    return await json_list("checkpoints", slices(), {"cursor": cursor}), listed.num_total
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -12,8 +11,6 @@ from coordinator.doors.http.calls import Call
 from coordinator.doors.tinker import schemas
 from tinkerpool.v1 import sessions_pb2 as pb
 
-_SESSIONS_AT_ONCE = 100
-"""Sessions that are read in one query: each lists its adapters and samplers."""
 _PREFIX = "tinker:"
 """Prefix of metadata keys under which a session holds fields of the protocol: tags, display name, project."""
 
@@ -80,17 +77,8 @@ async def get_session(call: Call) -> Response:
 
 async def list_sessions(call: Call) -> Response:
     """GET /sessions: live sessions of the tenant, newest first."""
-    limit, offset = call.number("limit", 20), call.number("offset", 0)
-    found: list[str] = []
-    is_more = True
-    while is_more and len(found) < limit:
-        size = min(limit - len(found), _SESSIONS_AT_ONCE)
-        request = pb.ListSessionsRequest(page_size=size, skip=offset + len(found))
-        page = await call.service.list_sessions(call.principal, request)
-        found += [session.session_id for session in page.sessions]
-        is_more = bool(page.next_page_token)
-        await asyncio.sleep(0)  # let other calls run
-    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # a session created meanwhile shifts the pages
+    ids = await call.service.session_ids(call.principal, call.number("limit", 20), call.number("offset", 0))
+    return JSONResponse({"sessions": ids})
 
 
 async def heartbeat(call: Call) -> Response:

@@ -12,8 +12,10 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
 from coordinator.operations.responses import Responses, Room
 from coordinator.runtime.turns import Turns
+from coordinator.service.listings import Listed
+from coordinator.storage.rows import Listing
 from coordinator.tenants.principals import Caller, Principal, Role
-from tinkerpool.v1 import operations_pb2
+from tinkerpool.v1 import checkpoints_pb2, operations_pb2, sessions_pb2
 
 KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
 PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", role=Role.ADMIN)
@@ -62,6 +64,22 @@ class FakeService:
         request = operations_pb2.WaitOperationsRequest(names=names)
         found = {each.operation.name: each.operation async for each in self.wait_operations(principal, request)}
         return [found[name] for name in names] if len(names) > 1 else list(found.values())
+
+    async def session_ids(self, principal: Principal, limit: int, offset: int) -> list[str]:
+        """Return no session."""
+        request = sessions_pb2.ListSessionsRequest(page_size=limit, skip=offset)
+        self.calls.append(("session_ids", principal, request))
+        return []
+
+    def listed_checkpoints(
+        self, principal: Principal, request: checkpoints_pb2.ListCheckpointsRequest
+    ) -> Listed[checkpoints_pb2.Checkpoint, checkpoints_pb2.Checkpoint]:
+        """Return what `list_checkpoints` returns, to be read in slices."""
+        found = self.responses.get("list_checkpoints", checkpoints_pb2.ListCheckpointsResponse())
+        assert isinstance(found, checkpoints_pb2.ListCheckpointsResponse)
+        rows = {row.path: row for row in found.checkpoints}
+        listing = Listing(list(rows), False, found.total_size, lambda keys: [rows[key] for key in keys])
+        return Listed(listing, request.skip, lambda row: row, Turns(1), principal.tenant_id)
 
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
         if name.startswith("_"):

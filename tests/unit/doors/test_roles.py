@@ -140,4 +140,4 @@ async def test_the_machines_own_key_administers_only_from_this_machine_at_both_d
     await door.stop(0)
     roles = {name: principal.role for name, principal, _ in service.calls}
     expected = Role.ADMIN if is_local else Role.MEMBER
-    assert roles["get_usage"] is roles["list_sessions"] is expected
+    assert roles["get_usage"] is roles["session_ids"] is expected

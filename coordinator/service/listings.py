@@ -1,0 +1,98 @@
+"""Lists whose rows may be large: pages that are bounded by rows and by bytes, made in slices by turns of the tenants.
+
+A slice of rows is read and made into messages in a turn of its tenant. Other calls run between two slices, and a call
+that is cancelled ends there. Does not depend on what is listed. Main invariant: of a list no more is in memory at a
+time than a slice, or a page of about `PAGE_BYTES_MAX`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from coordinator.base.errors import invalid
+from coordinator.runtime.turns import Turns
+from coordinator.storage.rows import Listing
+from tinkerpool.v1.adapters_pb2 import ListAdaptersRequest
+from tinkerpool.v1.admin_pb2 import ListApiKeysRequest, ListTenantsRequest
+from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
+from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
+
+R = TypeVar("R")
+M = TypeVar("M", bound=Message)
+ListRequest = (
+    ListAdaptersRequest | ListApiKeysRequest | ListCheckpointsRequest | ListSessionsRequest | ListTenantsRequest
+)
+LARGE_LISTS = (ListAdaptersRequest, ListCheckpointsRequest, ListSessionsRequest)
+"""Requests for rows with metadata."""
+PAGE_TOKEN_LENGTH_MAX = 16
+PAGE_ROWS_MAX = 1000
+PAGE_BYTES_MAX = 1 << 20
+"""Bytes of messages after which a page ends; its token goes on behind them."""
+SLICE_ROWS = 16
+"""Rows of a slice: 256 KiB of metadata at most, one or two milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed(Generic[R, M]):
+    """A part of a list, as messages."""
+
+    listing: Listing[R]
+    offset: int
+    """The number of its first row in the whole list."""
+    make: Callable[[R], M | None]
+    """Makes the message of a row; None: it is leaving the list."""
+    turns: Turns
+    tenant_id: str
+
+    @property
+    def num_total(self) -> int:
+        """The number of rows of the whole list."""
+        return self.listing.num_total
+
+    async def slices(self) -> AsyncGenerator[list[M]]:
+        """Yield the messages in slices, an empty one where all its rows have left the list meanwhile."""
+        keys = self.listing.keys
+        for start in range(0, len(keys), SLICE_ROWS):
+            async with self.turns.turn(self.tenant_id) as turn:
+                made = map(self.make, self.listing.read(keys[start : start + SLICE_ROWS]))
+                messages = [message for message in made if message is not None]
+                turn.use(sum(message.ByteSize() for message in messages))
+            yield messages
+            await asyncio.sleep(0)
+
+    async def page(self) -> tuple[list[M], str, int]:
+        """Return the first messages, up to `PAGE_BYTES_MAX`, the next page's token and the total number of rows."""
+        messages: list[M] = []
+        num_rows = num_bytes = 0
+        async with aclosing(self.slices()) as slices:
+            async for each in slices:
+                messages += each
+                num_rows = min(num_rows + SLICE_ROWS, len(self.listing.keys))
+                num_bytes += sum(message.ByteSize() for message in each)
+                if num_bytes >= PAGE_BYTES_MAX:
+                    break
+        is_last = num_rows == len(self.listing.keys) and not self.listing.has_more
+        return messages, "" if is_last else str(self.offset + num_rows), self.num_total
+
+
+def page_bounds(request: ListRequest, default_size: int) -> tuple[int, int]:
+    """Return the most rows of the page that a request asks for, and the number of its first row.
+
+    A token is that number. Raises ServiceError INVALID_ARGUMENT.
+    """
+    token, size = request.page_token, request.page_size
+    if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
+        raise invalid(
+            f"page_token {token[:40]!r} is not a token of this service: send the next_page_token of the page before"
+        )
+    if size < 0:
+        raise invalid(f"page_size must be 0 or more, not {size}")
+    if request.skip < 0:
+        raise invalid(f"skip must be 0 or more, not {request.skip}")
+    return min(size or default_size, PAGE_ROWS_MAX), int(token or 0) + request.skip
