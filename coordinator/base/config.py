@@ -10,6 +10,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from coordinator.base.tenant_limits import TenantLimits
 from workers.contract.capacity import SEQUENCE_SLOTS
@@ -230,6 +231,9 @@ class HttpConfig(DoorConfig):
 
     port: int = 7601
     """Port for the Tinker SDK and OpenAI's clients. 0: any free port."""
+    public_url: str | None = None
+    """URL of the HTTP door for clients behind a relay: https://pool.example. Download URLs begin with it, whatever
+    `Host` a request names. None: they begin with the scheme of the door and the request's `Host`."""
     is_remote: bool = False
     """Whether clients may be on other machines. Needs TLS, or plaintext allowed explicitly."""
     connections_max: int = 4096
@@ -253,6 +257,11 @@ class HttpConfig(DoorConfig):
         DoorConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
+        if self.public_url is not None and not _is_base_url(self.public_url):
+            raise ValueError(
+                "the public URL must be http:// or https:// with a host, and may have a port and a path: "
+                f"https://pool.example, got {self.public_url!r}"
+            )
         if self.receive_bytes_max < 4 * self.message_bytes_max:
             raise ValueError(
                 f"receive_bytes_max must be at least 4 times message_bytes_max ({4 * self.message_bytes_max}), got "
@@ -299,6 +308,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_base_url(text: str) -> bool:
+    """Return whether paths can be appended to the text to make URLs."""
+    try:
+        url = urlsplit(text)
+        is_port = url.port != 0  # raises ValueError for one above 65535, and for what is no number
+    except ValueError:
+        return False
+    is_plain = not (url.query or url.fragment or url.username is not None) and text.isprintable() and " " not in text
+    return url.scheme in ("http", "https") and bool(url.hostname) and is_port and is_plain
 
 
 def _check_positive(config: object, *names: str) -> None:

@@ -168,6 +168,7 @@ _OPTIONS = (
     ),
     _Option(flag="--http/--no-http", type=bool, default=True, help="Whether there is an HTTP door."),
     _Option(flag="--host", setting=(DoorConfig, "host")),
+    _Option(flag="--public-url", setting=(HttpConfig, "public_url"), form={"metavar": "URL"}),
     _Option(flag="--pool", setting=(PoolConfig, "kind")),
     _Option(flag="--workers", setting=(PoolModel, "num_workers"), form={"min": 1}),
     _Option(flag="--slots", setting=(PoolConfig, "num_slots"), form={"min": 0}),
@@ -262,7 +263,8 @@ def _settings(values: Mapping[str, Any]) -> Settings:
     door, pool = of(DoorConfig), of(PoolConfig)
     http_port = http_port_after(values["port"]) if values["http_port"] is None else values["http_port"]
     grpc = GrpcConfig(**door, **of(GrpcConfig))
-    http = HttpConfig(**door, port=http_port, is_remote=not is_loopback(grpc.host)) if values["http"] else None
+    http_values = of(HttpConfig) | {"port": http_port, "is_remote": not is_loopback(grpc.host)}
+    http = HttpConfig(**door, **http_values) if values["http"] else None
     return Settings(
         server=ServerConfig(
             coordinator=CoordinatorConfig(

@@ -49,7 +49,7 @@ class CheckpointUseCases(UseCases):
         """Return a part of the list of an adapter's checkpoints, or of the tenant's, to be read in slices."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
         read = functools.partial(self._core.store.checkpoints.listing, principal.tenant_id, kinds, request.adapter_id)
-        return self._listed(principal, read, request, 100, _message)
+        return self._listed(principal, read, request, 100, functools.partial(_message, principal))
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
@@ -58,7 +58,7 @@ class CheckpointUseCases(UseCases):
         async with self._core.listing_turns.turn(principal.tenant_id) as turn:
             rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids, list(_KINDS))
             turn.use(sum(len(row.user_metadata) for row in rows))
-            return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
+            return {(row.adapter_id, _KINDS[row.kind]): _message(principal, row) for row in rows}
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
         """Return the groups of modules that a readable checkpoint's adapter trained, also for a deleted adapter."""
@@ -67,7 +67,8 @@ class CheckpointUseCases(UseCases):
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """Return a checkpoint."""
-        return pb.GetCheckpointResponse(checkpoint=_message(self._readable_checkpoint(principal, request.path)))
+        checkpoint = _message(principal, self._readable_checkpoint(principal, request.path))
+        return pb.GetCheckpointResponse(checkpoint=checkpoint)
 
     @uninterrupted
     async def delete_checkpoint(
@@ -88,7 +89,7 @@ class CheckpointUseCases(UseCases):
         expires_at = core.time.wall() + ttl_s if ttl_s else None
         expires_service_s = core.store.service_time() + ttl_s if ttl_s else None
         await core.store.checkpoints.set_expiry(request.path, expires_at, expires_service_s)
-        return pb.SetCheckpointTtlResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+        return pb.SetCheckpointTtlResponse(checkpoint=_message(principal, self._checkpoint(principal, request.path)))
 
     @uninterrupted
     async def set_checkpoint_access(
@@ -97,7 +98,7 @@ class CheckpointUseCases(UseCases):
         """Publish a checkpoint, or make it private."""
         self._checkpoint(principal, request.path)
         await self._core.store.checkpoints.set_public(request.path, is_public=request.is_public)
-        return pb.SetCheckpointAccessResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+        return pb.SetCheckpointAccessResponse(checkpoint=_message(principal, self._checkpoint(principal, request.path)))
 
     @streamed
     async def export_checkpoint(
@@ -194,8 +195,8 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
     async def _save_as(
         self, principal: Principal, adapter_id: str, source: CheckpointRow, ttl_seconds: int
     ) -> ops_pb.Operation:
-        """Save an adapter that was made from a checkpoint, with that checkpoint's name, kind and metadata."""
-        name, metadata = names.CheckpointPath.parse(source.path).name, metadata_of(source)
+        """Save an adapter that was made from a checkpoint, with that checkpoint's name, kind and, if own, metadata."""
+        name, metadata = names.CheckpointPath.parse(source.path).name, _metadata(principal, source)
         if source.kind == names.TRAINING:
             state = pb.SaveStateRequest(
                 adapter_id=adapter_id, seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds
@@ -222,7 +223,7 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         return path
 
 
-def _message(row: CheckpointRow) -> pb.Checkpoint:
+def _message(principal: Principal, row: CheckpointRow) -> pb.Checkpoint:
     return pb.Checkpoint(
         path=row.path,
         adapter_id=row.adapter_id,
@@ -233,8 +234,13 @@ def _message(row: CheckpointRow) -> pb.Checkpoint:
         seq=row.seq,
         base_model=row.base_model,
         rank=row.rank,
-        user_metadata=metadata_of(row),
+        user_metadata=_metadata(principal, row),
         fingerprint=row.fingerprint,
         is_public=row.is_public,
         expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
     )
+
+
+def _metadata(principal: Principal, row: CheckpointRow) -> dict[str, str]:
+    """Return what the owner has noted with a checkpoint; nothing for others, who may read a public one."""
+    return metadata_of(row) if row.tenant_id == principal.tenant_id else {}

@@ -139,7 +139,7 @@ class SamplingUseCases(UseCases):
             kind=Kind.SAMPLE,
             raw=request,
             payload=payload,
-            refusal=refusal_of(check_sample_fits, decoded, model),
+            refusal=self._unpublished(principal, sampler) or refusal_of(check_sample_fits, decoded, model),
             claim=claim_of_sample(decoded),
         )
         acceptance = self._core.admission.accept_sample(
@@ -168,6 +168,18 @@ class SamplingUseCases(UseCases):
         if row is None:
             raise not_found("sampler", sampler_id)
         return row
+
+    def _unpublished(self, principal: Principal, sampler: SamplerRow) -> ServiceError | None:
+        """Return the refusal of new samples if the sampler's checkpoint is another tenant's and not public any more."""
+        found = self._core.store.checkpoints.by_path(sampler.model_path) if sampler.model_path else None
+        if found is None or found.is_public or found.tenant_id == principal.tenant_id:
+            return None
+        return ServiceError(
+            Code.FAILED_PRECONDITION,
+            "CHECKPOINT_UNPUBLISHED",
+            f"the owner of {sampler.model_path}, from which {sampler.sampler_id} samples, has made it private again: "
+            "ask the owner to publish it, or sample from a checkpoint of yours",
+        )
 
     def _existing_sampler(self, request: pb.CreateSamplerRequest) -> SamplerRow | None:
         if request.HasField("index"):

@@ -41,6 +41,8 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_ended = 0
         """Streams that the pool has ended."""
+        self.answered: set[int] = set()
+        """Streams on which the pool has sent a message."""
         self.has_begun = False
         """For floods: whether the first frames were sent."""
         self._reader, self._writer = reader, writer
@@ -54,10 +56,16 @@ class Connection:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, address: str, *, window: int = _WINDOW, is_read: bool = True) -> Connection:
-        """Connect. `window`: bytes of each stream that the pool may send. `is_read`: read what the pool sends."""
+    async def open(
+        cls, address: str, *, window: int = _WINDOW, is_read: bool = True, source: str | None = None
+    ) -> Connection:
+        """Connect. `window`: bytes of each stream that the pool may send. `is_read`: read what the pool sends.
+
+        `source`: the address to connect from; each of 127.0.0.0/8 is one to the pool.
+        """
         host, _, port = address.rpartition(":")
-        connection = cls(*await asyncio.open_connection(host, int(port)))
+        local = None if source is None else (source, 0)
+        connection = cls(*await asyncio.open_connection(host, int(port), local_addr=local))
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
         connection._writer.write(PREFACE + frame(SETTINGS, 0, 0, settings))
         await connection._writer.drain()
@@ -159,7 +167,9 @@ class Connection:
                     self._writer.write(frame(PING, ACK, 0, payload))
                 elif kind == WINDOW_UPDATE:
                     self._open_window(stream, int.from_bytes(payload, "big"))
-                elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+                if kind == DATA and length:
+                    self.answered.add(stream)
+                if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
                     self.num_ended += 1
                     self._windows.pop(stream, None)
                     self._opened.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.doors.grpc.public import WATCHERS_MAX
 from scripts.attack.attacks import ATTACKS
 from scripts.attack.report import CPU_MS_MAX, MEMORY_GROWTH_MAX, Figures
 from scripts.attack.run import Plan, run_attacks
@@ -25,6 +26,7 @@ SHORT = (
     "sessions-listed",
     "lists-abandoned",
     "streams-unread",
+    "health-watchers",
     "health-watch",
 )
 """In this order; the last one goes on while the pool stops."""
@@ -62,3 +64,11 @@ def test_neighbours_calls_succeed_under_attack_and_the_pool_stops_at_a_signal(fi
         assert each.exit_code is None
         assert each.stop_s is not None
         assert "the attack itself failed" not in each.tally
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("attacks")
+def test_many_watchers_of_one_address_leave_a_place_to_another(figures: list[Figures]) -> None:
+    [watched] = [each for each in figures if each.attack == "health-watchers"]
+    assert watched.note == "Watch from another address said SERVING"
+    assert watched.tally["watches begun"] > WATCHERS_MAX

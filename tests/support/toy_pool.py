@@ -215,6 +215,11 @@ class ToyPool:
         """Save weights for a sampler and wait."""
         return (await self.wait(await self.submit_publish(adapter_id, seq, name)))[0]
 
+    async def set_access(self, path: str, *, is_public: bool) -> None:
+        """Publish a checkpoint, or make it private."""
+        request = checkpoints_pb2.SetCheckpointAccessRequest(path=path, is_public=is_public)
+        await self.service.set_checkpoint_access(await self.principal(), request)
+
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint."""
         await self.service.delete_checkpoint(await self.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))

@@ -132,12 +132,18 @@ class RestClient:
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_TTL, request))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
-        """Let every tenant load, sample from and export a checkpoint of yours. Raises NotFound."""
+        """Let every tenant load, sample from and export a checkpoint of yours, without its user_metadata.
+
+        Raises NotFound.
+        """
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path, is_public=True)
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_ACCESS, request))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
-        """Make a published checkpoint private again. Raises NotFound."""
+        """Make a published checkpoint private again. Copies of it stay; samplers of others take no new samples.
+
+        Raises NotFound.
+        """
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path)
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_ACCESS, request))
 

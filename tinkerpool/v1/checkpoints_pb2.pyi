@@ -114,7 +114,7 @@ class Checkpoint(_message.Message):
 
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """As given when saving."""
+        """As given when saving. Empty for other tenants, who may read a public checkpoint."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:

@@ -150,7 +150,9 @@ class CheckpointServiceServicer(object):
 
     def SetCheckpointAccess(self, request, context):
         """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
-        deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
+        deletes it, or sees its user_metadata, in any case. Adapters and copies that others have made of it meanwhile stay
+        theirs. Their samplers of it take no new samples once it is private; accepted ones finish. Durable when it returns.
+        Idempotent.
 
         NOT_FOUND: no such checkpoint of one's own.
         """
@@ -160,7 +162,8 @@ class CheckpointServiceServicer(object):
 
     def CopyCheckpoint(self, request, context):
         """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
-        and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
+        and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
+        (session_id, index) or by request_id.
 
         NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
         request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended, or the tenant has as many

@@ -94,8 +94,9 @@ class SamplingServiceServicer(object):
 
         NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
         ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
-        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
-        the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
+        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended,
+        its checkpoint is another tenant's and not public any more, or the tenant's tokens of this month are used up.
+        UNAVAILABLE: shutting down; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,8 +57,9 @@ class SamplingServiceStub:
 
     NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
     ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
-    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
-    the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
+    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended,
+    its checkpoint is another tenant's and not public any more, or the tenant's tokens of this month are used up.
+    UNAVAILABLE: shutting down; try again.
     """
     StreamSample: _grpc.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
@@ -97,8 +98,9 @@ class SamplingServiceAsyncStub(SamplingServiceStub):
 
     NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
     ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
-    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
-    the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
+    above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended,
+    its checkpoint is another tenant's and not public any more, or the tenant's tokens of this month are used up.
+    UNAVAILABLE: shutting down; try again.
     """
     StreamSample: _aio.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]  # type: ignore[assignment]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
@@ -152,8 +154,9 @@ class SamplingServiceServicer(metaclass=_abc_1.ABCMeta):
 
         NOT_FOUND: no such sampler. INVALID_ARGUMENT: an empty or too long prompt, a token id or parameter out of range.
         ALREADY_EXISTS: the same seq or request_id with another body. RESOURCE_EXHAUSTED: the queue is full, or
-        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended, or
-        the tenant's tokens of this month are used up. UNAVAILABLE: shutting down; try again.
+        above a rate of the tenant (RetryInfo; nothing was consumed). FAILED_PRECONDITION: the sampler's session has ended,
+        its checkpoint is another tenant's and not public any more, or the tenant's tokens of this month are used up.
+        UNAVAILABLE: shutting down; try again.
         """
 
     @_abc_1.abstractmethod

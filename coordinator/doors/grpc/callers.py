@@ -14,14 +14,17 @@ from coordinator.tenants.principals import Caller
 
 def caller_of(context: Context, door_host: str) -> Caller:
     """Return the caller. `door_host`: where the door listens."""
-    # `ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:...`
-    kind, _, address = context.peer().partition(":")
-    host = unquote(address).rpartition(":")[0].strip("[]")
     certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
     return Caller(
-        is_local=kind == "unix" or is_this_machine(host, door_host),
+        is_local=context.peer().startswith("unix:") or is_this_machine(address_of(context), door_host),
         certificate_sha256=_fingerprint(bytes(certificate)) if certificate is not None else "",
     )
+
+
+def address_of(context: Context) -> str:
+    """Return the address of the peer without its port; for a unix socket, some text that is no address."""
+    # `ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:...`
+    return unquote(context.peer().partition(":")[2]).rpartition(":")[0].strip("[]")
 
 
 @functools.lru_cache(maxsize=1024)

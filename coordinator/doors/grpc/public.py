@@ -9,9 +9,7 @@ the answer to another one, or the stop: a status is set without waiting, and wat
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -19,9 +17,12 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
 from coordinator.doors.door import to_refusal
+from coordinator.doors.grpc.callers import address_of
+from coordinator.doors.grpc.places import Places
 from coordinator.doors.grpc.statuses import Context, abort
+from coordinator.doors.peers import network_of
 
 WATCHERS_MAX = 256
 """Most `Watch` calls at a time: one for each of the connections that the door takes where 1,024 files may be open. An
@@ -51,7 +52,8 @@ class PublicCalls(grpc.GenericRpcHandler):
         self._is_closed = False
         self._changed = asyncio.Event()
         self._reading = asyncio.Semaphore(1)
-        self._num_open: Counter[str] = Counter()
+        self._watchers = Places("Health.Watch", WATCHERS_MAX)
+        self._reflections = Places("reflection", REFLECTIONS_MAX)
         self._handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]] = {
             f"/{health.SERVICE_NAME}/Check": grpc.stream_unary_rpc_method_handler(_refusing(self._check)),
             f"/{health.SERVICE_NAME}/Watch": grpc.stream_stream_rpc_method_handler(_refusing(self._watch)),
@@ -86,7 +88,7 @@ class PublicCalls(grpc.GenericRpcHandler):
         return health_pb2.HealthCheckResponse(status=self._status).SerializeToString()
 
     async def _watch(self, context: Context) -> None:
-        with self._counted("Health.Watch", WATCHERS_MAX):
+        with self._watchers.place(network_of(address_of(context))):
             is_known = await self._is_known(context)
             written = None
             while True:
@@ -103,7 +105,7 @@ class PublicCalls(grpc.GenericRpcHandler):
                     await changed.wait()
 
     async def _reflect(self, context: Context) -> None:
-        with self._counted("reflection", REFLECTIONS_MAX):
+        with self._reflections.place(network_of(address_of(context))):
 
             async def requests() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
                 while (body := await self._read(context, REFLECTION_TURN_S)) is not None:
@@ -147,17 +149,6 @@ class PublicCalls(grpc.GenericRpcHandler):
         if len(body) > REQUEST_BYTES_MAX:
             raise invalid(f"the request has {len(body)} bytes: send at most {REQUEST_BYTES_MAX}")
         return bytes(body)
-
-    @contextmanager
-    def _counted(self, name: str, num_max: int) -> Iterator[None]:
-        if self._num_open[name] >= num_max:
-            quota = Quota(f"open calls of {name} by all callers", self._num_open[name], num_max)
-            raise busy("CALLS_BUSY", quota, "wait for one to end", delay_s=5.0)
-        self._num_open[name] += 1
-        try:
-            yield
-        finally:
-            self._num_open[name] -= 1
 
 
 class _NotReadError(ServiceError):

@@ -40,6 +40,8 @@ _KINDS = {
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
     pb.CHECKPOINT_KIND_EXTERNAL: "external",
 }
+_UNCACHED = {"cache-control": "no-store"}
+"""A signed URL is for its caller alone, and may name the host that the caller has sent."""
 Newest = Mapping[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]
 """By adapter and kind."""
 
@@ -148,7 +150,8 @@ async def download_urls(call: Call) -> Response:
     await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
     expires = call.door.downloads.expiry()
     urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
-    return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+    body = {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
+    return JSONResponse(body, headers=_UNCACHED)
 
 
 async def download_archive(call: Call) -> Response:
@@ -156,7 +159,7 @@ async def download_archive(call: Call) -> Response:
     path = _path(call)
     await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
     expires = call.door.downloads.expiry()
-    headers = {
+    headers = _UNCACHED | {
         "location": _url(call, path, ARCHIVE, expires),
         "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
     }
@@ -272,5 +275,7 @@ def _path(call: Call) -> str:
 
 
 def _url(call: Call, path: str, file: str, expires: int) -> str:
-    base = call.request.url_for("download", file=file)
-    return f"{base}?{call.door.downloads.query(call.principal.key_id, path, file, expires)}"
+    """Return the signed URL of a file. Without a public URL it names the host that the caller has named."""
+    base = (call.door.config.public_url or str(call.request.base_url)).rstrip("/")
+    query = call.door.downloads.query(call.principal.key_id, path, file, expires)
+    return f"{base}{call.request.app.url_path_for('download', file=file)}?{query}"

@@ -19,6 +19,11 @@ from tinkerpool.v1 import sessions_pb2, sessions_pb2_grpc
 
 NUM_CLIENTS = 16
 WATCH, CHECK = "/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"
+NUM_WATCHERS = 300
+"""More than the pool takes, at any scale."""
+OTHER_ADDRESS = "127.0.0.2"
+"""The watchers' own: the pool's other clients connect from 127.0.0.1."""
+WATCH_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 25.0
 HEALTH_POLL_S = 0.25
 
@@ -32,6 +37,34 @@ async def health_watch(target: Target) -> AsyncGenerator[None, None]:
     await asyncio.sleep(1)
     yield
     await connection.close()
+
+
+async def health_watchers(target: Target) -> AsyncGenerator[None, None]:
+    """Watch the health 300 times from one address, half of the times without reading the replies."""
+    yield
+    connections = [
+        await Connection.open(target.grpc, window=window, source=OTHER_ADDRESS) for window in (0, 1 << 16) * 5
+    ]
+    for connection in connections:
+        for _ in range(NUM_WATCHERS // len(connections)):
+            await connection.call(WATCH, b"")
+            target.tally["watches begun"] += 1
+    await asyncio.sleep(1)
+    target.tally["ended by the pool"] = sum(each.num_ended for each in connections)
+    yield
+    for connection in connections:
+        await connection.close()
+
+
+def watch_from_another_address(pool: AttackedPool) -> str:
+    """Watch the health from an address that has no watcher yet; tell what the pool replied."""
+    with pool.channel() as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = next(health.Watch(health_pb2.HealthCheckRequest(), timeout=WATCH_TIMEOUT_S))
+        except grpc.RpcError as error:
+            return f"Watch from another address: {error.code().name}"
+    return f"Watch from another address said {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
 
 
 def health_of_a_stopped_worker(pool: AttackedPool) -> str:
@@ -110,6 +143,14 @@ ATTACKS = (
         text="one Health/Watch whose reader never opens its flow-control window; then the only worker is stopped",
         program=health_watch,
         observe=health_of_a_stopped_worker,
+        is_held=True,
+    ),
+    Attack(
+        name="health-watchers",
+        by=NO_KEY,
+        text="300 Health/Watch from one address, half of them unread; then a client of another address watches",
+        program=health_watchers,
+        observe=watch_from_another_address,
         is_held=True,
     ),
     Attack(

@@ -127,14 +127,14 @@ async def test_weights_that_a_deleted_tenant_published_stay_with_those_who_loade
     async with running_pool(tmp_path, **SOON) as pool:
         boss, adapter = await administrator(pool), await pool.adapter()
         path = (await pool.save(adapter, 1, "public")).save_state.path
-        publish = checkpoints_pb2.SetCheckpointAccessRequest(path=path, is_public=True)
-        await pool.service.set_checkpoint_access(await pool.principal(), publish)
+        await pool.set_access(path, is_public=True)
         copied, session = await pool.adapter("bob", from_path=path), await pool.session("bob")
         sampler = await pool.sampler(session, "bob", model_path=path)
         await pool.wait(await pool.sample(sampler, 1, "bob"), tenant="bob")
         await delete(pool, boss)
         await until(lambda: not pool.store.checkpoints.of_tenant(pool.principals["alice"].tenant_id))
-        await pool.wait(await pool.sample(sampler, 2, "bob"), tenant="bob")
+        [refused] = await pool.wait(await pool.sample(sampler, 2, "bob"), tenant="bob")
+        assert "was deleted" in refused.error.message
         [done] = await pool.wait(await pool.forward_backward(copied, 1, 4, tenant="bob"), tenant="bob")
         assert done.state == SUCCEEDED
         assert pool.core.registry.spec(adapter).rank == 8

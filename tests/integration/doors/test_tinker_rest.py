@@ -234,6 +234,24 @@ def test_weights_info_of_a_foreign_public_checkpoint_names_its_trained_modules(
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
 
 
+def test_a_foreign_public_checkpoint_is_copied_without_metadata_and_sampled_until_it_is_private(
+    pool: RestartablePool, rest: tinker.RestClient, client: Any
+) -> None:
+    path = client.save_state("shared", user_metadata={"a": "b"}).result(WAIT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    theirs = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('bob')}")
+    copy = theirs.copy_weights(path, "the SDK wants one, and this pool has none").result(WAIT_S)
+    listed = {c.tinker_path: c for c in theirs.list_user_checkpoints(limit=1000).result(WAIT_S).checkpoints}
+    assert not listed[copy].user_metadata
+    with sdk(pool.http_url, pool.key("bob")) as service:
+        sampler = service.create_sampling_client(model_path=path).result(WAIT_S)
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2)
+        assert sampler.sample(prompt, 1, params).result(WAIT_S).sequences
+        rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
+        with pytest.raises(tinker.BadRequestError, match="has made it private again"):
+            sampler.sample(prompt, 1, params).result(WAIT_S)
+
+
 def test_an_export_is_downloaded_file_by_file_and_a_url_is_valid_for_its_file_alone(
     wire: Callable[[str], Wire], rest: tinker.RestClient, client: Any
 ) -> None:

@@ -47,13 +47,14 @@ def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch, tmp_path, "--host", "::1", "--port", "80", "--cycle-tokens", "512", "--cycle-seconds", "1.5",
         "--workers", "3", "--gpus", "0.5", "--exact", "--log-level", "debug", "--new-key",
         "--tenant-limit", "adapters_max=5", "--tenant-limit", "queued_bytes_max=1GiB", "--disk-free-min", "1GiB",
+        "--public-url", "https://pool.example",
     )  # fmt: skip
     coordinator = settings.server.coordinator
     assert (coordinator.cycle_tokens_max, coordinator.cycle_s_max) == (512, 1.5)
     assert coordinator.disk_free_bytes_min == 1 << 30
     assert coordinator.tenant_limits == TenantLimits(adapters_max=5, queued_bytes_max=1 << 30)
     assert settings.server.grpc == GrpcConfig(host="::1", port=80)
-    assert settings.server.http == HttpConfig(host="::1", port=81)
+    assert settings.server.http == HttpConfig(host="::1", port=81, public_url="https://pool.example")
     assert settings.server.is_new_key_wanted
     [model] = settings.pool.models
     assert dataclasses.replace(settings.pool, owner_file=None) == PoolConfig(

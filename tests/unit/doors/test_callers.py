@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.doors.grpc.callers import caller_of
-from coordinator.doors.peers import is_this_machine
+from coordinator.doors.peers import is_this_machine, network_of
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,18 @@ class FakeContext:
 def test_the_peer_of_a_grpc_call_is_read_from_its_form(peer: str, *, expected: bool) -> None:
     context: object = FakeContext(peer)
     assert caller_of(context, "0.0.0.0").is_local is expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("10.0.0.5", "10.0.0.5"),
+        ("::ffff:10.0.0.5", "10.0.0.5"),
+        ("2001:db8:1:2::5", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::7", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_a_client_of_ipv6_is_one_peer_with_all_addresses_of_its_network(peer: str, network: str) -> None:
+    assert network_of(peer) == network

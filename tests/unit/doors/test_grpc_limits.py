@@ -138,20 +138,57 @@ async def test_watchers_have_a_highest_number_and_a_place_is_free_when_one_leave
 ) -> None:
     monkeypatch.setattr(public, "WATCHERS_MAX", 2)  # not a setting
     async with health_of(await start()) as health:
-        watchers = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
-        for watcher in watchers:
+        running = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watcher in running:
             assert (await watcher.read()).status == SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await health.Watch(health_pb2.HealthCheckRequest()).read()
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status: Any = rpc_status.from_call(refused.value)  # type: ignore[arg-type]  # typed for synchronous calls
-        assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)
-        watchers[0].cancel()
+        await assert_refused(health.Watch(health_pb2.HealthCheckRequest()))
+        running[0].cancel()
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if (await health.Watch(health_pb2.HealthCheckRequest()).read()).status == SERVING:
                         break
+
+
+async def test_a_watcher_of_another_address_takes_the_newest_place_of_the_one_that_has_most(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public, "WATCHERS_MAX", 4)  # not a setting
+    is_healthy = True
+    monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)  # not a setting
+    door = await start(FakeBackend(health=lambda: is_healthy))
+    other = await Connection.open(address(door), source="127.0.0.2")
+    async with asyncio.timeout(60), health_of(door) as health:
+        running = []
+        for _ in range(4):
+            running.append(health.Watch(health_pb2.HealthCheckRequest()))
+            assert (await running[-1].read()).status == SERVING
+        taken = await other.call(WATCH, b"")
+        await until(lambda: taken in other.answered)
+        await assert_refused(running[3])
+        await assert_refused(health.Watch(health_pb2.HealthCheckRequest()))  # 3 of 4: it would take one of its own
+        is_healthy = False
+        for watcher in running[:3]:
+            assert (await watcher.read()).status == NOT_SERVING
+        assert other.num_ended == 0
+    await other.close()
+
+
+async def test_watchers_that_read_nothing_give_way_until_both_addresses_have_as_many(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public, "WATCHERS_MAX", 4)  # not a setting
+    door = await start()
+    unread = await Connection.open(address(door), window=0, source="127.0.0.2")
+    for _ in range(4):
+        await unread.call(WATCH, b"")
+    async with asyncio.timeout(60), health_of(door) as health:
+        await asyncio.sleep(0.2)  # all four have begun
+        running = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watcher in running:
+            assert (await watcher.read()).status == SERVING
+        await assert_refused(health.Watch(health_pb2.HealthCheckRequest()))
+    await unread.close()
 
 
 async def test_connections_above_their_highest_number_are_closed_and_open_ones_keep_working(start: Start) -> None:
@@ -178,3 +215,12 @@ async def read_some(reader: asyncio.StreamReader) -> None:
     with contextlib.suppress(TimeoutError, OSError):
         async with asyncio.timeout(0.1):
             await reader.read(100)
+
+
+async def assert_refused(watcher: Any) -> None:
+    """Check that a watcher ends with a refusal that says when to try again."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await watcher.read()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status: Any = rpc_status.from_call(refused.value)  # type: ignore[arg-type]  # typed for synchronous calls
+    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)

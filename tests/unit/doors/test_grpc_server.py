@@ -14,8 +14,8 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from coordinator.base.config import GrpcConfig
@@ -298,13 +298,20 @@ async def test_health_needs_no_key_and_reports_the_pools_state(start: Start, mon
                     break
 
 
-async def test_reflection_needs_no_key_and_lists_the_contract(open_door: Open) -> None:
-    channel: Any = await open_door(FakeService())
+async def test_reflection_needs_no_key_and_each_method_of_the_services_that_it_lists_needs_one(open_door: Open) -> None:
+    service = FakeService()
+    channel: Any = await open_door(service)
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-    names = {service.name for service in (await call.read()).list_services_response.service}
-    assert {service.full_name for service in SERVICES} <= names
-    assert "grpc.health.v1.Health" in names
+    names = {listed.name for listed in (await call.read()).list_services_response.service}
+    assert names - {health.SERVICE_NAME, reflection.SERVICE_NAME} == {descriptor.full_name for descriptor in SERVICES}
+    for method in (method for descriptor in SERVICES for method in descriptor.methods):
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        call = channel.unary_stream(path)(b"")  # of a unary method it reads the only response
+        error, status = await refusal(call.read())
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED, path
+        assert details_of(status)[0].reason == "API_KEY_MISSING"
+    assert service.calls == []
 
 
 async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones(start: Start) -> None:

@@ -260,6 +260,11 @@ async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
         ({"host": "0.0.0.0", "is_remote": True}, "0.0.0.0 can be reached from other machines: give --tls-cert"),
         ({"tls_cert": Path("c")}, "both a certificate and its key"),
         ({"poll_s": 0}, "poll_s must be above 0"),
+        ({"public_url": "pool.example"}, "must be http:// or https:// with a host"),
+        ({"public_url": "https://"}, "got 'https://'"),
+        ({"public_url": "https://pool.example:70000"}, "may have a port and a path"),
+        ({"public_url": "https://pool.example?key=1"}, "got 'https://pool.example.key=1'"),
+        ({"public_url": "ftp://pool.example"}, "https://pool.example, got"),
     ],
 )
 def test_settings_out_of_range_of_the_http_door_are_refused(options: dict[str, Any], message: str) -> None:
@@ -338,6 +343,26 @@ async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_ar
         assert begun.status_code == 200
     for each in held:
         each.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "begin"),
+    [
+        ({}, "http://forged.example/api/v1/download/"),
+        ({"public_url": "https://pool.example"}, "https://pool.example/api/v1/download/"),
+        ({"public_url": "https://example.com:8443/pool/"}, "https://example.com:8443/pool/api/v1/download/"),
+    ],
+)
+async def test_a_download_url_begins_with_the_public_url_or_with_the_callers_own_host_and_is_never_cached(
+    opened: Open, options: dict[str, Any], begin: str
+) -> None:
+    _, client = await opened(FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse()), **options)
+    forged = {"host": "forged.example"}
+    files = await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls", headers=forged)
+    archive = await client.get("/training_runs/r/checkpoints/weights/a/archive", headers=forged)
+    for url in (*files.json()["urls"].values(), archive.headers["location"]):
+        assert url.startswith(begin)
+    assert [each.headers["cache-control"] for each in (files, archive)] == ["no-store"] * 2
 
 
 def metadata_of(index: int) -> dict[str, str]:
