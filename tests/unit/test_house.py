@@ -25,6 +25,7 @@ CONFINED = {
     "grpc_reflection": ["coordinator/doors/grpc/*.py"],
     "starlette": ["coordinator/doors/*.py"],
     "uvicorn": ["coordinator/doors/http_server.py", "coordinator/doors/http/connections.py"],
+    "pyrage": ["coordinator/storage/exports.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
     "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py"],

@@ -21,8 +21,7 @@ from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.training import no_access_tokens
-from coordinator.storage.folders import CONFIG, WEIGHTS
-from coordinator.tenants.principals import Principal
+from coordinator.service.checkpoints import ARCHIVE
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -31,8 +30,6 @@ RUNS_MAX = 100
 """Most runs on a page; a page's cursor has the limit that was applied."""
 CHECKPOINTS_MAX = 1000
 """Most checkpoints on a page; a page's cursor has the limit that was applied."""
-ARCHIVE = "checkpoint.tar"
-"""File name of the download of a whole checkpoint."""
 _KINDS = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
@@ -140,9 +137,9 @@ async def delete(call: Call) -> Response:
 async def download_urls(call: Call) -> Response:
     """GET of a checkpoint's /external_weights_urls: a URL for each file of its PEFT directory."""
     path = _path(call)
-    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    files = await call.service.exported_files(call.principal, path)
     expires = call.door.downloads.expiry()
-    urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
+    urls = {file: _url(call, path, file, expires) for file in files}
     return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
 
@@ -165,7 +162,7 @@ async def download(request: Request, door: DoorContext) -> Response:
     reader = await door.service.holder_of_key(key_id)
     with ExitStack() as download_slot:
         download_slot.enter_context(door.downloads.running(reader.tenant_id))
-        pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
+        pieces = door.service.export_for_tinker(reader, path, file)
         first = await anext(pieces)  # after the first piece, an error could only cut the connection
         return _Download(first, pieces, download_slot.pop_all())
 
@@ -188,11 +185,6 @@ class _Download(StreamingResponse):
         with self._download_slot:
             async with aclosing(self._pieces):
                 await super().__call__(scope, receive, send)
-
-
-async def _archive(door: DoorContext, reader: Principal, path: str) -> AsyncGenerator[bytes]:
-    async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
-        yield response.data
 
 
 async def _newest(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> Newest:

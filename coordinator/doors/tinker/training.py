@@ -139,12 +139,8 @@ async def save_weights_external(call: Call) -> Response:
         name=asked.path,
         ttl_seconds=asked.ttl_seconds or 0,
         for_export=True,
+        age_recipients=asked.age_encryption_recipients or [],
     )
-    if asked.age_encryption_recipients:
-        error = unsupported(
-            "encryption of an export", "leave age_encryption_recipients out and encrypt what you download"
-        )
-        return await submit(call, call.service.refuse, request, error)
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 

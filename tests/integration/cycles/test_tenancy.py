@@ -152,7 +152,8 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
     beyond = {  # not in the gRPC contract; tested below
         "refuse",
-        "export_file",
+        "export_for_tinker",
+        "exported_files",
         "newest_checkpoints",
         "find_session",
         "trained_modules",
@@ -198,11 +199,12 @@ async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) ->
         assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
         assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
         for reading in (
-            anext(pool.service.export_file(eve, path, "adapter_config.json")),
+            anext(pool.service.export_for_tinker(eve, path, "adapter_config.json")),
             pool.service.trained_modules(eve, path),
+            pool.service.exported_files(eve, path),
         ):
             assert (await refusal(reading)).code is Code.NOT_FOUND
-        assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
+        assert await anext(pool.service.export_for_tinker(alice, path, "adapter_config.json"))
 
 
 async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(tmp_path: Path) -> None:

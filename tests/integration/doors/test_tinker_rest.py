@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyrage
 import pytest
 import tinker
 from click.testing import CliRunner
@@ -327,9 +328,33 @@ def test_runs_are_not_listed_by_project(rest: tinker.RestClient) -> None:
         rest.list_training_runs(project_id="p").result(WAIT_S)
 
 
-def test_an_encrypted_export_is_refused_with_what_to_do(client: Any) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download"):
-        client.save_weights_external("secret", age_encryption_recipients=["age1x"]).result(WAIT_S)
+def test_an_encrypted_export_is_read_by_its_recipients_alone(
+    rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    recipients = [pyrage.x25519.Identity.generate() for _ in range(2)]
+    keys = [str(identity.to_public()) for identity in recipients]
+    path = client.save_weights_external("secret", age_encryption_recipients=keys).result(WAIT_S).path
+    signed = rest.get_external_weights_urls(path).result(WAIT_S)
+    assert set(signed.urls) == {"adapter_config.json.age", "adapter_model.safetensors.age"}
+    stored = read(signed.urls["adapter_config.json.age"])
+    for identity in recipients:
+        assert json.loads(pyrage.decrypt(stored, [identity]))["r"] == 8
+    with pytest.raises(pyrage.DecryptError):
+        pyrage.decrypt(stored, [pyrage.x25519.Identity.generate()])
+    for use in (service.create_training_client_from_state, lambda of: rest.copy_weights(of, "any")):
+        with pytest.raises(tinker.BadRequestError, match="encrypted"):
+            use(path).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("recipients", "told"),
+    [(["age1x"], "'age1x' is no recipient"), (["ssh-rsa x"], "no recipient"), (["age1x"] * 11, "at most 10")],
+)
+def test_a_wrong_recipient_of_an_export_is_refused_with_what_to_send(
+    client: Any, recipients: list[str], told: str
+) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=told):
+        client.save_weights_external("wrong", age_encryption_recipients=recipients).result(WAIT_S)
     assert client.optim_step(types.AdamParams()).result(WAIT_S).metrics
 
 

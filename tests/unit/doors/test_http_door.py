@@ -305,7 +305,7 @@ async def test_a_stop_aborts_calls_after_its_grace_period(opened: Open) -> None:
 
 
 async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_are_limited(opened: Open) -> None:
-    service: Any = FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse())
+    service: Any = FakeService()
     num_sent, num_running = 0, 0
 
     async def endless(*_: Any) -> AsyncIterator[bytes]:
@@ -322,7 +322,10 @@ async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_ar
     async def holder(_: str) -> Principal:
         return PRINCIPAL
 
-    service.export_file, service.holder_of_key = endless, holder
+    async def files(*_: Any) -> list[str]:
+        return ["adapter_config.json"]
+
+    service.export_for_tinker, service.exported_files, service.holder_of_key = endless, files, holder
     door, client = await opened(service, body_s=1.0)
     urls = (await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls")).json()["urls"]
     url = httpx.URL(urls["adapter_config.json"])
