@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
@@ -29,21 +29,24 @@ ARCHIVE = "checkpoint.tar"
 """File name of the download of a whole checkpoint."""
 _INLINE_BYTES_MAX = 256 << 10
 """Metadata of a page above this size is parsed on a thread."""
+Kind = pb.CheckpointKind.ValueType
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
     names.EXTERNAL: pb.CHECKPOINT_KIND_EXTERNAL,
 }
+KINDS: Collection[Kind] = tuple(_KINDS.values())
 
 
 class CheckpointUseCases(UseCases):
     """CheckpointService."""
 
     async def list_checkpoints(
-        self, principal: Principal, request: pb.ListCheckpointsRequest
+        self, principal: Principal, request: pb.ListCheckpointsRequest, known: Collection[Kind] = KINDS
     ) -> pb.ListCheckpointsResponse:
-        """List the checkpoints of an adapter, or of the tenant, newest first."""
-        kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
+        """List the checkpoints of an adapter, or of the tenant, newest first: those of the kinds that are `known`."""
+        wanted = known if request.kind == pb.CHECKPOINT_KIND_UNSPECIFIED else (request.kind,)
+        kinds = [kind for kind, value in _KINDS.items() if value in wanted]
         page = functools.partial(self._core.store.checkpoints.page, principal.tenant_id, kinds, request.adapter_id)
         rows, token, total = self._page(page, request, 100)
         if sum(len(row.user_metadata) for row in rows) > _INLINE_BYTES_MAX:
@@ -54,7 +57,7 @@ class CheckpointUseCases(UseCases):
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
-    ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
+    ) -> dict[tuple[str, Kind], pb.Checkpoint]:
         """Return the newest checkpoint of each adapter and kind, by one query."""
         rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids)
         return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}

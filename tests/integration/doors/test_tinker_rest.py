@@ -138,6 +138,25 @@ def test_pages_have_the_requested_size_and_the_total(rest: tinker.RestClient, cl
     assert page.cursor.total_count == len(everything.checkpoints) >= 3
 
 
+@pytest.mark.parametrize(
+    ("version", "is_listed"),
+    [("0.18.2", False), ("0.27.2", False), ("0.28.0", True), ("1.0", True), ("x", True), ("", True)],
+)
+def test_a_client_is_listed_no_checkpoint_of_a_kind_that_its_version_does_not_know(
+    wired: Wire, client: Any, version: str, is_listed: bool
+) -> None:
+    state = client.save_state("known").result(WAIT_S).path
+    external = client.save_weights_external("unknown").result(WAIT_S).path
+    headers = {"x-stainless-package-version": version} if version else {}
+    expected = [external, state] if is_listed else [state]
+    for path in ("/checkpoints?limit=2", f"/training_runs/{client.model_id}/checkpoints"):
+        page = wired.get(path, **headers).json()
+        listed = [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]]
+        assert listed[: len(expected)] == expected
+        assert (external in listed) is is_listed
+    assert page["cursor"]["total_count"] == len(expected)
+
+
 def test_a_checkpoint_has_a_time_to_live_or_none_and_is_deleted(rest: tinker.RestClient, client: Any) -> None:
     path = client.save_state("kept", ttl_seconds=3600).result(WAIT_S).path
 

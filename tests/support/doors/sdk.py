@@ -56,9 +56,9 @@ class Wire:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str, **headers: str) -> httpx.Response:
         """GET."""
-        return self._http.get(path)
+        return self._http.get(path, headers=headers)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Make any request."""
