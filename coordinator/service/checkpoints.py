@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
@@ -29,7 +30,7 @@ ARCHIVE = "checkpoint.tar"
 """File name of the download of a whole checkpoint."""
 _INLINE_BYTES_MAX = 256 << 10
 """Metadata of a page above this size is parsed on a thread."""
-Kind = pb.CheckpointKind.ValueType
+Kind: TypeAlias = pb.CheckpointKind.ValueType
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,

@@ -5,7 +5,6 @@ A training run of the protocol is an adapter of the contract.
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from datetime import UTC, datetime
@@ -21,8 +20,9 @@ from coordinator.doors.http.responses import PiecewiseJson
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
+from coordinator.doors.tinker.sdk_versions import known_kinds
 from coordinator.doors.tinker.training import no_access_tokens
-from coordinator.service.checkpoints import ARCHIVE, KINDS, Kind
+from coordinator.service.checkpoints import ARCHIVE, Kind
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -36,9 +36,6 @@ _KINDS: Mapping[Kind, str] = {
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
     pb.CHECKPOINT_KIND_EXTERNAL: "external",
 }
-_SINCE = {pb.CHECKPOINT_KIND_EXTERNAL: (0, 28)}
-"""The first version of the SDK that knows a kind: an older one fails at a list with such a checkpoint."""
-_VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})\b")
 Newest = Mapping[tuple[str, Kind], pb.Checkpoint]
 """By adapter and kind."""
 
@@ -240,20 +237,13 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
     """Return a page of a run's checkpoints, or of all for an empty `run`, and the number on all pages."""
     limit = min(limit, CHECKPOINTS_MAX)
     request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
-    found = await call.service.list_checkpoints(call.principal, request, _known_kinds(call))
+    found = await call.service.list_checkpoints(call.principal, request, known_kinds(call))
 
     def make() -> Response:
         checkpoints = [_checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
         return PiecewiseJson({"checkpoints": checkpoints, "cursor": _cursor(limit, offset, found.total_size)})
 
     return await call.in_turn(found.ByteSize(), make), found.total_size
-
-
-def _known_kinds(call: Call) -> list[Kind]:
-    """Return the kinds of checkpoints that the client knows, by the version that every call of the SDK names."""
-    version = _VERSION.match(call.request.headers.get("x-stainless-package-version", ""))
-    numbers = tuple(map(int, version.groups())) if version is not None else None
-    return [kind for kind in KINDS if numbers is None or numbers >= _SINCE.get(kind, (0, 0))]
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:

@@ -22,6 +22,7 @@ from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
+from coordinator.doors.tinker.sdk_versions import mark_batch
 from coordinator.doors.tinker.tensors import ELEMENTS_MAX, binary_tensor, dense, elements, shape_of, tokens
 from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.payloads.elements import TooManyElements, parse
@@ -72,6 +73,7 @@ async def _json_pass(call: Call, given: schemas.JsonPass) -> Response:
 async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
     make = _request_type(is_forward=asked.forward_only)
     request = make(adapter_id=asked.model_id, seq=asked.seq_id)
+    mark_batch(call, request)
     try:
         _fill(request, asked)
     except ServiceError as error:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.tenants.principals import Principal, Role
 from tests.support.database import query
@@ -154,6 +156,7 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         "refuse",
         "export_for_tinker",
         "exported_files",
+        "is_next",
         "newest_checkpoints",
         "find_session",
         "trained_modules",
@@ -177,6 +180,16 @@ async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(tmp_path
         own = await refusal(pool.service.refuse(alice, request, invalid("no")))
         assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
         assert (own.message, own.operation) == ("no", f"{adapter}:1")
+
+
+async def test_the_order_of_anothers_adapter_is_not_told(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter("alice")
+        eve, alice = await pool.principal("eve"), await pool.principal("alice")
+        assert pool.service.is_next(alice, adapter, 1)
+        with pytest.raises(ServiceError) as raised:
+            pool.service.is_next(eve, adapter, 1)
+        assert raised.value.code is Code.NOT_FOUND
 
 
 async def test_a_refused_train_step_takes_the_seqs_of_both_its_operations(tmp_path: Path) -> None:

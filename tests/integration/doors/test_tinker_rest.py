@@ -150,10 +150,10 @@ def test_a_client_is_listed_no_checkpoint_of_a_kind_that_its_version_does_not_kn
     headers = {"x-stainless-package-version": version} if version else {}
     expected = [external, state] if is_listed else [state]
     for path in ("/checkpoints?limit=2", f"/training_runs/{client.model_id}/checkpoints"):
-        page = wired.get(path, **headers).json()
-        listed = [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]]
+        listed = [each["tinker_path"] for each in wired.get(path, **headers).json()["checkpoints"]]
         assert listed[: len(expected)] == expected
         assert (external in listed) is is_listed
+    page = wired.get(f"/training_runs/{client.model_id}/checkpoints", **headers).json()
     assert page["cursor"]["total_count"] == len(expected)
 
 
