@@ -1,7 +1,7 @@
 """The ASGI application: the handler of each path, and the rules for every call.
 
-Every call is authenticated before its body is read, and every response has a JSON body, errors too. Paths are those of
-the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
+Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Paths are
+those of the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
 from coordinator.doors.http.connections import WITH_KEY
+from coordinator.doors.http.request_ids import RequestIds
 from coordinator.doors.http.responses import ReadResponse, num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
@@ -85,7 +86,7 @@ HANDLERS: tuple[tuple[str, str, Handler, Role], ...] = (
 """Method, path and handler of each endpoint, and the least role of its callers."""
 
 
-def make_app(door: DoorContext) -> Starlette:
+def make_app(door: DoorContext) -> ASGIApp:
     """Make the ASGI application."""
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [
@@ -94,10 +95,11 @@ def make_app(door: DoorContext) -> Starlette:
     routes.append(Route("/{path:path}", _Guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
-    return Starlette(
+    app = Starlette(
         routes=[Route("/healthz", _healthz), *mounts, *routes[-1:]],
         exception_handlers={Exception: _fault},
     )
+    return RequestIds(app)
 
 
 def _openai_routes(door: DoorContext) -> list[BaseRoute]:

@@ -23,7 +23,15 @@ from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.sdk_versions import mark_batch
-from coordinator.doors.tinker.tensors import ELEMENTS_MAX, binary_tensor, dense, elements, shape_of, tokens
+from coordinator.doors.tinker.tensors import (
+    ELEMENTS_MAX,
+    binary_tensor,
+    dense,
+    elements,
+    shape_of,
+    text_of,
+    tokens,
+)
 from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.payloads.elements import TooManyElements, parse
 from tinkerpool.compat import tinker_pb2 as wire
@@ -245,6 +253,4 @@ def _datum(label: str, datum: schemas.JsonDatum) -> wire.Datum:
 
 
 def _chunk(chunk: schemas.Chunk, label: str) -> wire.Chunk:
-    if chunk.type != "encoded_text" or chunk.tokens is None:
-        return wire.Chunk(image=wire.OpaqueChunk())  # refused later, like any chunk that is not text
-    return wire.Chunk(encoded_text=wire.TextChunk(tokens=elements(label, chunk.tokens, np.dtype("<i4"))))
+    return wire.Chunk(encoded_text=wire.TextChunk(tokens=elements(label, text_of(chunk, label), np.dtype("<i4"))))
