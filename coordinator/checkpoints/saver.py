@@ -66,7 +66,8 @@ class Saver:
         if path.kind == names.SAMPLER and self.states.publishing.can_hold(log.base_model, state):
             self.states.publishing.hold(named(row, log.spec, state))
         else:
-            saved = await self.states.write(self.states.folders.checkpoints, log, state)
+            recipients = () if isinstance(request, checkpoints_pb2.SaveStateRequest) else request.age_recipients
+            saved = await self.states.write(self.states.folders.checkpoints, log, state, recipients)
             row = replace(row, folder=saved.folder, sha256=saved.sha256, size_bytes=saved.size_bytes)
         staged.add_checkpoint(row, self._store.checkpoints.by_path(str(path)))  # only now is there a replacement
         outcome = operation.succeed(cycle_id, usage)

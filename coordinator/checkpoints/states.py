@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from coordinator.base.errors import Code, Failure, ServiceError, not_found
 from coordinator.checkpoints.published_weights import Publishing, version_of
@@ -36,10 +37,12 @@ class States:
 
     # ---- writing
 
-    async def write(self, files: StateFiles, log: AdapterLog, state: AdapterState) -> Saved:
-        """Write a state below one of the roots. Raises ServiceError."""
+    async def write(
+        self, files: StateFiles, log: AdapterLog, state: AdapterState, recipients: Sequence[str] = ()
+    ) -> Saved:
+        """Write a state below one of the roots, encrypted if it has recipients. Raises ServiceError."""
         try:
-            return await asyncio.to_thread(files.write, log.spec, self._fleet.models[log.base_model], state)
+            return await asyncio.to_thread(files.write, log.spec, self._fleet.models[log.base_model], state, recipients)
         except OSError as error:
             logger.exception("cannot write the state of %s", log.adapter_id)
             raise ServiceError(
@@ -85,7 +88,8 @@ class States:
     async def read_checkpoint(self, row: CheckpointRow) -> AdapterState:
         """Return a checkpoint's state, from memory if its file is not written yet.
 
-        Raises ServiceError if the state is damaged, cannot be read now, or was deleted since its row was read.
+        Raises ServiceError if the state is damaged or encrypted, cannot be read now, or was deleted since its row was
+        read.
         """
         if not row.folder:
             if (state := self.publishing.held(version_of(row))) is not None:

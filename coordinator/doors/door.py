@@ -51,6 +51,8 @@ class Backend(Protocol):
 
 
 _log = logging.getLogger(__name__)
+ERROR_ID = "error_id"
+"""Key of an internal error's metadata: the id under which the log has the details."""
 
 
 class DoorError(Exception):
@@ -78,4 +80,4 @@ def to_refusal(error: Exception, where: str) -> ServiceError:
     error_id = secrets.token_hex(6)
     _log.error("error %s in %s", error_id, where, exc_info=error)
     message = f"internal error {error_id}: a fault of the pool; its log has the details under this id"
-    return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={"error_id": error_id})
+    return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={ERROR_ID: error_id})

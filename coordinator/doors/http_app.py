@@ -1,13 +1,13 @@
 """The ASGI application: the handler of each path, and the rules for every call.
 
-Every call is authenticated before its body is read, and every response has a JSON body, errors too. Paths are those of
-the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
+Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Paths are
+those of the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key, caller_of
-from coordinator.doors.http.connections import CLIENT, WITH_KEY
+from coordinator.doors.http.connections import WITH_KEY, WhileConnected
+from coordinator.doors.http.request_ids import RequestIds
 from coordinator.doors.http.responses import ReadResponse, Streamed, num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
@@ -87,20 +88,6 @@ HANDLERS: tuple[tuple[str, str, Handler, Role], ...] = (
 
 def make_app(door: DoorContext) -> ASGIApp:
     """Make the ASGI application. A call ends when its client leaves; what it has begun to write is written."""
-    app = _make_app(door)
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        client = scope.get("state", {}).get(CLIENT)
-        if client is None:
-            await app(scope, receive, send)
-            return
-        with suppress(ClientDisconnect), client.serving():
-            await app(scope, receive, send)
-
-    return serve
-
-
-def _make_app(door: DoorContext) -> Starlette:
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [
         Route(path, _Guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
@@ -108,10 +95,11 @@ def _make_app(door: DoorContext) -> Starlette:
     routes.append(Route("/{path:path}", _Guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
-    return Starlette(
+    app = Starlette(
         routes=[Route("/healthz", _healthz), *mounts, *routes[-1:]],
         exception_handlers={Exception: _fault},
     )
+    return RequestIds(WhileConnected(app))
 
 
 def _openai_routes(door: DoorContext) -> list[BaseRoute]:

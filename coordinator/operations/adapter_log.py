@@ -169,6 +169,10 @@ class AdapterLog:
         is_gap = self.snapshot_seq < seq < self.next_seq and seq not in self.operations
         return is_gap and all(before in self.operations for before in range(self.snapshot_seq + 1, seq))
 
+    def is_next(self, seq: int) -> bool:
+        """Return whether this seq has not arrived, every one before it has, and none behind it has."""
+        return seq == self.next_seq and all(before in self.operations for before in range(self.copy.cursor + 1, seq))
+
     def unfinished(self) -> list[Operation]:
         """Return the operations without a committed outcome, in order."""
         decided = {operation.seq: operation for operation in self._decided}

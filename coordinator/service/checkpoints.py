@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
@@ -17,7 +18,7 @@ from coordinator.service.listings import Listed
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
-from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
+from coordinator.storage.folders import Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
 from coordinator.storage.sqlite import StorageError
 from coordinator.tenants.principals import Principal
@@ -26,11 +27,15 @@ from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
+ARCHIVE = "checkpoint.tar"
+"""File name of the download of a whole checkpoint."""
+Kind: TypeAlias = pb.CheckpointKind.ValueType
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
     names.EXTERNAL: pb.CHECKPOINT_KIND_EXTERNAL,
 }
+KINDS: Collection[Kind] = tuple(_KINDS.values())
 
 
 class CheckpointUseCases(UseCases):
@@ -44,16 +49,20 @@ class CheckpointUseCases(UseCases):
         return pb.ListCheckpointsResponse(checkpoints=checkpoints, next_page_token=token, total_size=total)
 
     def listed_checkpoints(
-        self, principal: Principal, request: pb.ListCheckpointsRequest
+        self, principal: Principal, request: pb.ListCheckpointsRequest, known: Collection[Kind] = KINDS
     ) -> Listed[CheckpointRow, pb.Checkpoint]:
-        """Return a part of the list of an adapter's checkpoints, or of the tenant's, to be read in slices."""
-        kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
+        """Return a part of the list of an adapter's checkpoints, or of the tenant's, to be read in slices.
+
+        Without a kind in the request it has those of the kinds that are `known`.
+        """
+        wanted = known if request.kind == pb.CHECKPOINT_KIND_UNSPECIFIED else (request.kind,)
+        kinds = [kind for kind, value in _KINDS.items() if value in wanted]
         read = functools.partial(self._core.store.checkpoints.listing, principal.tenant_id, kinds, request.adapter_id)
         return self._listed(principal, read, request, 100, functools.partial(_message, principal))
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
-    ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
+    ) -> dict[tuple[str, Kind], pb.Checkpoint]:
         """Return the newest checkpoint of each of these adapters and kinds."""
         async with self._core.listing_turns.turn(principal.tenant_id) as turn:
             rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids, list(_KINDS))
@@ -110,15 +119,28 @@ class CheckpointUseCases(UseCases):
         async for piece in self._read(principal, pieces, row):
             yield pb.ExportCheckpointResponse(data=piece)
 
-    async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
-        """Stream one file of a checkpoint's PEFT directory."""
-        row = self._readable_checkpoint(principal, path)
-        if file not in (CONFIG, WEIGHTS):
+    async def exported_files(self, principal: Principal, path: str) -> list[str]:
+        """Return the names of the files in a checkpoint's PEFT directory."""
+        return await self._exported(await self._with_file(self._readable_checkpoint(principal, path)))
+
+    async def export_for_tinker(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
+        """Stream a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker."""
+        row = await self._with_file(self._readable_checkpoint(principal, path))
+        states = self._core.states.folders.checkpoints
+        if file == ARCHIVE:
+            pieces = states.tar(row.folder, row.sha256, for_tinker=True)
+        elif file in await self._exported(row):
+            pieces = states.piecewise(row.folder, row.sha256, file, for_tinker=True)
+        else:
             raise not_found("file", file)
-        row = await self._with_file(row)
-        pieces = self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file)
         async for piece in self._read(principal, pieces, row):
             yield piece
+
+    async def _exported(self, row: CheckpointRow) -> list[str]:
+        try:
+            return await asyncio.to_thread(self._core.states.folders.checkpoints.exported, row.folder)
+        except OSError as error:
+            raise _gone(row, error) from None
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
@@ -145,11 +167,7 @@ class CheckpointUseCases(UseCases):
                 if piece.data:
                     yield piece.data
         except OSError as error:
-            raise ServiceError(
-                Code.ABORTED,
-                "CHECKPOINT_GONE",
-                f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
-            ) from None
+            raise _gone(row, error) from None
         finally:
             use = FileUse(
                 adapter_id=row.adapter_id,
@@ -221,6 +239,14 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
             path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path
+
+
+def _gone(row: CheckpointRow, error: OSError) -> ServiceError:
+    return ServiceError(
+        Code.ABORTED,
+        "CHECKPOINT_GONE",
+        f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
+    )
 
 
 def _message(principal: Principal, row: CheckpointRow) -> pb.Checkpoint:

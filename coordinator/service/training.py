@@ -31,12 +31,13 @@ from coordinator.payloads.passes import (
     is_large,
 )
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
+from coordinator.storage.exports import check_recipients
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
-from workers.contract.messages import UNMARKED, ModelInfo
+from workers.contract.messages import UNMARKED, ModelInfo, RequestBatch
 
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
 _KINDS: Mapping[type[SequencedRequest], tuple[Kind, ...]] = {
@@ -126,14 +127,27 @@ class TrainingUseCases(UseCases):
         [operation] = await self._submit(log, request, self._save(log, request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
+    def is_next(self, principal: Principal, adapter_id: str, seq: int) -> bool:
+        """Return whether a forward_backward's seq is the next to arrive: every one before it has, and none behind it.
+
+        For a door whose protocol tells by the order of requests which of them are a batch of their own. For a repeated
+        request it was so if the first one was marked as such a batch.
+        """
+        log = self._adapter(principal, adapter_id)
+        if seq >= log.next_seq or (seq > log.snapshot_seq and seq not in log.operations):
+            return log.is_next(seq)
+        found = self._core.admission.find(adapter_id, seq)
+        return found is not None and found.batch == RequestBatch(seq, seq)
+
     async def refuse(self, principal: Principal, request: SequencedRequest, error: ServiceError) -> NoReturn:
         """Record at its seq that a door could not decode a request; `request` has the fields that it could decode.
 
         Raises `error`, which then names the failed operation, or the reason why that seq cannot be recorded.
         """
         log = self._served(principal, request)
-        kinds = _KINDS[type(request)]
-        await self._submit(log, request, *(Request(kind=kind, raw=request, malformed=error) for kind in kinds))
+        batch = batch_of(request) if isinstance(request, pb.ForwardBackwardRequest) else UNMARKED
+        refused = [Request(kind=kind, raw=request, batch=batch, malformed=error) for kind in _KINDS[type(request)]]
+        await self._submit(log, request, *refused)
         raise AssertionError("a malformed request was accepted")
 
     async def _submit(self, log: AdapterLog, request: SequencedRequest, *requests: Request) -> list[ops_pb.Operation]:
@@ -174,6 +188,8 @@ class TrainingUseCases(UseCases):
     def _save(self, log: AdapterLog, request: SaveRequest, kind: Kind) -> Request:
         try:
             _check_name(request)
+            if isinstance(request, checkpoints_pb.SaveWeightsForSamplerRequest):
+                check_recipients(request.age_recipients)
             check_ttl(request.ttl_seconds)
             check_metadata(request.user_metadata, self._core.config.limits)
         except ServiceError as error:
@@ -224,6 +240,8 @@ def _check_name(request: SaveRequest) -> None:
         raise invalid("overwrite is for a checkpoint with a name: a sampler without one replaces nothing")
     if sampler is not None and not request.name and sampler.for_export:
         raise invalid("for_export is for a checkpoint with a name: give it one")
+    if sampler is not None and sampler.age_recipients and not sampler.for_export:
+        raise invalid("age_recipients are for weights that are exported: set for_export")
     if sampler is not None and request.name and sampler.is_inflight:
         raise invalid("is_inflight is for a sampler without a name: a checkpoint never changes")
     if sampler is not None and sampler.HasField("sampler_index"):

@@ -2,11 +2,12 @@
 
 Does not depend on the database; every access to the disk goes through `disk`.
 
-A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
-`optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
-pending, and `state.json`. A folder is written under a temporary name, its files and the folder itself are synced, then
-it is renamed and its parent is synced. Main invariant: only after that a row of the database may name it. A folder
-without a row is an orphan of a crash: the next start moves it into quarantine, where it stays for a while.
+A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory; in an export to
+recipients each is encrypted and has the suffix `.age`), `optimizer.safetensors` if moments were saved,
+`gradient.safetensors` in a snapshot that was taken while a gradient was pending, and `state.json`. A folder is written
+under a temporary name, its files and the folder itself are synced, then it is renamed and its parent is synced. Main
+invariant: only after that a row of the database may name it. A folder without a row is an orphan of a crash: the next
+start moves it into quarantine, where it stays for a while.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ import hashlib
 import json
 import logging
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import REMOVING, Disk
+from coordinator.storage.exports import (
+    ENCRYPTED,
+    LENGTH_BYTES,
+    cannot_be_used,
+    encrypted,
+    head_bytes,
+    peft_config,
+    tinkers_head,
+)
 from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
@@ -34,6 +44,8 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "gradient.safetensors",
     "state.json",
 )
+EXPORTED = (CONFIG, WEIGHTS)
+"""The files of a PEFT directory."""
 PIECE_BYTES = 256 << 10
 """Bytes of an exported file in memory at a time."""
 QUARANTINE_S = 7 * 86400.0
@@ -64,6 +76,17 @@ class Piece:
     """Bytes that were read from the disk for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The beginning of a file as it is sent, and the number of stored bytes that it stands for."""
+
+    sent: bytes = b""
+    num_stored: int = 0
+
+
+_AS_STORED = _Head()
+
+
 class StateFiles:
     """The folders below one root."""
 
@@ -80,29 +103,17 @@ class StateFiles:
         """Name new folders after this pool and epoch, which must be durable in the database. Call before `write`."""
         self._identity = identity
 
-    def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
-        """Make a state durable. Raises OSError if the disk fails or is full, and leaves no folder behind then."""
+    def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState, recipients: Sequence[str] = ()) -> Saved:
+        """Make a state durable, encrypted if it has recipients.
+
+        Raises OSError if the disk fails or is full, and leaves no folder behind then.
+        """
         assert self._identity is not None, "the epoch has not begun"
-        files = {
-            WEIGHTS: state.weights,
-            CONFIG: _to_json(peft_config(spec, model)),
-            STATE: _to_json(
-                {
-                    "num_steps": state.num_steps,
-                    "applied_seq": state.applied_seq,
-                    "fingerprint": state.fingerprint,
-                    "num_datums": state.num_datums,
-                    "rank": spec.rank,
-                    "alpha": spec.alpha,
-                    "seed": spec.seed,
-                    "base_model": model.name,
-                }
-            ),
-        }
-        if state.optimizer is not None:
-            files[OPTIMIZER] = state.optimizer
-        if state.gradient is not None:
-            files[GRADIENT] = state.gradient
+        files = _contents(spec, model, state)
+        if recipients:
+            head = head_bytes(state.weights)
+            files[WEIGHTS] = tinkers_head(state.weights[:head]) + state.weights[head:]
+            files = {STATE: files[STATE]} | {name + ENCRYPTED: encrypted(files[name], recipients) for name in EXPORTED}
         name = self._identity.new_folder()
         kind, disk = self._kind, self._disk
         temporary, final = self._root / (_TEMPORARY + name), self._root / name
@@ -125,9 +136,12 @@ class StateFiles:
     def read(self, folder: str, sha256: str) -> AdapterState:
         """Return the state in a folder.
 
-        Raises ServiceError DATA_LOSS if its content does not match the checksum, UNAVAILABLE if a retry may succeed.
+        Raises ServiceError DATA_LOSS if its content does not match the checksum, UNAVAILABLE if a retry may succeed,
+        INVALID_ARGUMENT if it is encrypted.
         """
         files = self._verified(folder, sha256)
+        if (error := cannot_be_used(list(files))) is not None:
+            raise error
         state = json.loads(files[STATE])
         return AdapterState(
             weights=files[WEIGHTS],
@@ -139,26 +153,36 @@ class StateFiles:
             num_datums=state["num_datums"],
         )
 
-    def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-        """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
+    def exported(self, folder: str) -> list[str]:
+        """Return the names of the files that leave the pool. Raises OSError."""
+        present = self._disk.names(self._root / folder)
+        return [name for file in EXPORTED for name in (file, file + ENCRYPTED) if name in present]
+
+    def tar(
+        self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES, *, for_tinker: bool = False
+    ) -> Iterator[Piece]:
+        """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`, as `piecewise`."""
         yield from self._verify(folder, sha256, piece_bytes)
-        for name in (CONFIG, WEIGHTS):
+        for name in self.exported(folder):
+            head = self._head(folder, name) if for_tinker else _AS_STORED
             member = tarfile.TarInfo(name)
-            member.size = self._disk.size(self._root / folder / name)
+            member.size = len(head.sent) - head.num_stored + self._disk.size(self._root / folder / name)
             yield Piece(member.tobuf())
-            yield from self._pieces(folder, name, piece_bytes)
+            yield from self._pieces(folder, name, piece_bytes, head)
             if padding := bytes(-member.size % tarfile.BLOCKSIZE):
                 yield Piece(padding)
         yield from [Piece(bytes(tarfile.BLOCKSIZE))] * 2  # the end of an archive
 
-    def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    def piecewise(
+        self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES, *, for_tinker: bool = False
+    ) -> Iterator[Piece]:
         """Verify a folder, then yield one of its files, one piece in memory at a time.
 
-        While it verifies, it yields pieces without data. Raises ServiceError as `read`, before the first data, and
-        OSError if the folder is removed meanwhile.
+        With `for_tinker` the tensors have the names of the Tinker service. While it verifies, it yields pieces without
+        data. Raises ServiceError as `read`, before the first data, and OSError if the folder is removed meanwhile.
         """
         yield from self._verify(folder, sha256, piece_bytes)
-        yield from self._pieces(folder, name, piece_bytes)
+        yield from self._pieces(folder, name, piece_bytes, self._head(folder, name) if for_tinker else _AS_STORED)
 
     def remove(self, folder: str) -> None:
         """Delete a folder that no row names any more."""
@@ -210,8 +234,18 @@ class StateFiles:
         if digest.hexdigest() != sha256:
             raise _damaged()
 
-    def _pieces(self, folder: str, name: str, piece_bytes: int) -> Iterator[Piece]:
-        start = 0
+    def _head(self, folder: str, name: str) -> _Head:
+        """Return a file's beginning with the names of the Tinker service. Raises OSError."""
+        if name != WEIGHTS:
+            return _AS_STORED
+        path = self._root / folder / name
+        num_stored = head_bytes(self._disk.read_piece(path, 0, LENGTH_BYTES))
+        return _Head(tinkers_head(self._disk.read_piece(path, 0, num_stored)), num_stored)
+
+    def _pieces(self, folder: str, name: str, piece_bytes: int, head: _Head = _AS_STORED) -> Iterator[Piece]:
+        for begin in range(0, len(head.sent), piece_bytes):
+            yield Piece(head.sent[begin : begin + piece_bytes])
+        start = head.num_stored
         while data := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
             yield Piece(data, len(data))
             start += len(data)
@@ -273,27 +307,29 @@ class StateFolders:
             files.begin_epoch(identity)
 
 
-def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
-    """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
-    modules = (
-        (model.attn_modules if spec.train_attn else ())
-        + (model.mlp_modules if spec.train_mlp else ())
-        + (model.unembed_modules if spec.train_unembed else ())
-    )
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.name,
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "target_modules": sorted(modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "use_rslora": False,
-        "use_dora": False,
+def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[str, bytes]:
+    """Return the files of a state, by name."""
+    files = {
+        WEIGHTS: state.weights,
+        CONFIG: _to_json(peft_config(spec, model)),
+        STATE: _to_json(
+            {
+                "num_steps": state.num_steps,
+                "applied_seq": state.applied_seq,
+                "fingerprint": state.fingerprint,
+                "num_datums": state.num_datums,
+                "rank": spec.rank,
+                "alpha": spec.alpha,
+                "seed": spec.seed,
+                "base_model": model.name,
+            }
+        ),
     }
+    if state.optimizer is not None:
+        files[OPTIMIZER] = state.optimizer
+    if state.gradient is not None:
+        files[GRADIENT] = state.gradient
+    return files
 
 
 def _damaged() -> ServiceError:

@@ -1,1 +1,1 @@
-"""Other clients of a pool: the Tinker cookbook, the official SDK, Node."""
+"""Other clients of a pool: the Tinker cookbook, the official SDK in several versions, Node."""

@@ -7,14 +7,13 @@ failure closed its gradient window, or if the disk was full or failed while a st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.payloads.passes import cut_chunks, decode_adam, decode_pass
 from tests.simulation.client import Client, Sent
 from tests.simulation.script import Step
-from tests.support.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token
+from tests.support.toy_engine import digest, fresh_chain, item_digest, read_chain, toy_model_info, toy_token
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2
@@ -232,4 +231,4 @@ def check_published(saves: Collection[int], stored: Mapping[int, AdapterState], 
 
 def _chain(data: bytes | None) -> bytes:
     assert data is not None
-    return bytes.fromhex(json.loads(data)["chain"])
+    return read_chain(data)

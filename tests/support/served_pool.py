@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
+SHIPPED = {"kjv-2m": SHIPPED_MODEL}
 
 
 @dataclass(slots=True)
@@ -41,9 +42,10 @@ class ServedPool:
 
 
 @contextmanager
-def shipped_pool(data_dir: Path) -> Iterator[ServedPool]:
-    """Start pool, coordinator and doors; stop them when the block ends."""
-    config = PoolConfig(kind="local", models=(PoolModel(name="kjv-2m", path=str(SHIPPED_MODEL)),), num_slots=4)
+def shipped_pool(data_dir: Path, models: Mapping[str, Path] = SHIPPED) -> Iterator[ServedPool]:
+    """Start pool, coordinator and doors; stop them when the block ends. `models`: directories by name."""
+    served = tuple(PoolModel(name=name, path=str(path)) for name, path in models.items())
+    config = PoolConfig(kind="local", models=served, num_slots=4)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

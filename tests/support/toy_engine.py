@@ -226,7 +226,7 @@ class ToyEngine:
             try:
                 _load(adapter, install.state, with_optimizer=True)
                 if install.state.gradient is not None:
-                    adapter.gradient = _read(install.state.gradient)
+                    adapter.gradient = read_chain(install.state.gradient)
             except ValueError as error:
                 self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
                 return
@@ -343,7 +343,7 @@ class ToyEngine:
             self._remove(removed)
         key = request.version.key
         if request.version.state is not None:
-            self.versions[key] = _read(request.version.state.weights)
+            self.versions[key] = read_chain(request.version.state.weights)
         if key and key not in self.versions:
             error = ItemError(code=ErrorCode.OUT_OF_ORDER, message=f"unknown version {key}")
             self._events.append(SampleResult(op_id=request.op_id, error=error))
@@ -425,8 +425,8 @@ def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
 def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
     """Load a state without its gradient; drop the pending one. Raises ValueError if the state is damaged."""
     optimizer = state.optimizer if with_optimizer else None
-    adapter.chain = _read(state.weights)
-    adapter.moments = b"" if optimizer is None else _read(optimizer)
+    adapter.chain = read_chain(state.weights)
+    adapter.moments = b"" if optimizer is None else read_chain(optimizer)
     adapter.gradient = b""
     adapter.progress.num_steps = 0 if optimizer is None else state.num_steps
 
@@ -447,12 +447,16 @@ def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True, with_gradient
 
 
 def _written(chain: bytes) -> bytes:
-    return json.dumps({"chain": chain.hex(), "sha256": digest(chain).hex()}).encode()
+    """Return a safetensors file without tensors, whose metadata has the chain."""
+    metadata = {"chain": chain.hex(), "sha256": digest(chain).hex()}
+    header = json.dumps({"__metadata__": metadata}).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
-def _read(data: bytes) -> bytes:
+def read_chain(data: bytes) -> bytes:
+    """Return the chain in a file. Raises ValueError if the file is damaged."""
     try:
-        fields = json.loads(data)
+        fields = json.loads(data[8:])["__metadata__"]
         chain = bytes.fromhex(fields["chain"])
         is_sound = fields["sha256"] == digest(chain).hex()
     except (ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Rules of imports that import-linter cannot express, and the generated code."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ CONFINED = {
     "grpc_reflection": ["coordinator/doors/grpc/*.py"],
     "starlette": ["coordinator/doors/*.py"],
     "uvicorn": ["coordinator/doors/http_server.py", "coordinator/doors/http/connections.py"],
+    "pyrage": ["coordinator/storage/exports.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
     "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py"],
@@ -142,6 +144,16 @@ def test_gpu_tests_are_collected_on_a_machine_with_few_libraries() -> None:
     found = run_without("ray,grpc,hypothesis,peft", COLLECT_GPU_TESTS)
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert path.name in found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "protos").rglob("*.proto")), ids=lambda path: path.stem)
+def test_every_file_of_the_contract_names_its_package_for_each_language(path: Path) -> None:
+    module = importlib.import_module(".".join(path.relative_to(ROOT / "protos").with_suffix("").parts) + "_pb2")
+    name, options = path.parent.name, module.DESCRIPTOR.GetOptions()
+    assert options.go_package == f"tinkerpool/{name};tinkerpool{name}", "protoc-gen-go refuses a file without it"
+    assert (options.java_package, options.java_multiple_files) == (f"tinkerpool.{name}", True)
+    assert options.csharp_namespace == f"Tinkerpool.{name.capitalize()}"
+    assert options.ruby_package == f"Tinkerpool::{name.capitalize()}"
 
 
 def test_generated_code_matches_the_protos() -> None:

@@ -65,7 +65,12 @@ class _Adapter:
 
     @classmethod
     def read(cls, directory: Path) -> _Adapter:
-        """Raises ExportError for a configuration that the pool does not write."""
+        """Raises ExportError for a configuration that the pool does not write, and for an encrypted one."""
+        if (directory / f"{CONFIG}.age").exists():
+            raise ExportError(
+                "the checkpoint is encrypted: download its files as the Tinker SDK does, and decrypt them with "
+                "`age -d -i KEYFILE`; or export a checkpoint without age_recipients"
+            )
         try:
             config = json.loads((directory / CONFIG).read_text())
             if not isinstance(config["r"], int) or not isinstance(config["target_modules"], list):

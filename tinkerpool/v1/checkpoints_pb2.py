@@ -26,21 +26,22 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from tinkerpool.v1 import operations_pb2 as tinkerpool_dot_v1_dot_operations__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftinkerpool/v1/checkpoints.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etinkerpool/v1/operations.proto\"\xb1\x03\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12+\n\x04kind\x18\x03 \x01(\x0e\x32\x1d.tinkerpool.v1.CheckpointKind\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06sha256\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0b\n\x03seq\x18\x07 \x01(\x03\x12\x12\n\nbase_model\x18\x08 \x01(\t\x12\x0c\n\x04rank\x18\t \x01(\x05\x12\x42\n\ruser_metadata\x18\n \x03(\x0b\x32+.tinkerpool.v1.Checkpoint.UserMetadataEntry\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tis_public\x18\r \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xfc\x01\n\x10SaveStateRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12H\n\ruser_metadata\x18\x05 \x03(\x0b\x32\x31.tinkerpool.v1.SaveStateRequest.UserMetadataEntry\x12\x11\n\toverwrite\x18\x06 \x01(\x08\x12\x13\n\x0bttl_seconds\x18\x07 \x01(\x03\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x11SaveStateResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\xeb\x02\n\x1cSaveWeightsForSamplerRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12T\n\ruser_metadata\x18\x05 \x03(\x0b\x32=.tinkerpool.v1.SaveWeightsForSamplerRequest.UserMetadataEntry\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x03\x12\x1a\n\rsampler_index\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nfor_export\x18\x08 \x01(\x08\x12\x13\n\x0bis_inflight\x18\t \x01(\x08\x12\x11\n\toverwrite\x18\n \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_sampler_index\"L\n\x1dSaveWeightsForSamplerResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\x8e\x01\n\x16ListCheckpointsRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.tinkerpool.v1.CheckpointKind\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\x12\x0c\n\x04skip\x18\x05 \x01(\x05\"v\n\x17ListCheckpointsResponse\x12.\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"F\n\x15GetCheckpointResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\"<\n\x17SetCheckpointTtlRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x03\"I\n\x18SetCheckpointTtlResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"=\n\x1aSetCheckpointAccessRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tis_public\x18\x02 \x01(\x08\"L\n\x1bSetCheckpointAccessResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\x80\x01\n\x15\x43opyCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\x05index\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x05 \x01(\x03\x42\x08\n\x06_index\"G\n\x16\x43opyCheckpointResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\'\n\x17\x45xportCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"(\n\x18\x45xportCheckpointResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c*\x8a\x01\n\x0e\x43heckpointKind\x12\x1f\n\x1b\x43HECKPOINT_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43HECKPOINT_KIND_TRAINING\x10\x01\x12\x1b\n\x17\x43HECKPOINT_KIND_SAMPLER\x10\x02\x12\x1c\n\x18\x43HECKPOINT_KIND_EXTERNAL\x10\x03\x32\x93\x07\n\x11\x43heckpointService\x12N\n\tSaveState\x12\x1f.tinkerpool.v1.SaveStateRequest\x1a .tinkerpool.v1.SaveStateResponse\x12r\n\x15SaveWeightsForSampler\x12+.tinkerpool.v1.SaveWeightsForSamplerRequest\x1a,.tinkerpool.v1.SaveWeightsForSamplerResponse\x12`\n\x0fListCheckpoints\x12%.tinkerpool.v1.ListCheckpointsRequest\x1a&.tinkerpool.v1.ListCheckpointsResponse\x12Z\n\rGetCheckpoint\x12#.tinkerpool.v1.GetCheckpointRequest\x1a$.tinkerpool.v1.GetCheckpointResponse\x12\x63\n\x10\x44\x65leteCheckpoint\x12&.tinkerpool.v1.DeleteCheckpointRequest\x1a\'.tinkerpool.v1.DeleteCheckpointResponse\x12\x63\n\x10SetCheckpointTtl\x12&.tinkerpool.v1.SetCheckpointTtlRequest\x1a\'.tinkerpool.v1.SetCheckpointTtlResponse\x12l\n\x13SetCheckpointAccess\x12).tinkerpool.v1.SetCheckpointAccessRequest\x1a*.tinkerpool.v1.SetCheckpointAccessResponse\x12]\n\x0e\x43opyCheckpoint\x12$.tinkerpool.v1.CopyCheckpointRequest\x1a%.tinkerpool.v1.CopyCheckpointResponse\x12\x65\n\x10\x45xportCheckpoint\x12&.tinkerpool.v1.ExportCheckpointRequest\x1a\'.tinkerpool.v1.ExportCheckpointResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftinkerpool/v1/checkpoints.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etinkerpool/v1/operations.proto\"\xb1\x03\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12+\n\x04kind\x18\x03 \x01(\x0e\x32\x1d.tinkerpool.v1.CheckpointKind\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06sha256\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0b\n\x03seq\x18\x07 \x01(\x03\x12\x12\n\nbase_model\x18\x08 \x01(\t\x12\x0c\n\x04rank\x18\t \x01(\x05\x12\x42\n\ruser_metadata\x18\n \x03(\x0b\x32+.tinkerpool.v1.Checkpoint.UserMetadataEntry\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tis_public\x18\r \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xfc\x01\n\x10SaveStateRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12H\n\ruser_metadata\x18\x05 \x03(\x0b\x32\x31.tinkerpool.v1.SaveStateRequest.UserMetadataEntry\x12\x11\n\toverwrite\x18\x06 \x01(\x08\x12\x13\n\x0bttl_seconds\x18\x07 \x01(\x03\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x11SaveStateResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\x83\x03\n\x1cSaveWeightsForSamplerRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12T\n\ruser_metadata\x18\x05 \x03(\x0b\x32=.tinkerpool.v1.SaveWeightsForSamplerRequest.UserMetadataEntry\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x03\x12\x1a\n\rsampler_index\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nfor_export\x18\x08 \x01(\x08\x12\x13\n\x0bis_inflight\x18\t \x01(\x08\x12\x11\n\toverwrite\x18\n \x01(\x08\x12\x16\n\x0e\x61ge_recipients\x18\x0b \x03(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_sampler_index\"L\n\x1dSaveWeightsForSamplerResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"\x8e\x01\n\x16ListCheckpointsRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.tinkerpool.v1.CheckpointKind\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\x12\x0c\n\x04skip\x18\x05 \x01(\x05\"v\n\x17ListCheckpointsResponse\x12.\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"F\n\x15GetCheckpointResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\"<\n\x17SetCheckpointTtlRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x03\"I\n\x18SetCheckpointTtlResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"=\n\x1aSetCheckpointAccessRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tis_public\x18\x02 \x01(\x08\"L\n\x1bSetCheckpointAccessResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\x80\x01\n\x15\x43opyCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\x05index\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x05 \x01(\x03\x42\x08\n\x06_index\"G\n\x16\x43opyCheckpointResponse\x12-\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x19.tinkerpool.v1.Checkpoint\"\'\n\x17\x45xportCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"(\n\x18\x45xportCheckpointResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c*\x8a\x01\n\x0e\x43heckpointKind\x12\x1f\n\x1b\x43HECKPOINT_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43HECKPOINT_KIND_TRAINING\x10\x01\x12\x1b\n\x17\x43HECKPOINT_KIND_SAMPLER\x10\x02\x12\x1c\n\x18\x43HECKPOINT_KIND_EXTERNAL\x10\x03\x32\x93\x07\n\x11\x43heckpointService\x12N\n\tSaveState\x12\x1f.tinkerpool.v1.SaveStateRequest\x1a .tinkerpool.v1.SaveStateResponse\x12r\n\x15SaveWeightsForSampler\x12+.tinkerpool.v1.SaveWeightsForSamplerRequest\x1a,.tinkerpool.v1.SaveWeightsForSamplerResponse\x12`\n\x0fListCheckpoints\x12%.tinkerpool.v1.ListCheckpointsRequest\x1a&.tinkerpool.v1.ListCheckpointsResponse\x12Z\n\rGetCheckpoint\x12#.tinkerpool.v1.GetCheckpointRequest\x1a$.tinkerpool.v1.GetCheckpointResponse\x12\x63\n\x10\x44\x65leteCheckpoint\x12&.tinkerpool.v1.DeleteCheckpointRequest\x1a\'.tinkerpool.v1.DeleteCheckpointResponse\x12\x63\n\x10SetCheckpointTtl\x12&.tinkerpool.v1.SetCheckpointTtlRequest\x1a\'.tinkerpool.v1.SetCheckpointTtlResponse\x12l\n\x13SetCheckpointAccess\x12).tinkerpool.v1.SetCheckpointAccessRequest\x1a*.tinkerpool.v1.SetCheckpointAccessResponse\x12]\n\x0e\x43opyCheckpoint\x12$.tinkerpool.v1.CopyCheckpointRequest\x1a%.tinkerpool.v1.CopyCheckpointResponse\x12\x65\n\x10\x45xportCheckpoint\x12&.tinkerpool.v1.ExportCheckpointRequest\x1a\'.tinkerpool.v1.ExportCheckpointResponse0\x01\x42N\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinkerpool.v1.checkpoints_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_CHECKPOINT_USERMETADATAENTRY']._loaded_options = None
   _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SAVESTATEREQUEST_USERMETADATAENTRY']._loaded_options = None
   _globals['_SAVESTATEREQUEST_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SAVEWEIGHTSFORSAMPLERREQUEST_USERMETADATAENTRY']._loaded_options = None
   _globals['_SAVEWEIGHTSFORSAMPLERREQUEST_USERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CHECKPOINTKIND']._serialized_start=2326
-  _globals['_CHECKPOINTKIND']._serialized_end=2464
+  _globals['_CHECKPOINTKIND']._serialized_start=2350
+  _globals['_CHECKPOINTKIND']._serialized_end=2488
   _globals['_CHECKPOINT']._serialized_start=116
   _globals['_CHECKPOINT']._serialized_end=549
   _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_start=498
@@ -52,39 +53,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVESTATERESPONSE']._serialized_start=806
   _globals['_SAVESTATERESPONSE']._serialized_end=870
   _globals['_SAVEWEIGHTSFORSAMPLERREQUEST']._serialized_start=873
-  _globals['_SAVEWEIGHTSFORSAMPLERREQUEST']._serialized_end=1236
+  _globals['_SAVEWEIGHTSFORSAMPLERREQUEST']._serialized_end=1260
   _globals['_SAVEWEIGHTSFORSAMPLERREQUEST_USERMETADATAENTRY']._serialized_start=498
   _globals['_SAVEWEIGHTSFORSAMPLERREQUEST_USERMETADATAENTRY']._serialized_end=549
-  _globals['_SAVEWEIGHTSFORSAMPLERRESPONSE']._serialized_start=1238
-  _globals['_SAVEWEIGHTSFORSAMPLERRESPONSE']._serialized_end=1314
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1317
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1459
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1461
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1579
-  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1581
-  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1617
-  _globals['_GETCHECKPOINTRESPONSE']._serialized_start=1619
-  _globals['_GETCHECKPOINTRESPONSE']._serialized_end=1689
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=1691
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=1730
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=1732
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=1758
-  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_start=1760
-  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_end=1820
-  _globals['_SETCHECKPOINTTTLRESPONSE']._serialized_start=1822
-  _globals['_SETCHECKPOINTTTLRESPONSE']._serialized_end=1895
-  _globals['_SETCHECKPOINTACCESSREQUEST']._serialized_start=1897
-  _globals['_SETCHECKPOINTACCESSREQUEST']._serialized_end=1958
-  _globals['_SETCHECKPOINTACCESSRESPONSE']._serialized_start=1960
-  _globals['_SETCHECKPOINTACCESSRESPONSE']._serialized_end=2036
-  _globals['_COPYCHECKPOINTREQUEST']._serialized_start=2039
-  _globals['_COPYCHECKPOINTREQUEST']._serialized_end=2167
-  _globals['_COPYCHECKPOINTRESPONSE']._serialized_start=2169
-  _globals['_COPYCHECKPOINTRESPONSE']._serialized_end=2240
-  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_start=2242
-  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_end=2281
-  _globals['_EXPORTCHECKPOINTRESPONSE']._serialized_start=2283
-  _globals['_EXPORTCHECKPOINTRESPONSE']._serialized_end=2323
-  _globals['_CHECKPOINTSERVICE']._serialized_start=2467
-  _globals['_CHECKPOINTSERVICE']._serialized_end=3382
+  _globals['_SAVEWEIGHTSFORSAMPLERRESPONSE']._serialized_start=1262
+  _globals['_SAVEWEIGHTSFORSAMPLERRESPONSE']._serialized_end=1338
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1341
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1483
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1485
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1603
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=1605
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1641
+  _globals['_GETCHECKPOINTRESPONSE']._serialized_start=1643
+  _globals['_GETCHECKPOINTRESPONSE']._serialized_end=1713
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=1715
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=1754
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=1756
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=1782
+  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_start=1784
+  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_end=1844
+  _globals['_SETCHECKPOINTTTLRESPONSE']._serialized_start=1846
+  _globals['_SETCHECKPOINTTTLRESPONSE']._serialized_end=1919
+  _globals['_SETCHECKPOINTACCESSREQUEST']._serialized_start=1921
+  _globals['_SETCHECKPOINTACCESSREQUEST']._serialized_end=1982
+  _globals['_SETCHECKPOINTACCESSRESPONSE']._serialized_start=1984
+  _globals['_SETCHECKPOINTACCESSRESPONSE']._serialized_end=2060
+  _globals['_COPYCHECKPOINTREQUEST']._serialized_start=2063
+  _globals['_COPYCHECKPOINTREQUEST']._serialized_end=2191
+  _globals['_COPYCHECKPOINTRESPONSE']._serialized_start=2193
+  _globals['_COPYCHECKPOINTRESPONSE']._serialized_end=2264
+  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_start=2266
+  _globals['_EXPORTCHECKPOINTREQUEST']._serialized_end=2305
+  _globals['_EXPORTCHECKPOINTRESPONSE']._serialized_start=2307
+  _globals['_EXPORTCHECKPOINTRESPONSE']._serialized_end=2347
+  _globals['_CHECKPOINTSERVICE']._serialized_start=2491
+  _globals['_CHECKPOINTSERVICE']._serialized_end=3406
 # @@protoc_insertion_point(module_scope)

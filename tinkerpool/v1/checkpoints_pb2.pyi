@@ -273,6 +273,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     FOR_EXPORT_FIELD_NUMBER: _builtins.int
     IS_INFLIGHT_FIELD_NUMBER: _builtins.int
     OVERWRITE_FIELD_NUMBER: _builtins.int
+    AGE_RECIPIENTS_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -301,6 +302,14 @@ class SaveWeightsForSamplerRequest(_message.Message):
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
 
+    @_builtins.property
+    def age_recipients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Encrypt the files of the checkpoint to these public keys, at most 10, of age (`age1...`, https://age-encryption.org)
+        or SSH. Only with for_export. An export then has `adapter_config.json.age` and `adapter_model.safetensors.age`; the
+        tensors have the names that the tools of Tinker read: that of the unembedding is `unembed_tokens`. The pool has no
+        key: the checkpoint can be exported, but not copied, trained from or sampled from.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +323,11 @@ class SaveWeightsForSamplerRequest(_message.Message):
         for_export: _builtins.bool = ...,
         is_inflight: _builtins.bool = ...,
         overwrite: _builtins.bool = ...,
+        age_recipients: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "sampler_index", b"sampler_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "overwrite", b"overwrite", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "age_recipients", b"age_recipients", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "overwrite", b"overwrite", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sampler_index: _TypeAlias = _typing.Literal["sampler_index"]  # noqa: Y015
     _WhichOneofArgType__sampler_index: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index"]  # noqa: Y015

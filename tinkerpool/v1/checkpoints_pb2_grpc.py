@@ -175,7 +175,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExportCheckpoint(self, request, context):
-        """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
+        """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`; each
+        with the suffix `.age` if it was saved with age_recipients).
         Reads only; after a broken stream, start again.
 
         NOT_FOUND: no such checkpoint. DATA_LOSS: the stored file no longer matches its checksum.

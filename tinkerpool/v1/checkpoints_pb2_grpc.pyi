@@ -88,7 +88,8 @@ class CheckpointServiceStub:
     operations (RetryInfo; the same call again continues).
     """
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]
-    """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
+    """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`; each
+    with the suffix `.age` if it was saved with age_recipients).
     Reads only; after a broken stream, start again.
 
     NOT_FOUND: no such checkpoint. DATA_LOSS: the stored file no longer matches its checksum.
@@ -154,7 +155,8 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     operations (RetryInfo; the same call again continues).
     """
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
-    """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
+    """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`; each
+    with the suffix `.age` if it was saved with age_recipients).
     Reads only; after a broken stream, start again.
 
     NOT_FOUND: no such checkpoint. DATA_LOSS: the stored file no longer matches its checksum.
@@ -271,7 +273,8 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoints_pb2.ExportCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_checkpoints_pb2.ExportCheckpointResponse], _abc.AsyncIterator[_checkpoints_pb2.ExportCheckpointResponse]]:
-        """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
+        """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`; each
+        with the suffix `.age` if it was saved with age_recipients).
         Reads only; after a broken stream, start again.
 
         NOT_FOUND: no such checkpoint. DATA_LOSS: the stored file no longer matches its checksum.

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atinkerpool/v1/limits.proto\x12\rtinkerpool.v1\"X\n\x0bTenantLimit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06is_set\x18\x03 \x01(\x08\x12\x12\n\x05usage\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_usage\"(\n\x16GetTenantLimitsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"U\n\x17GetTenantLimitsResponse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12*\n\x06limits\x18\x02 \x03(\x0b\x32\x1a.tinkerpool.v1.TenantLimit\"\x9a\x01\n\x16SetTenantLimitsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x41\n\x06limits\x18\x02 \x03(\x0b\x32\x31.tinkerpool.v1.SetTenantLimitsRequest.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"E\n\x17SetTenantLimitsResponse\x12*\n\x06limits\x18\x01 \x03(\x0b\x32\x1a.tinkerpool.v1.TenantLimit2\xd2\x01\n\x0cLimitService\x12`\n\x0fGetTenantLimits\x12%.tinkerpool.v1.GetTenantLimitsRequest\x1a&.tinkerpool.v1.GetTenantLimitsResponse\x12`\n\x0fSetTenantLimits\x12%.tinkerpool.v1.SetTenantLimitsRequest\x1a&.tinkerpool.v1.SetTenantLimitsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atinkerpool/v1/limits.proto\x12\rtinkerpool.v1\"X\n\x0bTenantLimit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06is_set\x18\x03 \x01(\x08\x12\x12\n\x05usage\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_usage\"(\n\x16GetTenantLimitsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"U\n\x17GetTenantLimitsResponse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12*\n\x06limits\x18\x02 \x03(\x0b\x32\x1a.tinkerpool.v1.TenantLimit\"\x9a\x01\n\x16SetTenantLimitsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x41\n\x06limits\x18\x02 \x03(\x0b\x32\x31.tinkerpool.v1.SetTenantLimitsRequest.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"E\n\x17SetTenantLimitsResponse\x12*\n\x06limits\x18\x01 \x03(\x0b\x32\x1a.tinkerpool.v1.TenantLimit2\xd2\x01\n\x0cLimitService\x12`\n\x0fGetTenantLimits\x12%.tinkerpool.v1.GetTenantLimitsRequest\x1a&.tinkerpool.v1.GetTenantLimitsResponse\x12`\n\x0fSetTenantLimits\x12%.tinkerpool.v1.SetTenantLimitsRequest\x1a&.tinkerpool.v1.SetTenantLimitsResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinkerpool.v1.limits_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_SETTENANTLIMITSREQUEST_LIMITSENTRY']._loaded_options = None
   _globals['_SETTENANTLIMITSREQUEST_LIMITSENTRY']._serialized_options = b'8\001'
   _globals['_TENANTLIMIT']._serialized_start=45

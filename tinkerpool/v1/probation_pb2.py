@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtinkerpool/v1/probation.proto\x12\rtinkerpool.v1\"u\n\tProbation\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnum_kills\x18\x02 \x01(\x05\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x62\x61\x63koff_seconds\x18\x05 \x01(\x01\"&\n\x14ReleaseTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x17\n\x15ReleaseTenantResponse2n\n\x10ProbationService\x12Z\n\rReleaseTenant\x12#.tinkerpool.v1.ReleaseTenantRequest\x1a$.tinkerpool.v1.ReleaseTenantResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtinkerpool/v1/probation.proto\x12\rtinkerpool.v1\"u\n\tProbation\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnum_kills\x18\x02 \x01(\x05\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x62\x61\x63koff_seconds\x18\x05 \x01(\x01\"&\n\x14ReleaseTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x17\n\x15ReleaseTenantResponse2n\n\x10ProbationService\x12Z\n\rReleaseTenant\x12#.tinkerpool.v1.ReleaseTenantRequest\x1a$.tinkerpool.v1.ReleaseTenantResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinkerpool.v1.probation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_PROBATION']._serialized_start=48
   _globals['_PROBATION']._serialized_end=165
   _globals['_RELEASETENANTREQUEST']._serialized_start=167

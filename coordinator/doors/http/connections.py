@@ -14,10 +14,12 @@ import errno
 import hashlib
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.doors.http.places import Places
@@ -69,6 +71,22 @@ class Client:
             raise ClientDisconnect from None
         finally:
             self._call = None
+
+
+@dataclass(frozen=True, slots=True)
+class WhileConnected:
+    """An ASGI application whose calls end when their clients leave."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call."""
+        client: Client | None = scope.get("state", {}).get(CLIENT)
+        if client is None:
+            await self.app(scope, receive, send)
+            return
+        with suppress(ClientDisconnect), client.serving():
+            await self.app(scope, receive, send)
 
 
 class Connection(H11Protocol):

@@ -18,6 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.door import ERROR_ID
+from coordinator.doors.http.request_ids import REQUEST_ID
 
 T = TypeVar("T")
 
@@ -55,14 +57,14 @@ def status_of(error: ServiceError) -> int:
 
 
 def headers_of(error: ServiceError, num_retries: int = 0) -> dict[str, str]:
-    """Return the headers of a refusal: the delay before a retry, where a retry makes sense.
+    """Return the headers of a refusal: the id of an internal error; the delay before a retry, where that makes sense.
 
     The delay doubles with each retry that the client has made, up to `RETRY_S_MAX`: some calls of the Tinker SDK are
     given up after 10 retries, which last five minutes so. A longer delay of a rate is also sent as `RETRY_S_MAX`: the
     SDKs ignore what is longer, and would give up sooner. The message has the whole delay.
     """
     if error.retry_delay_s is None:
-        return {}
+        return {REQUEST_ID: error_id} if (error_id := error.metadata.get(ERROR_ID)) else {}
     delay_s = min(error.retry_delay_s * 2 ** min(num_retries, 10), RETRY_S_MAX)
     return {"retry-after": str(math.ceil(delay_s)), "retry-after-ms": str(round(delay_s * 1000))}
 

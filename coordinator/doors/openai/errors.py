@@ -25,6 +25,8 @@ _CODES = {
     "TOKEN_BUDGET": "insufficient_quota",
 }
 """Reasons that OpenAI's API has a different name for."""
+_PREFIXES = dict.fromkeys(("API_KEY_INVALID", "API_KEY_EXPIRED"), "Incorrect API key provided: ")
+"""What messages begin with, by reason: clients tell a wrong key from other wrong requests by OpenAI's words."""
 _TYPES: dict[int, str] = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 """Types by status; other statuses below 500 are `invalid_request_error`."""
 
@@ -64,7 +66,7 @@ def error_body(refusal: ServiceError) -> dict[str, Any]:
     status = status_of(refusal)
     return {
         "error": {
-            "message": refusal.message,
+            "message": _PREFIXES.get(refusal.reason, "") + refusal.message,
             "type": _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error"),
             "param": refusal.metadata.get(_PARAM),
             "code": _CODES.get(refusal.reason, refusal.reason.lower()),

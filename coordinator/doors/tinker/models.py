@@ -59,7 +59,7 @@ async def load_weights(call: Call) -> Response:
 
 
 async def unload_model(call: Call) -> Response:
-    """POST /unload_model of clients before 0.26. Does nothing but look the model up: the pool evicts models itself."""
+    """POST /unload_model of clients before 0.26. Changes nothing: an idle model gives its place to others by itself."""
     adapter = await adapter_of(call, (await call.json(schemas.OfModel)).model_id)
     return promise_of_model(UNLOADED, adapter.adapter_id)
 

@@ -20,9 +20,9 @@ from coordinator.doors.http.responses import json_list
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
+from coordinator.doors.tinker.sdk_versions import known_kinds
 from coordinator.doors.tinker.training import no_access_tokens
-from coordinator.storage.folders import CONFIG, WEIGHTS
-from coordinator.tenants.principals import Principal
+from coordinator.service.checkpoints import ARCHIVE, Kind
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -33,16 +33,14 @@ CHECKPOINTS_MAX = 1000
 """Most checkpoints on a page; a page's cursor has the limit that was applied."""
 SLICE_BYTES = 512 << 10
 """Room that the slices of a listing take while it is sent."""
-ARCHIVE = "checkpoint.tar"
-"""File name of the download of a whole checkpoint."""
-_KINDS = {
+_KINDS: Mapping[Kind, str] = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
     pb.CHECKPOINT_KIND_EXTERNAL: "external",
 }
 _UNCACHED = {"cache-control": "no-store"}
 """A signed URL is for its caller alone, and may name the host that the caller has sent."""
-Newest = Mapping[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]
+Newest = Mapping[tuple[str, Kind], pb.Checkpoint]
 """By adapter and kind."""
 
 
@@ -147,9 +145,9 @@ async def delete(call: Call) -> Response:
 async def download_urls(call: Call) -> Response:
     """GET of a checkpoint's /external_weights_urls: a URL for each file of its PEFT directory."""
     path = _path(call)
-    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    files = await call.service.exported_files(call.principal, path)
     expires = call.door.downloads.expiry()
-    urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
+    urls = {file: _url(call, path, file, expires) for file in files}
     body = {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
     return JSONResponse(body, headers=_UNCACHED)
 
@@ -173,7 +171,7 @@ async def download(request: Request, door: DoorContext) -> Response:
     reader = await door.service.holder_of_key(key_id)
     with ExitStack() as download_slot:
         download_slot.enter_context(door.downloads.running(reader.tenant_id))
-        pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
+        pieces = door.service.export_for_tinker(reader, path, file)
         first = await anext(pieces)  # after the first piece, an error could only cut the connection
         return _Download(first, pieces, download_slot.pop_all())
 
@@ -196,11 +194,6 @@ class _Download(StreamingResponse):
         with self._download_slot:
             async with aclosing(self._pieces):
                 await super().__call__(scope, receive, send)
-
-
-async def _archive(door: DoorContext, reader: Principal, path: str) -> AsyncGenerator[bytes]:
-    async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
-        yield response.data
 
 
 async def _newest(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> Newest:
@@ -252,7 +245,7 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
     """Return a page of a run's checkpoints, or of all for an empty `run`, and the number on all pages."""
     limit = min(limit, CHECKPOINTS_MAX)
     request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
-    listed = call.service.listed_checkpoints(call.principal, request)
+    listed = call.service.listed_checkpoints(call.principal, request, known_kinds(call))
 
     async def slices() -> AsyncGenerator[list[dict[str, Any]]]:
         async with aclosing(listed.slices()) as found:

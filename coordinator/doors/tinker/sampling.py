@@ -11,7 +11,7 @@ from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import promise
 from coordinator.doors.tinker.results import SPARSE
-from coordinator.doors.tinker.tensors import binary_tensor, dense, not_text, shape_of
+from coordinator.doors.tinker.tensors import binary_tensor, dense, shape_of, text_of
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
 from tinkerpool.v1 import types_pb2
@@ -87,9 +87,7 @@ def _prompt(prompt: schemas.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.in
     """Return token ids, int64 (p,)."""
     pieces: list[int] = []
     for chunk in prompt.chunks:
-        if chunk.type != "encoded_text" or chunk.tokens is None:
-            raise not_text("prompt", f"a chunk of type {chunk.type[:40]!r}")
-        pieces += chunk.tokens
+        pieces += text_of(chunk, "prompt")
     try:
         return np.array(pieces, np.int64)
     except OverflowError:

@@ -14,13 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.tinker.schemas import JsonTensor
+from coordinator.doors.tinker.schemas import Chunk, JsonTensor
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import checked_shape, to_tensor
 from tinkerpool.v1 import types_pb2
 
 ELEMENTS_MAX = 1 << 24
 """Elements of a dense tensor, and of all sparse tensors of a request: a few bytes can claim any shape."""
+TEXT = "encoded_text"
+"""The type of chunk that the pool takes."""
+_KINDS = {"image": "an image", "dmel": "sound"}
 _JSON_DTYPES: Mapping[str, wire.DataType.ValueType] = {
     "float32": wire.DATA_TYPE_FLOAT32,
     "int64": wire.DATA_TYPE_INT64,
@@ -113,14 +116,24 @@ def tokens(chunks: Iterable[wire.Chunk], label: str) -> types_pb2.Tensor:
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise not_text(label, {"image": "an image", "dmel": "sound"}.get(kind or "", "an unknown chunk"))
+            raise not_text(label, _KINDS.get(kind or "", "a chunk of a kind that this pool does not know"))
         pieces.append(_elements(label, chunk.encoded_text.tokens, np.dtype("<i4")))
     return to_tensor(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
 
 
+def text_of(chunk: Chunk, label: str) -> list[int]:
+    """Return the token ids of a chunk in JSON. Raises ServiceError INVALID_ARGUMENT for one that is not text."""
+    if chunk.type != TEXT:
+        raise not_text(label, f"a chunk of type {chunk.type[:40]!r}")
+    if chunk.tokens is None:
+        raise invalid(f"{label} has a chunk of type {TEXT!r} without tokens: send its token ids as tokens")
+    return chunk.tokens
+
+
 def not_text(label: str, what: str) -> ServiceError:
     """Return the refusal of input that the base models do not take."""
-    return invalid(f"{label} has {what}: the base models of this pool take text only, as token ids", "UNSUPPORTED")
+    message = f"{label} has {what}: the base models of this pool take text only, in chunks of type {TEXT!r}"
+    return invalid(f"{message} with token ids", "UNSUPPORTED")
 
 
 def array_records(name: str, tensors: Sequence[types_pb2.Tensor]) -> list[wire.ArrayRecord]:

@@ -22,7 +22,16 @@ from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
-from coordinator.doors.tinker.tensors import ELEMENTS_MAX, binary_tensor, dense, elements, shape_of, tokens
+from coordinator.doors.tinker.sdk_versions import mark_batch
+from coordinator.doors.tinker.tensors import (
+    ELEMENTS_MAX,
+    binary_tensor,
+    dense,
+    elements,
+    shape_of,
+    text_of,
+    tokens,
+)
 from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.payloads.elements import TooManyElements, parse
 from tinkerpool.compat import tinker_pb2 as wire
@@ -72,6 +81,7 @@ async def _json_pass(call: Call, given: schemas.JsonPass) -> Response:
 async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
     make = _request_type(is_forward=asked.forward_only)
     request = make(adapter_id=asked.model_id, seq=asked.seq_id)
+    mark_batch(call, request)
     try:
         _fill(request, asked)
     except ServiceError as error:
@@ -139,12 +149,8 @@ async def save_weights_external(call: Call) -> Response:
         name=asked.path,
         ttl_seconds=asked.ttl_seconds or 0,
         for_export=True,
+        age_recipients=asked.age_encryption_recipients or [],
     )
-    if asked.age_encryption_recipients:
-        error = unsupported(
-            "encryption of an export", "leave age_encryption_recipients out and encrypt what you download"
-        )
-        return await submit(call, call.service.refuse, request, error)
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
@@ -247,6 +253,4 @@ def _datum(label: str, datum: schemas.JsonDatum) -> wire.Datum:
 
 
 def _chunk(chunk: schemas.Chunk, label: str) -> wire.Chunk:
-    if chunk.type != "encoded_text" or chunk.tokens is None:
-        return wire.Chunk(image=wire.OpaqueChunk())  # refused later, like any chunk that is not text
-    return wire.Chunk(encoded_text=wire.TextChunk(tokens=elements(label, chunk.tokens, np.dtype("<i4"))))
+    return wire.Chunk(encoded_text=wire.TextChunk(tokens=elements(label, text_of(chunk, label), np.dtype("<i4"))))

@@ -23,6 +23,7 @@ from coordinator.doors.http.calls import Call
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.schemas import Seq
+from coordinator.doors.tinker.sdk_versions import mark_batch
 from coordinator.service.training import SequencedRequest
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
@@ -66,8 +67,10 @@ async def _refuse(call: Call, make: type[SequencedRequest], error: UnreadableBod
         raise error
     if head.is_forward:
         make = training_pb2.ForwardRequest
+    request = make(adapter_id=head.model_id, seq=head.seq_id)
     try:
-        return await submit(call, call.service.refuse, make(adapter_id=head.model_id, seq=head.seq_id), error)
+        mark_batch(call, request)
+        return await submit(call, call.service.refuse, request, error)
     except ServiceError as refusal:
         if refusal.retry_delay_s is not None:
             raise  # the sequence number is still free: a retry of the call will find it

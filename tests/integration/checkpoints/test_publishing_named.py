@@ -1,7 +1,6 @@
 """A sampler checkpoint exists before its file: it is read, deleted, kept and replaced as any other checkpoint."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.publishing import (
     snapshot_seq,
     train,
 )
+from tests.support.toy_engine import read_chain
 from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
@@ -44,10 +44,6 @@ async def adapter_from(pool: ToyPool, path: str) -> str:
     return str((await pool.service.create_adapter(await pool.principal(), request)).adapter.adapter_id)
 
 
-def chain_in(weights: bytes) -> bytes:
-    return bytes.fromhex(json.loads(weights)["chain"])
-
-
 async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_after(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -64,7 +60,7 @@ async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_af
     assert (before.sha256, before.size_bytes > 0) == ("", True)
     assert len(after.sha256) == 64
     assert after.size_bytes > before.size_bytes
-    assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
+    assert read_chain(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
 async def test_an_adapter_is_created_from_a_checkpoint_before_its_file_is_written(tmp_path: Path) -> None:
@@ -91,7 +87,7 @@ async def test_a_checkpoint_without_a_file_outlives_its_session_and_a_crash(tmp_
         sampler = await pool.sampler(await pool.session(), model_path=path_of(adapter))
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
         archive = await asyncio.wait_for(pool.export(path_of(adapter)), 60)
-    assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
+    assert read_chain(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
 async def test_reads_of_a_checkpoint_are_retryable_until_it_is_rematerialized_after_a_crash(tmp_path: Path) -> None:
@@ -173,7 +169,7 @@ async def test_the_path_of_a_deleted_checkpoint_can_be_used_again_before_its_fil
         assert folder == folder_of(pool, new)
         archive = await pool.export(path)
         [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 60)
-    chain = chain_in(archive["adapter_model.safetensors"])
+    chain = read_chain(archive["adapter_model.safetensors"])
     assert chain != chain_after(spec, 1)
     assert newest == expected(chain, new)
     assert gone.error.reason == "NOT_FOUND"
@@ -230,10 +226,10 @@ async def test_a_save_that_overwrites_replaces_the_checkpoint_and_ends_its_sampl
         assert row is not None
         holdings = pool.core.states.holdings
         assert (holdings.num_checkpoints(row.tenant_id), pool.checkpoint_bytes(row.tenant_id)) == (1, row.size_bytes)
-        chain = chain_in((await pool.export(path))["adapter_model.safetensors"])
+        chain = read_chain((await pool.export(path))["adapter_model.safetensors"])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        assert chain_in((await pool.export(path))["adapter_model.safetensors"]) == chain
+        assert read_chain((await pool.export(path))["adapter_model.safetensors"]) == chain
     assert (taken.error.reason, replaced.state) == ("CHECKPOINT_EXISTS", ops_pb.OPERATION_STATE_SUCCEEDED)
     assert gone.error.reason == "NOT_FOUND"
     assert newest == expected(chain, new)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.tenants.principals import Principal, Role
 from tests.support.database import query
@@ -152,7 +154,9 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
     beyond = {  # not in the gRPC contract; tested below
         "refuse",
-        "export_file",
+        "export_for_tinker",
+        "exported_files",
+        "is_next",
         "newest_checkpoints",
         "find_session",
         "listed_adapters",  # what the RPCs read
@@ -181,6 +185,16 @@ async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(tmp_path
         assert (own.message, own.operation) == ("no", f"{adapter}:1")
 
 
+async def test_the_order_of_anothers_adapter_is_not_told(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter("alice")
+        eve, alice = await pool.principal("eve"), await pool.principal("alice")
+        assert pool.service.is_next(alice, adapter, 1)
+        with pytest.raises(ServiceError) as raised:
+            pool.service.is_next(eve, adapter, 1)
+        assert raised.value.code is Code.NOT_FOUND
+
+
 async def test_a_refused_train_step_takes_the_seqs_of_both_its_operations(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, alice = await pool.adapter("alice"), await pool.principal("alice")
@@ -201,11 +215,12 @@ async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) ->
         assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
         assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
         for reading in (
-            anext(pool.service.export_file(eve, path, "adapter_config.json")),
+            anext(pool.service.export_for_tinker(eve, path, "adapter_config.json")),
             pool.service.trained_modules(eve, path),
+            pool.service.exported_files(eve, path),
         ):
             assert (await refusal(reading)).code is Code.NOT_FOUND
-        assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
+        assert await anext(pool.service.export_for_tinker(alice, path, "adapter_config.json"))
 
 
 async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(tmp_path: Path) -> None:

@@ -7,8 +7,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.doors.sdk import Wire
+from tests.support.doors.sdk import Wire, collect_leaks
 from tests.support.restartable_pool import RestartablePool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaks_end_with_their_module() -> Iterator[None]:
+    """Otherwise a later test, of any module, would fail for them."""
+    yield
+    collect_leaks()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support.restartable_pool import restartable_pool
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-OLDER = Path(sys.prefix) / "older-tinker"
+OLDER = Path(sys.prefix) / "beside" / "tinker-0.18.2"
 
 
 def test_an_sdk_from_before_protobuf_trains_saves_and_samples(tmp_path: Path) -> None:

@@ -160,6 +160,27 @@ def test_truncated_or_too_large_bodies_consume_their_seq_if_they_name_it(wired: 
     assert [wired.result(f"{model}:{seq}")["category"] for seq in range(1, 5)] == ["user"] * 4
 
 
+@pytest.mark.parametrize(
+    ("chunk", "told"),
+    [
+        ({"type": "hologram"}, "has a chunk of type 'hologram': "),
+        ({"type": "image", "data": "x"}, "has a chunk of type 'image': "),
+        ({"type": "encoded_text"}, "has a chunk of type 'encoded_text' without tokens: "),
+    ],
+)
+def test_a_chunk_that_is_not_text_is_refused_by_its_own_type_and_with_the_one_that_is_taken(
+    wired: Wire, model: str, chunk: dict[str, Any], told: str
+) -> None:
+    passed = {"data": [{"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
+    promise = wired.ok("/forward_backward", {"forward_backward_input": passed, "model_id": model, "seq_id": 1})
+    sampler = {"session_id": model.rsplit(":", 2)[0], "sampling_session_seq_id": 0, "base_model": "toy"}
+    sample = {"sampling_session_id": wired.ok("/create_sampling_session", sampler)["sampling_session_id"]}
+    refused = wired.post("/asample", {**sample, "seq_id": 0, "prompt": {"chunks": [chunk]}, "sampling_params": {}})
+    for message in (wired.result(promise["request_id"])["error"], refused.json()["detail"]):
+        assert told in message
+        assert "'encoded_text'" in message
+
+
 def test_a_refused_json_forward_closes_no_gradient_window(wired: Wire, model: str) -> None:
     wired.binary(pass_of(model, 1, [1]))
     image = {"model_input": {"chunks": [{"type": "image"}]}, "loss_fn_inputs": {}}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyrage
 import pytest
 import tinker
 from click.testing import CliRunner
@@ -110,6 +111,25 @@ def test_pages_have_the_requested_size_and_the_total(rest: tinker.RestClient, cl
     assert page.cursor is not None
     assert (page.cursor.offset, page.cursor.limit) == (1, 2)
     assert page.cursor.total_count == len(everything.checkpoints) >= 3
+
+
+@pytest.mark.parametrize(
+    ("version", "is_listed"),
+    [("0.18.2", False), ("0.27.2", False), ("0.28.0", True), ("1.0", True), ("x", True), ("", True)],
+)
+def test_a_client_is_listed_no_checkpoint_of_a_kind_that_its_version_does_not_know(
+    wired: Wire, client: Any, version: str, is_listed: bool
+) -> None:
+    state = client.save_state("known").result(WAIT_S).path
+    external = client.save_weights_external("unknown").result(WAIT_S).path
+    headers = {"x-stainless-package-version": version} if version else {}
+    expected = [external, state] if is_listed else [state]
+    for path in ("/checkpoints?limit=2", f"/training_runs/{client.model_id}/checkpoints"):
+        listed = [each["tinker_path"] for each in wired.get(path, **headers).json()["checkpoints"]]
+        assert listed[: len(expected)] == expected
+        assert (external in listed) is is_listed
+    page = wired.get(f"/training_runs/{client.model_id}/checkpoints", **headers).json()
+    assert page["cursor"]["total_count"] == len(expected)
 
 
 def test_a_checkpoint_has_a_time_to_live_or_none_and_is_deleted(rest: tinker.RestClient, client: Any) -> None:
@@ -320,9 +340,33 @@ def test_runs_are_not_listed_by_project(rest: tinker.RestClient) -> None:
         rest.list_training_runs(project_id="p").result(WAIT_S)
 
 
-def test_an_encrypted_export_is_refused_with_what_to_do(client: Any) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download"):
-        client.save_weights_external("secret", age_encryption_recipients=["age1x"]).result(WAIT_S)
+def test_an_encrypted_export_is_read_by_its_recipients_alone(
+    rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    recipients = [pyrage.x25519.Identity.generate() for _ in range(2)]
+    keys = [str(identity.to_public()) for identity in recipients]
+    path = client.save_weights_external("secret", age_encryption_recipients=keys).result(WAIT_S).path
+    signed = rest.get_external_weights_urls(path).result(WAIT_S)
+    assert set(signed.urls) == {"adapter_config.json.age", "adapter_model.safetensors.age"}
+    stored = read(signed.urls["adapter_config.json.age"])
+    for identity in recipients:
+        assert json.loads(pyrage.decrypt(stored, [identity]))["r"] == 8
+    with pytest.raises(pyrage.DecryptError):
+        pyrage.decrypt(stored, [pyrage.x25519.Identity.generate()])
+    for use in (service.create_training_client_from_state, lambda of: rest.copy_weights(of, "any")):
+        with pytest.raises(tinker.BadRequestError, match="encrypted"):
+            use(path).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("recipients", "told"),
+    [(["age1x"], "'age1x' is no recipient"), (["ssh-rsa x"], "no recipient"), (["age1x"] * 11, "at most 10")],
+)
+def test_a_wrong_recipient_of_an_export_is_refused_with_what_to_send(
+    client: Any, recipients: list[str], told: str
+) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=told):
+        client.save_weights_external("wrong", age_encryption_recipients=recipients).result(WAIT_S)
     assert client.optim_step(types.AdamParams()).result(WAIT_S).metrics
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+os.environ["TINKER_TELEMETRY"] = "0"  # it would keep the connections of a client for minutes
 
 import httpx
 import pytest
@@ -29,9 +32,14 @@ def sdk(url: str, key: str, **options: Any) -> Iterator[tinker.ServiceClient]:
         with service:
             yield service
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+        collect_leaks()
+
+
+def collect_leaks() -> None:
+    """Collect the connections that the SDK does not close, without the warnings, which are errors in tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def datum(*tokens: int, targets: list[int] | None = None) -> tinker.Datum:
@@ -56,9 +64,9 @@ class Wire:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str, **headers: str) -> httpx.Response:
         """GET."""
-        return self._http.get(path)
+        return self._http.get(path, headers=headers)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Make any request."""

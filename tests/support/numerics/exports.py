@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coordinator.storage.folders import peft_config
+from coordinator.storage.exports import peft_config
 from tests.support.exports import Files
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec

@@ -129,6 +129,14 @@ def test_an_export_for_vllm_names_the_least_rank_to_serve_it_with(
     assert any(f"--max-lora-rank {max_lora_rank} " in note for note in exporter.notes)
 
 
+@pytest.mark.parametrize("export_format", ["peft", "merged", "vllm"])
+def test_an_encrypted_checkpoint_is_not_exported_but_said_to_be_encrypted(tmp_path: Path, export_format: str) -> None:
+    files = {f"{name}.age": content for name, content in adapter_files(LAYER).items()}
+    with pytest.raises(ExportError, match="the checkpoint is encrypted"):
+        export(files, tmp_path / "out", format=export_format)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_checkpoint_that_is_no_adapter_is_refused(tmp_path: Path, name: str) -> None:
     for content in (b"", b"\xff" * 100, b"[]", bytes(8), b"\2" + bytes(7) + b"{}"):

@@ -112,6 +112,23 @@ async def test_an_internal_error_is_logged_and_not_sent(opened: Open, caplog: py
     assert "secret" not in response.text
     [record] = [record for record in caplog.records if record.exc_info]
     assert response.json()["detail"].split()[2].rstrip(":") in record.getMessage()
+    assert response.headers["x-request-id"] in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/get_server_capabilities", 200), ("/nowhere", 404), ("/download/x", 403), ("/healthz", 200)]
+)
+async def test_every_response_has_an_id_which_a_client_may_choose(opened: Open, path: str, status: int) -> None:
+    _, client = await opened(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
+    for given in ("", "a b", "x" * 65, "<script>"):
+        headers = {"x-request-id": given} if given else {}
+        responses = [await client.get(path, headers=headers) for _ in range(2)]
+        assert [response.status_code for response in responses] == [status] * 2
+        ids = {response.headers["x-request-id"] for response in responses}
+        assert len(ids - {given}) == 2
+        assert all(re.fullmatch("[0-9a-f]{16}", each) for each in ids)
+    chosen = await client.get(path, headers={"x-request-id": "trace-1.2:3_4"})
+    assert chosen.headers.get_list("x-request-id") == ["trace-1.2:3_4"]
 
 
 @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, *_ in HANDLERS])
@@ -308,7 +325,7 @@ async def test_a_stop_aborts_calls_after_its_grace_period(opened: Open) -> None:
 
 
 async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_are_limited(opened: Open) -> None:
-    service: Any = FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse())
+    service: Any = FakeService()
     num_sent, num_running = 0, 0
 
     async def endless(*_: Any) -> AsyncIterator[bytes]:
@@ -325,7 +342,10 @@ async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_ar
     async def holder(_: str) -> Principal:
         return PRINCIPAL
 
-    service.export_file, service.holder_of_key = endless, holder
+    async def files(*_: Any) -> list[str]:
+        return ["adapter_config.json"]
+
+    service.export_for_tinker, service.exported_files, service.holder_of_key = endless, files, holder
     door, client = await opened(service, body_s=1.0)
     urls = (await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls")).json()["urls"]
     url = httpx.URL(urls["adapter_config.json"])

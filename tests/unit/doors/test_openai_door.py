@@ -475,7 +475,10 @@ async def test_every_endpoint_needs_a_key_and_an_unknown_path_lists_the_endpoint
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/anything")):
             response = await door.request(service, method, path, headers=headers)
             assert response.status_code == 401
-            assert response.json()["error"]["code"] == "invalid_api_key"
+            error = response.json()["error"]
+            assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+            is_wrong = bool(headers["authorization"])
+            assert error["message"].startswith("Incorrect API key provided: ") is is_wrong, "litellm tells by it"
         assert service.calls == []
     for path in ("/v1/embeddings", "/oai/api/v1/responses"):
         response = await door.request(fake(), "POST", path, json={})

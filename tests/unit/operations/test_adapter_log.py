@@ -42,6 +42,17 @@ def test_a_pass_takes_the_prefix_of_passes_and_no_operation_behind_a_gap() -> No
     assert adapter.missing_seq() == 2
 
 
+def test_a_seq_is_next_if_all_before_it_and_none_behind_it_have_arrived() -> None:
+    adapter = adapter_with(FB, FB, FB)
+    assert [seq for seq in range(1, 7) if adapter.is_next(seq)] == [4]
+    del adapter.operations[2]
+    assert not [seq for seq in range(1, 7) if adapter.is_next(seq)], "a part of a batch whose first part is missing"
+    run(adapter, 1)
+    adapter.add(operation(2, FB))
+    run(adapter, 2)
+    assert [seq for seq in range(1, 7) if adapter.is_next(seq)] == [4]
+
+
 def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
     assert seqs(adapter_with(STEP, LOAD, STEP, FB).ready_states()) == [1, 2]
     assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ready_states()) == [1, 2, 3], "the load may need the checkpoint"

@@ -9,7 +9,10 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyrage
 import pytest
+import safetensors.numpy
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
@@ -215,6 +218,65 @@ def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:
     assert set(contents) == {"adapter_config.json", "adapter_model.safetensors"}
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert config["target_modules"] == ["q_proj", "up_proj"]
+
+
+NAMED = replace(
+    STATE,
+    weights=safetensors.numpy.save(
+        {
+            f"base_model.model.{module}.lora_{matrix}.weight": np.full((2, columns), columns, np.float32)
+            for columns, module in enumerate(("model.layers.0.self_attn.q_proj", "lm_head"), 3)
+            for matrix in "AB"
+        },
+        {"format": "pt"},
+    ),
+)
+TINKERS_NAMES = {
+    f"base_model.model.model.{module}.lora_{matrix}.weight"
+    for module in ("layers.0.self_attn.q_proj", "unembed_tokens")
+    for matrix in "AB"
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 100, 1 << 20])
+def test_for_tinker_the_unembedding_has_the_services_name_and_all_tensors_their_values(
+    files: StateFiles, piece_bytes: int
+) -> None:
+    saved = files.write(SPEC, MODEL, NAMED)
+    arguments = saved.folder, saved.sha256
+    archive = b"".join(piece.data for piece in files.tar(*arguments, piece_bytes, for_tinker=True))
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        in_tar = opened.extractfile("adapter_model.safetensors").read()  # type: ignore[union-attr]
+    pieces = list(files.piecewise(*arguments, "adapter_model.safetensors", piece_bytes, for_tinker=True))
+    alone = b"".join(piece.data for piece in pieces)
+    assert alone == in_tar
+    tensors = safetensors.numpy.load(alone)
+    assert set(tensors) == TINKERS_NAMES
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor, np.full((2, 4 if "unembed" in name else 3), 4 if "unembed" in name else 3))
+    assert int.from_bytes(alone[:8], "little") % 8 == 0, "the data is not aligned"
+    as_stored = files.piecewise(*arguments, "adapter_model.safetensors")
+    assert b"".join(piece.data for piece in as_stored) == NAMED.weights
+
+
+def test_an_encrypted_state_is_exported_encrypted_and_read_by_its_recipients_alone(
+    files: StateFiles, tmp_path: Path
+) -> None:
+    identity = pyrage.x25519.Identity.generate()
+    saved = files.write(SPEC, MODEL, NAMED, [str(identity.to_public())])
+    assert files.exported(saved.folder) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    for for_tinker in (False, True):
+        with tarfile.open(
+            fileobj=io.BytesIO(b"".join(p.data for p in files.tar(saved.folder, saved.sha256, for_tinker=for_tinker)))
+        ) as archive:
+            content = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
+        assert set(content) == set(files.exported(saved.folder))
+        decrypted = pyrage.decrypt(content["adapter_model.safetensors.age"], [identity])
+        assert set(safetensors.numpy.load(decrypted)) == TINKERS_NAMES
+    with pytest.raises(ServiceError, match="encrypted"):
+        files.read(saved.folder, saved.sha256)
+    for path in (tmp_path / "states" / saved.folder).iterdir():
+        assert b"lora_A" not in path.read_bytes(), f"{path.name} has the weights in the clear"
 
 
 def test_removing_a_folder_never_removes_the_root(files: StateFiles, tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Functions of the Tinker cookbook that need a pool, as the cookbook has them, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.mini_model import build_mini_model
+from tests.support.served_pool import ServedPool, shipped_pool
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).parents[2] / "support" / "doors" / "cookbook_weights.py"
+COOKBOOK = Path(sys.prefix) / "beside" / "tinker_cookbook-0.6.1"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("models")
+    return {"tied": build_mini_model(where / "tied"), "untied": build_mini_model(where / "untied", "llama")}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Iterator[ServedPool]:
+    if not COOKBOOK.is_dir():
+        pytest.skip("tinker_cookbook 0.6.1 is not installed beside the environment; `make test` does that")
+    with shipped_pool(tmp_path_factory.mktemp("pool"), models) as pool:
+        yield pool
+
+
+def downloaded_and_merged(pool: ServedPool, model: str, base: Path, out: Path, *options: str) -> Any:
+    """Return the report of the program."""
+    key = f"tml-{pool.key('cook')}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAM, pool.http_url, key, model, base, out, *options],
+        env={**os.environ, "PYTHONPATH": str(COOKBOOK), "TINKER_TELEMETRY": "0", "TINKER_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("model", "options"), [("untied", ["train_unembed"]), ("tied", [])])
+def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(
+    pool: ServedPool, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
+) -> None:
+    report = downloaded_and_merged(pool, model, models[model], tmp_path, *options)
+    assert report["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert report["left"] == 0, "the temporary export was not deleted"
+    assert np.allclose(report["merged"], report["forward"], atol=2e-4)
+    assert -np.mean(report["forward"]) < 4.0, "the adapter changed little: the comparison would show nothing"
+
+
+def test_the_cookbook_adds_a_trained_unembedding_to_the_shared_matrix_of_a_tied_model(
+    pool: ServedPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """So the merged model is another one: docs/tinker.md says to export it merged by the pool's own command."""
+    report = downloaded_and_merged(pool, "tied", models["tied"], tmp_path, "train_unembed")
+    adapter = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    name = "base_model.model.model.unembed_tokens.lora_{}.weight"
+    change = adapter[name.format("B")] @ adapter[name.format("A")] * (config["lora_alpha"] / config["r"])
+    base, merged = (
+        safetensors.numpy.load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+        for directory in (models["tied"], tmp_path / "merged")
+    )
+    assert np.allclose(merged, base + change, atol=1e-5)
+    assert np.abs(change).max() > 0.01
+    assert not np.allclose(report["merged"], report["forward"], atol=1e-2)
