@@ -5,7 +5,7 @@ together. An operation's claim ends in the moment in which its outcome becomes v
 same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
 
 Depends on rows of checkpoints; not on limits, or on when a state is written. Main invariant: the numbers of a tenant
-are those of its rows, from the moment in which it sees the commit.
+are those of its rows, from the moment in which it sees the commit, and of its uploads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from coordinator.storage.rows import CheckpointRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
+from workers.contract.adapted_modules import adapter_params
 from workers.contract.messages import AdapterSpec, ModelInfo
 
 SaveRequest = checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest
@@ -56,7 +57,7 @@ NO_CLAIM = Claim()
 
 
 class Holdings:
-    """The checkpoints of each tenant: their number, and their bytes."""
+    """The checkpoints of each tenant, and what its uploads will become: their number, and their bytes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -96,6 +97,10 @@ class Holdings:
         """Stop counting a checkpoint whose row was deleted; it has the size that it had then."""
         self._count(row.tenant_id, -1, -row.size_bytes)
 
+    def claim(self, tenant_id: str, claim: Claim, sign: int = 1) -> None:
+        """Count what an upload will become, or with `sign` -1 stop counting it."""
+        self._count(tenant_id, sign * claim.num_checkpoints, sign * claim.num_bytes)
+
     def resize(self, tenant_id: str, num_bytes: int) -> None:
         """Count these bytes more for a checkpoint whose file is written; they may be negative."""
         self._count(tenant_id, 0, num_bytes)
@@ -127,7 +132,6 @@ def save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:
 
 
 def _num_bytes(request: SaveRequest, spec: AdapterSpec, model: ModelInfo | None) -> int:
-    trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
-    params = sum(number for kind, number in model.adapter_params.items() if trained[kind]) if model is not None else 0
+    params = adapter_params(model.modules, *spec.kinds) if model is not None else 0
     copies = _TRAINING_COPIES if isinstance(request, checkpoints_pb2.SaveStateRequest) else 1
     return _FLOAT_BYTES * copies * spec.rank * params

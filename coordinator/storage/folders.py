@@ -24,6 +24,7 @@ from typing import Any
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import REMOVING, Disk
 from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
+from workers.contract.adapted_modules import leaf_names
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
@@ -62,6 +63,30 @@ class Piece:
     """What the client gets; empty: nothing, the files are being verified."""
     num_read: int = 0
     """Bytes that were read from the disk for it."""
+
+
+class TemporaryFile:
+    """A file in a temporary folder of its own, which is made with the first bytes. Not durable."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+
+    def write(self, start: int, content: bytes) -> None:
+        """Write from byte `start` on, at most the file's end. Raises OSError."""
+        self._disk.make_folder(self._folder)
+        self._disk.write_piece(self._folder / WEIGHTS, start, content)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes that were written. Raises OSError."""
+        content = self._disk.read_piece(self._folder / WEIGHTS, start, num_bytes)
+        if len(content) != num_bytes:
+            raise OSError(errno.EIO, "a temporary file is shorter than it was written")
+        return content
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        self._disk.remove(self._folder)
 
 
 class StateFiles:
@@ -121,6 +146,11 @@ class StateFiles:
                 disk.remove(path)
             raise
         return Saved(name, _digest(files), sum(map(len, files.values())))
+
+    def temporary(self) -> TemporaryFile:
+        """Return a file for bytes that are being received. The next start deletes what is left of it."""
+        assert self._identity is not None, "the epoch has not begun"
+        return TemporaryFile(self._root / (_TEMPORARY + self._identity.new_folder()), self._disk)
 
     def read(self, folder: str, sha256: str) -> AdapterState:
         """Return the state in a folder.
@@ -275,18 +305,13 @@ class StateFolders:
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
     """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
-    modules = (
-        (model.attn_modules if spec.train_attn else ())
-        + (model.mlp_modules if spec.train_mlp else ())
-        + (model.unembed_modules if spec.train_unembed else ())
-    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.name,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(leaf_names(model.modules, *spec.kinds)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -120,7 +120,7 @@ class FileUse:
     adapter_id: str
     tenant_id: str
     kind: str
-    """The kind of the operation; `install`, `copy` or `export`, which are counted here and nowhere else."""
+    """The kind of the operation; `install`, `copy`, `export` or `import`, which are counted here and nowhere else."""
     num_bytes: int
     seconds: float
     is_operation: bool = False

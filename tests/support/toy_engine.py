@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import (
     AdapterInstall,
     AdapterSpec,
@@ -71,12 +72,13 @@ def toy_model_info(name: str = "toy") -> ModelInfo:
         max_rank=32,
         chunk_tokens=16,
         eos_token_ids=(0,),
-        attn_modules=("q_proj",),
-        mlp_modules=("up_proj",),
-        unembed_modules=("lm_head",),
+        modules=(
+            AdaptedModule(name="model.layers.0.self_attn.q_proj", kind="attn", d_in=1, d_out=2),
+            AdaptedModule(name="model.layers.0.mlp.up_proj", kind="mlp", d_in=1, d_out=1),
+            AdaptedModule(name="lm_head", kind="unembed", d_in=1, d_out=0),
+        ),
         tokenizer_files={"tokenizer.json": b"{}"},
         fingerprint=FINGERPRINT,
-        adapter_params={"attn": 3, "mlp": 2, "unembed": 1},
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from workers.contract.adapted_modules import leaf_names
 from workers.contract.messages import AdamParams, AdapterSpec, AdapterState, Datum
 
 # PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
@@ -32,13 +33,12 @@ def trained(model: Path, spec: AdapterSpec) -> Driver:
 
 def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec, state: AdapterState) -> None:
     """Write the weights' bytes unchanged, and a configuration, as an export does."""
-    info = driver.engine.info
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": [*info.attn_modules, *info.mlp_modules, *info.unembed_modules],
+        "target_modules": list(leaf_names(driver.engine.info.modules, *spec.kinds)),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
