@@ -285,15 +285,12 @@ def _notes(
         )
     has = {module.name for module in adapted}
     for kind in kinds:
-        if new := leaf_names((each for each in model.modules if each.name not in has), kind):
+        if lacks := leaf_names((module for module in model.modules if module.name not in has), kind):
+            partial = leaf_names(adapted, kind)
+            shown = (f"{name} (in some layers)" if name in partial else name for name in lacks)
             yield (
-                f"The adapter lacks {', '.join(new)}{_of_some_layers(model, has, new)}, which train_{kind} trains too. "
-                "They begin with B = 0, so the adapter computes what it did until it is trained further."
+                f"The adapter lacks {', '.join(shown)}, which train_{kind} trains too. They begin with B = 0, so the "
+                "adapter computes what it did until it is trained further."
             )
     if config.dropout:
         yield f"The adapter was trained with lora_dropout {config.dropout:g}; the pool trains without dropout."
-
-
-def _of_some_layers(model: ModelInfo, has: set[str], new: Sequence[str]) -> str:
-    is_partial = any(module.leaf_name in new and module.name in has for module in model.modules)
-    return " in some layers" if is_partial else ""

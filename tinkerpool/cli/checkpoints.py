@@ -23,7 +23,7 @@ from tinkerpool.cli.connection import (
     call,
     fetch_list,
     note_rest,
-    open_client,
+    open_connection,
 )
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.show import CliError
@@ -38,6 +38,7 @@ from tinkerpool.client.calls.methods import (
 )
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.client.export import Exporter, ExportFormat
+from tinkerpool.client.imports import Adapter, Import, import_adapter
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest
@@ -202,14 +203,15 @@ def import_directory(
     """
     console = Console(stderr=True)
     try:
-        with open_client(target) as client, Progress(console=console, transient=True) as bar:
-            task = bar.add_task("sending", total=None)
-
-            def show_progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
-            imported = client.import_checkpoint(
-                directory, name, base_model=base_model or None, on_progress=show_progress
+        what = Import(name=name, base_model=base_model)
+        with (
+            Adapter.open(directory) as adapter,
+            open_connection(target) as connection,
+            Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        ):
+            task = bar.add_task("sending", total=adapter.num_bytes)
+            imported = connection.start(
+                import_adapter(connection, adapter, what, lambda done, _: bar.update(task, completed=done))
             ).result()
     except (OSError, ValueError) as error:
         raise CliError(str(error)) from None

@@ -16,7 +16,6 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
 from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
-from tinkerpool.client.rest_client import RestClient
 from tinkerpool.credentials import parse_target
 from tinkerpool.errors import (
     Code,
@@ -51,12 +50,12 @@ async def open_transport(target: Target) -> AsyncIterator[Transport]:
 
 
 @contextmanager
-def open_client(target: Target) -> Iterator[RestClient]:
-    """Open a client for one command, whose calls are tried again for `RETRY_S`. Raises CliError as `open_transport`."""
+def open_connection(target: Target) -> Iterator[Connection]:
+    """Open a connection whose calls are tried again for `RETRY_S`. Raises CliError as `open_transport`."""
     policy = RetryPolicy(timeout_s=RETRY_S, connect_timeout_s=0)
     connection = Connection(GrpcTransport(_endpoint(target)), policy)
     try:
-        yield RestClient(connection)
+        yield connection
     except TinkerpoolError as error:
         raise CliError(_explain(error, target)) from None
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -100,10 +100,10 @@ class Import:
     """What to make of an adapter."""
 
     name: str
-    base_model: str
-    seed: int | None
-    user_metadata: Mapping[str, str]
-    ttl_seconds: int
+    base_model: str = ""
+    seed: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    ttl_seconds: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for a name that no checkpoint can have, before anything is sent."""
