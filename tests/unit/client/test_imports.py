@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,8 +101,8 @@ def pickled(directory: Path) -> None:
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
 
 
-def cut(num_bytes: int) -> Callable[[Path], None]:
-    return lambda directory: (directory / "adapter_model.safetensors").write_bytes(FILES.weights[:num_bytes]) and None
+def cut(num_bytes: int) -> Callable[[Path], object]:
+    return lambda directory: (directory / "adapter_model.safetensors").write_bytes(FILES.weights[:num_bytes])
 
 
 def merged(directory: Path) -> None:
@@ -129,7 +128,7 @@ def huge_header(directory: Path) -> None:
     ],
 )
 def test_a_directory_without_an_adapter_is_refused_before_a_call(
-    pool: FakePool, service: ServiceClient, tmp_path: Path, damage: Callable[[Path], Any], says: str
+    pool: FakePool, service: ServiceClient, tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
     damage(FILES.write(tmp_path))
     with pytest.raises(NotImportable, match=says):
