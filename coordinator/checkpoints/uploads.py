@@ -1,11 +1,12 @@
-"""Holds uploads: the weights of adapters that are being imported, in temporary files.
+"""Holds uploads: adapters that are being imported, each in a temporary file.
 
-In memory, and gone with an epoch: its files are temporary folders, which the next start deletes. An upload lives as
-long as its session, so heartbeats decide when it is abandoned. Each counts among its tenant's checkpoints as what its
-import will save. Does not depend on the content of files.
+A file has the request that began the upload, then the data. In memory an upload is a few hundred bytes, whatever was
+sent, and it is gone with an epoch: temporary folders are deleted by the next start. An upload lives as long as its
+session, so heartbeats decide when it is abandoned. It counts among its tenant's checkpoints as what its import will
+save. Does not depend on the content of files.
 
-Main invariants: an upload has exactly the bytes 0 to `num_bytes`, whatever is repeated or cancelled; a file is written,
-read and removed under its upload's lock, so none is removed while a thread uses it.
+Main invariants: an upload has exactly the bytes 0 to `num_bytes` of its data, whatever is repeated or cancelled; a file
+is written, read and removed under its upload's lock, so none is removed while a thread uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.holdings import NO_CLAIM, Claim, Holdings
-from coordinator.payloads.peft_weights import ImportPlan
 from coordinator.storage.folders import StateFiles, TemporaryFile
 
 Write = Callable[[Callable[[], None]], Awaitable[None]]
@@ -32,21 +32,33 @@ class Upload:
     tenant_id: str
     session_id: str
     upload_id: str
-    payload: bytes
-    """The canonical request: a repeat has the same."""
-    plan: ImportPlan
+    request_hash: bytes
+    """Of the request that began it: a repeat has the same."""
+    base_model: str
+    size_bytes: int
+    """Of its data, when it is complete."""
     claim: Claim
-    """What its import will save, as long as that is counted."""
+    """What its import will save, and its request takes; as long as that is counted."""
     file: TemporaryFile
+    head_bytes: int
+    """Of the request, before the data."""
     num_bytes: int = 0
-    """Bytes that it has."""
+    """Of the data that it has."""
     is_removed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has all bytes."""
-        return self.num_bytes == self.plan.num_bytes
+        """Whether it has all data."""
+        return self.num_bytes == self.size_bytes
+
+    def read_request(self) -> bytes:
+        """Return the request that began it. Raises OSError."""
+        return self.file.read(0, self.head_bytes)
+
+    def read_data(self, start: int, num_bytes: int) -> bytes:
+        """Return a part of its data. Raises OSError."""
+        return self.file.read(self.head_bytes + start, num_bytes)
 
 
 class Uploads:
@@ -68,23 +80,24 @@ class Uploads:
             raise not_found("upload", upload_id)
         return upload
 
-    def add(
-        self, tenant_id: str, session_id: str, upload_id: str, payload: bytes, plan: ImportPlan, claim: Claim
-    ) -> Upload:
-        """Begin an upload of a live session, and count its claim."""
-        assert (session_id, upload_id) not in self._uploads
-        upload = Upload(
-            tenant_id=tenant_id,
-            session_id=session_id,
-            upload_id=upload_id,
-            payload=payload,
-            plan=plan,
-            claim=claim,
-            file=self._files.temporary(),
-        )
-        self._uploads[session_id, upload_id] = upload
-        self._holdings.claim(tenant_id, claim)
-        return upload
+    def new_file(self) -> TemporaryFile:
+        """Return the file of a new upload, which is made when it is first written."""
+        return self._files.temporary()
+
+    async def add(self, upload: Upload, request: bytes, write: Write) -> None:
+        """Begin an upload of a live session: it is found, and its claim counted, before anything is awaited.
+
+        Raises OSError; there is no upload then.
+        """
+        assert (upload.session_id, upload.upload_id) not in self._uploads
+        self._uploads[upload.session_id, upload.upload_id] = upload
+        self._holdings.claim(upload.tenant_id, upload.claim)
+        try:
+            async with self.using(upload):
+                await write(functools.partial(upload.file.write, 0, request))
+        except OSError:
+            await self.remove(upload)
+            raise
 
     @asynccontextmanager
     async def using(self, upload: Upload) -> AsyncIterator[None]:
@@ -95,15 +108,12 @@ class Uploads:
             yield
 
     async def append(self, upload: Upload, offset: int, data: bytes, write: Write) -> None:
-        """Write the next bytes by `write`, which calls its argument on a thread; nothing if the upload has them.
-
-        Raises ServiceError, and OSError.
-        """
+        """Write the next bytes of the data; nothing if the upload has them. Raises ServiceError, and OSError."""
         async with self.using(upload):
             end = offset + len(data)
-            if not data or end > upload.plan.num_bytes:
+            if not data or end > upload.size_bytes:
                 raise invalid(
-                    f"the part has {len(data)} bytes from {offset} on, of an upload of {upload.plan.num_bytes}: send "
+                    f"the part has {len(data)} bytes from {offset} on, of an upload of {upload.size_bytes}: send "
                     "at least one byte, and none behind the end"
                 )
             if offset >= 0 and end <= upload.num_bytes:
@@ -116,7 +126,7 @@ class Uploads:
                     f"{upload.num_bytes}",
                     metadata={"num_bytes": str(upload.num_bytes)},
                 )
-            await write(functools.partial(upload.file.write, offset, data))
+            await write(functools.partial(upload.file.write, upload.head_bytes + offset, data))
             upload.num_bytes = end
 
     def uncount(self, upload: Upload) -> None:

@@ -27,10 +27,19 @@ SAVE_BYTES = 4 * 3 * 4 * 5
 """What the save of such an import reserves: weights and two moments, of the modules `attn` and `mlp` at rank 4."""
 
 
-async def create(pool: ToyPool, session: str, tenant: str = "alice", **values: Any) -> imports_pb2.Upload:
+def upload_of(session: str, **values: Any) -> imports_pb2.CreateUploadRequest:
     fields = {"upload_id": "u", "adapter_config": json.dumps(FILES.config), "weights_header": FILES.header} | values
-    request = imports_pb2.CreateUploadRequest(session_id=session, **fields)
-    upload: imports_pb2.Upload = (await pool.service.create_upload(await pool.principal(tenant), request)).upload
+    return imports_pb2.CreateUploadRequest(session_id=session, **fields)
+
+
+def counted(session: str) -> int:
+    """Return the bytes that an upload counts: what its import will save, and its request, which is kept."""
+    return SAVE_BYTES + upload_of(session).ByteSize()
+
+
+async def create(pool: ToyPool, session: str, tenant: str = "alice", **values: Any) -> imports_pb2.Upload:
+    response = await pool.service.create_upload(await pool.principal(tenant), upload_of(session, **values))
+    upload: imports_pb2.Upload = response.upload
     return upload
 
 
@@ -130,7 +139,7 @@ async def test_calls_at_the_same_time_make_one_upload_one_adapter_and_one_checkp
     async with running_pool(tmp_path) as pool:
         session = await pool.session()
         await asyncio.gather(*(create(pool, session) for _ in range(5)))
-        assert await usage(pool) == (1, SAVE_BYTES)
+        assert await usage(pool) == (1, counted(session))
         await asyncio.gather(*(send(pool, session) for _ in range(5)))
         first, *others = await asyncio.gather(*(finish(pool, session) for _ in range(5)))
         assert others == [first] * 4
@@ -201,16 +210,17 @@ async def test_a_value_that_is_not_finite_is_refused_and_ends_the_upload(tmp_pat
 async def test_uploads_count_as_what_their_imports_will_save(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         session, other = await pool.session(), await pool.session()
-        await set_limits(pool, checkpoints_max=2, stored_bytes_max=2 * SAVE_BYTES + 1)
+        one = counted(session)
+        await set_limits(pool, checkpoints_max=2, stored_bytes_max=2 * one + 1)
         await create(pool, session)
         await create(pool, other)
-        assert await usage(pool) == (2, 2 * SAVE_BYTES)
+        assert await usage(pool) == (2, 2 * one)
         assert (await refusal(create(pool, session, upload_id="third"))).reason == "CHECKPOINT_QUOTA"
-        await set_limits(pool, checkpoints_max=3, stored_bytes_max=2 * SAVE_BYTES + 1)
+        await set_limits(pool, checkpoints_max=3)
         assert (await refusal(create(pool, session, upload_id="third"))).reason == "STORAGE_QUOTA"
         await pool.finish_session(other)
-        assert await usage(pool) == (1, SAVE_BYTES)
-        await set_limits(pool, checkpoints_max=1, stored_bytes_max=SAVE_BYTES)
+        assert await usage(pool) == (1, one)
+        await set_limits(pool, checkpoints_max=1, stored_bytes_max=one)
         await send(pool, session)
         await finish(pool, session)  # the place is its own
         assert (await usage(pool))[0] == 1
@@ -225,6 +235,8 @@ async def test_a_full_disk_refuses_the_part_and_the_import_and_both_can_be_repea
         session = await pool.session()
         await create(pool, session)
         with failing(RealDisk, "write_piece", DISK_FULL):
+            assert (await refusal(create(pool, session, upload_id="next"))).reason == "DISK"
+            assert (await usage(pool))[0] == 1
             refused = await refusal(send(pool, session))
         assert (refused.reason, refused.code) == ("DISK", Code.RESOURCE_EXHAUSTED)
         assert str(tmp_path) not in refused.message
