@@ -123,6 +123,8 @@ async def test_a_rank_between_two_is_kept_and_an_adapter_of_its_checkpoint_can_b
     files = adapter_files(ADAPTED, rank=12)
     async with running_pool(tmp_path) as pool:
         session = await pool.session()
+        await pool.principal()
+        await set_limits(pool, ranks="8,16")  # it takes the room of rank 16
         await create(pool, session, adapter_config=json.dumps(files.config), weights_header=files.header)
         await send(pool, session, 0, files.data)
         checkpoint = await finish(pool, session)

@@ -108,9 +108,12 @@ def test_a_rank_alpha_or_list_of_modules_that_cannot_be_is_refused_by_name(setti
     assert next(iter(settings)) in refusal(json.dumps(CONFIG | settings)).message
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", "null", '{"r": 8, "r": 16}', "[" * 100_000, '{"r": ' + "1" * 5000 + "}", " " * 300_000]
-)
+def test_a_setting_that_is_given_twice_is_refused() -> None:
+    twice = json.dumps(CONFIG).replace('"r": 16', '"r": 16, "r": 8')
+    assert "twice" in refusal(twice).message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000, '{"r": ' + "1" * 5000 + "}", " " * 300_000])
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     refusal(text)
 

@@ -173,7 +173,13 @@ def test_two_tensors_at_one_place_are_refused() -> None:
     assert "damaged" in refusal(files, with_header(files, **{second: header[FIRST_A]}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, "{}"])
+def test_a_tensor_that_is_given_twice_is_refused() -> None:
+    files = adapter_files(QUERIES)
+    twice = files.header.replace("{", "{" + json.dumps({FIRST_A: json.loads(files.header)[FIRST_A]})[1:-1] + ",", 1)
+    assert "twice" in refusal(files, twice)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "{}"])
 def test_what_is_no_header_is_refused(text: str) -> None:
     refusal(adapter_files(QUERIES), text)
 
