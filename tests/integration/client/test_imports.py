@@ -78,7 +78,7 @@ def test_what_peft_made_is_sampled_and_trained_in_the_pool(pool: ServedPool, tmp
         np.testing.assert_allclose(forward, expected, rtol=1e-5, atol=2e-5)
         sampler = service.create_sampling_client(imported.path)
         sampled = sampler.compute_logprobs(tinkerpool.ModelInput.from_ints(TOKENS)).result(60)
-        np.testing.assert_allclose(sampled[1:], expected, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(np.array(sampled[1:], np.float32), expected, rtol=1e-5, atol=2e-5)
         step = trainer.train_step([DATUM], "cross_entropy", tinkerpool.AdamParams(learning_rate=1e-2)).result(60)
         after = trainer.forward([DATUM], "cross_entropy").result(60)
         assert after.metrics["loss:sum"] < step.forward_backward.metrics["loss:sum"]
