@@ -30,6 +30,9 @@ from workers.contract.messages import AdapterSpec, ModelInfo
 Array = NDArray[np.float32]
 PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
+HEADER_BYTES, ENTRY_BYTES = 64 << 10, 512
+"""Most bytes of a header: this many for its metadata, and for each matrix of the base model's modules. PEFT's entries
+have less than 200; what is longer would only hold the interpreter while it is parsed."""
 READ_BYTES = 4 << 20
 """Bytes of a tensor that are converted at a time: a multiple of every item size."""
 _ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
@@ -184,6 +187,12 @@ def _checked_tensors(
     config: PeftConfig, header: str, adapted: Sequence[AdaptedModule], model: ModelInfo
 ) -> tuple[dict[str, Tensor], int]:
     """Return the tensors of a header by name, and their bytes together, after all checks."""
+    longest = HEADER_BYTES + 2 * len(model.modules) * ENTRY_BYTES
+    if len(header) > longest:
+        raise not_importable(
+            f"the header of adapter_model.safetensors has {len(header)} characters, and an adapter of {model.name} "
+            f"needs at most {longest}: save the adapter alone, with PEFT's save_pretrained"
+        )
     entries = load_object(header, "the header of adapter_model.safetensors")
     entries.pop("__metadata__", None)
     tensors: dict[str, Tensor] = {}

@@ -195,9 +195,11 @@ def import_directory(
 ) -> None:
     """Make a checkpoint of a PEFT LoRA adapter: adapter_config.json and adapter_model.safetensors.
 
-    The pool checks names, shapes and types before the weights are sent, and refuses what it would compute differently:
-    DoRA, rsLoRA, ranks or alphas by module, biases, whole modules. The adapter keeps its rank and alpha; its moments
-    begin at zero.
+    The pool checks names, shapes and types before the weights are sent.
+
+    It refuses what it would compute differently: DoRA, rsLoRA, ranks or alphas by module, biases, whole modules.
+
+    The adapter keeps its rank and alpha; its moments begin at zero.
 
     Example: tinkerpool checkpoint import ./my-adapter --name from-peft
     """

@@ -179,6 +179,14 @@ def test_a_tensor_that_is_given_twice_is_refused() -> None:
     assert "twice" in refusal(files, twice)
 
 
+def test_a_header_that_is_longer_than_that_of_any_adapter_is_refused_unread() -> None:
+    files = adapter_files(MODULES)
+    metadata = {"format": "pt", "note": "x" * 60_000}
+    plan(files, with_header(files, __metadata__=metadata))
+    refused = refusal(files, with_header(files, __metadata__={"note": "x" * 80_000}))
+    assert "save the adapter alone" in refused
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "{}"])
 def test_what_is_no_header_is_refused(text: str) -> None:
     refusal(adapter_files(QUERIES), text)
