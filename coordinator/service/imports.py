@@ -96,7 +96,7 @@ class ImportUseCases(CopyUseCases):
             raise invalid(f"name {request.name[:80]!r} is not allowed: take letters, digits, '-', '_' and '.'")
         if not request.request_id and not request.HasField("index"):
             raise invalid("request_id is empty: set it, or index, so that the call is safe to repeat")
-        adapter = await self._imported(principal, request)
+        adapter = self._message(await self._imported(principal, request))
         upload = uploads.find(request.session_id, request.upload_id)
         if upload is not None:
             uploads.uncount(upload)  # the save claims the same, before another call of the tenant can

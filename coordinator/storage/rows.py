@@ -150,7 +150,7 @@ class AdapterRow:
     session_id: str
     request_id: str | None
     payload: bytes
-    """The canonical CreateAdapterRequest."""
+    """The canonical CreateAdapterRequest, or ImportCheckpointRequest."""
     base_model: str
     rank: int
     alpha: float

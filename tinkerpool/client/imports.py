@@ -28,6 +28,8 @@ UPLOAD_ID = "adapter"
 """Each import has a session of its own."""
 UPLOADS_MAX = 5
 """Most uploads of one import: a pool that restarts has lost the one before."""
+HEADER_BYTES_MAX = 1 << 20
+"""Most characters of a header: four times that of a model of 100 layers. The pool refuses longer ones, too."""
 PICKLED = "adapter_model.bin"
 
 OnProgress = Callable[[int, int], None]
@@ -68,6 +70,8 @@ class Adapter:
         try:
             config = (directory / CONFIG).read_text(encoding="utf-8")
             header, data_offset = read_header_text(weights)
+            if len(header) > HEADER_BYTES_MAX:
+                raise ValueError(f"the header of {WEIGHTS} has {len(header)} characters, which no LoRA adapter needs")
             num_bytes = weights.seek(0, 2) - data_offset
         except ValueError as error:
             weights.close()

@@ -158,6 +158,15 @@ async def test_the_same_request_id_gives_the_same_checkpoint(tmp_path: Path) -> 
         assert "request_id" in (await refusal(finish(pool, session, index=None))).message
 
 
+async def test_an_import_whose_adapter_was_deleted_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        session = await pool.session()
+        await create(pool, session)
+        await send(pool, session)
+        await pool.delete_adapter((await finish(pool, session)).adapter_id)
+        assert (await refusal(finish(pool, session))).reason == "ADAPTER_DELETED"
+
+
 async def test_parts_that_do_not_follow_are_refused_with_the_offset_to_go_on_from(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         session = await pool.session()

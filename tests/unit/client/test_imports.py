@@ -114,6 +114,11 @@ def huge_header(directory: Path) -> None:
     (directory / "adapter_model.safetensors").write_bytes(b"\xff" * 8 + FILES.weights[8:])
 
 
+def long_header(directory: Path) -> None:
+    header = FILES.header.encode() + b" " * (2 << 20)
+    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + FILES.data)
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -124,6 +129,7 @@ def huge_header(directory: Path) -> None:
         (cut(0), "not a safetensors file"),
         (cut(100), "not a safetensors file"),
         (huge_header, "not a safetensors file"),
+        (long_header, "which no LoRA adapter needs"),
         (lambda directory: (directory / "adapter_config.json").write_bytes(b"\xff"), "cannot be read"),
     ],
 )
