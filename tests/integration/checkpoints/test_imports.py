@@ -182,6 +182,25 @@ async def test_parts_that_do_not_follow_are_refused_with_the_offset_to_go_on_fro
         await finish(pool, session)
 
 
+async def test_the_base_model_is_the_one_that_is_named_or_meant_or_the_only_one(tmp_path: Path) -> None:
+    def named(name: str) -> str:
+        return json.dumps(FILES.config | {"base_model_name_or_path": name})
+
+    async with running_pool(tmp_path / "two", engine_values=[{"name": "toy"}, {"name": "org/Other"}]) as pool:
+        session = await pool.session()
+        assert (
+            await create(pool, session, upload_id="1", adapter_config=named("/models/other"))
+        ).base_model == "org/Other"
+        meant = await create(pool, session, upload_id="2", adapter_config=named("org/Other"), base_model="toy")
+        assert meant.base_model == "toy"
+        assert "'org/Other'" in meant.notes[0]
+        refused = await refusal(create(pool, session, upload_id="3", adapter_config=named("unknown")))
+        assert refused.message.endswith("name one of toy, org/Other")
+    async with running_pool(tmp_path / "one") as pool:
+        upload = await create(pool, await pool.session(), adapter_config=named("unknown"))
+        assert (upload.base_model, "'unknown'" in upload.notes[0]) == ("toy", True)
+
+
 async def test_an_id_with_other_content_is_refused(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         session = await pool.session()
