@@ -3,6 +3,7 @@
     TinkerpoolError
     ├── ConfigurationError (ValueError)     no key, a malformed URL
     ├── ExportError (ValueError)            a checkpoint cannot be exported in this format, or the result is wrong
+    ├── NotImportable (ValueError)          a directory has no adapter that can be imported
     ├── ClientClosed                        the client was closed, or belongs to another process
     ├── ApiError                            the service refused a call; one class for each canonical code
     │   ├── InvalidArgument (ValueError)
@@ -67,6 +68,10 @@ class ConfigurationError(TinkerpoolError, ValueError):
 
 class ExportError(TinkerpoolError, ValueError):
     """A checkpoint cannot be exported as asked, or the result failed its check. No directory is left."""
+
+
+class NotImportable(TinkerpoolError, ValueError):
+    """A directory has no adapter that can be imported. Nothing was sent, or nothing of it is left."""
 
 
 class ClientClosed(TinkerpoolError):

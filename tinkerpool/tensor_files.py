@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _HEADER_BYTES_MAX = 100 << 20
 """Safetensors' own limit."""
@@ -20,9 +20,19 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     Raises ValueError for a file of another format, OSError.
     """
     with file.open("rb") as stream:
-        num_bytes = int.from_bytes(stream.read(8), "little")
-        if num_bytes > _HEADER_BYTES_MAX:
-            raise ValueError(f"{file.name} is not a safetensors file")
-        header = json.loads(stream.read(num_bytes))
+        text, offset = read_header_text(stream)
+    header = json.loads(text)
     header.pop("__metadata__", None)
-    return header, 8 + num_bytes
+    return header, offset
+
+
+def read_header_text(stream: BinaryIO) -> tuple[str, int]:
+    """Return the header of an open file as it is, and the offset from which the places of its tensors count.
+
+    Raises ValueError for a file of another format, OSError.
+    """
+    num_bytes = int.from_bytes(stream.read(8), "little")
+    header = stream.read(num_bytes) if num_bytes <= _HEADER_BYTES_MAX else b""
+    if not header or len(header) != num_bytes:
+        raise ValueError(f"{Path(stream.name).name} is not a safetensors file")
+    return header.decode(), 8 + num_bytes

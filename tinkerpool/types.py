@@ -453,6 +453,28 @@ class GetSamplerResponse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportCheckpointResponse:
+    """An imported adapter. Not in the SDK.
+
+    Attributes:
+        path: Its checkpoint, `tinker://<adapter id>/weights/<name>`.
+        model_id: Its adapter.
+        base_model: Name of its base model in the pool.
+        lora_rank: LoRA rank, as imported.
+        lora_alpha: LoRA scaling numerator, as imported.
+        notes: Sentences for the person who imports, about the base model's name and modules that the adapter lacks for
+            example.
+    """
+
+    path: str
+    model_id: str
+    base_model: str
+    lora_rank: int
+    lora_alpha: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WhoamiResponse:
     """The holder of an API key.
 

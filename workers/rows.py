@@ -11,23 +11,18 @@ Dimensions: P values of a row, R padded rank, r rank, D inputs, F outputs, G lin
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from workers.contract.adapted_modules import ModuleKind, initial_A
 from workers.contract.messages import AdapterSpec
 
 RANK_CLASSES = (8, 16, 32, 64, 128)
 ALIGNMENT = 64
 """In values: 256 bytes, a whole number of cache lines and of vector registers."""
-
-
-ModuleKind = Literal["attn", "mlp", "unembed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +92,9 @@ def rank_class(rank: int) -> int:
 
 def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:
     """Return the kinds of modules that an adapter adapts. Raises ValueError if there are none."""
-    flags: tuple[tuple[ModuleKind, bool], ...] = (
-        ("attn", spec.train_attn),
-        ("mlp", spec.train_mlp),
-        ("unembed", spec.train_unembed),
-    )
-    kinds = tuple(kind for kind, is_trained in flags if is_trained)
-    if not kinds:
+    if not spec.kinds:
         raise ValueError("at least one of train_attn, train_mlp and train_unembed must be true")
-    return kinds
+    return spec.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +167,12 @@ class RowLayout:
                 yield f"{name}.lora_B.weight", B.view(flat)[:rank].t()
 
     def initial_weights(self, spec: AdapterSpec) -> Tensor:
-        """Return a fresh adapter (P,), fp32 on the CPU: A uniform in +-1/sqrt(D) from seed and module name, B zero.
+        """Return a fresh adapter (P,), fp32 on the CPU: A drawn by `initial_A`, B zero.
 
-        Depends on neither slot nor process nor padding; drawn from Philox, whose stream is fixed by its definition.
+        Depends on neither slot nor process nor padding.
         """
         flat = torch.zeros(self.num_values)
         for name, matrix in self.matrices(flat, spec.rank):
             if name.endswith(".lora_A.weight"):
-                matrix.copy_(_uniform(spec.seed, name, matrix.shape[0], matrix.shape[1]))
+                matrix.copy_(torch.from_numpy(initial_A(spec.seed, name, matrix.shape[0], matrix.shape[1])))
         return flat
-
-
-def _uniform(seed: int, name: str, rank: int, d_in: int) -> Tensor:
-    """Return (r, D) fp32, uniform in +-1/sqrt(D): the top 24 bits of each 64 of Philox, keyed by seed and name."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(rank * d_in)
-    unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)  # in [-1, 1)
-    return torch.from_numpy((unit * np.float32(d_in**-0.5)).reshape(rank, d_in))

@@ -58,7 +58,7 @@ class TenantLimits:
     """Most samplers of live sessions: one for each step of a long run that samples from every one. Each one that was
     saved without a name keeps its weights on disk until its session ends."""
     checkpoints_max: int = 10_000
-    """Most checkpoints: a hundred runs that save a hundred times."""
+    """Most checkpoints, with those of unfinished imports: a hundred runs that save a hundred times."""
     stored_bytes_max: int = 1 << 40
     """Most bytes of everything that is stored: checkpoints, the states of adapters, samplers, metadata, requests until
     a snapshot replaces them, and results. A thousand states of rank 32 of a model of 8 billion parameters. A tenant
@@ -66,7 +66,7 @@ class TenantLimits:
     operations_per_s: float | None = 1000.0
     """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
     acknowledges. The operation that others wait for is always accepted, and counted. So are, one each, the creations
-    of sessions, adapters and samplers: each costs a sync to disk, as an operation does."""
+    of sessions, adapters, samplers and uploads: each costs a sync to disk or a check, as an operation does."""
     tokens_per_s: float | None = None
     """Tokens of operations that are accepted a second on average, and ten times as many at once; a sample counts with
     the most that it may compute. Unlimited: the scheduler divides the pool by weight, and a queue has its ceilings."""

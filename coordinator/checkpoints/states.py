@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from coordinator.base.errors import Code, Failure, ServiceError, not_found
 from coordinator.checkpoints.published_weights import Publishing, version_of
+from coordinator.checkpoints.uploads import Uploads
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Holdings
@@ -26,11 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class States:
-    """The state folders of a data directory, and the published weights that have none yet."""
+    """The state folders of a data directory, and what has none yet: published weights, and uploads."""
 
     def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure, holdings: Holdings) -> None:
         self.folders = folders
         self.publishing = Publishing(folders, store, fleet, failure, holdings)
+        self.uploads = Uploads(folders.snapshots, holdings)
         self.holdings = holdings
         self._store = store
         self._fleet = fleet
@@ -45,11 +47,7 @@ class States:
             return await asyncio.to_thread(files.write, log.spec, self._fleet.models[log.base_model], state, recipients)
         except OSError as error:
             logger.exception("cannot write the state of %s", log.adapter_id)
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "DISK",
-                f"the server cannot write the state to disk ({error.strerror}): nothing was saved; try again later",
-            ) from None
+            raise cannot_write("the state", error) from None
 
     async def write_snapshot(self, log: AdapterLog, state: AdapterState, window: Window) -> str | None:
         """Make a snapshot durable and cut the log there, once no published version needs the log.
@@ -128,8 +126,9 @@ class States:
         except OSError as error:
             logger.warning("the quarantine cannot be emptied: %s; retrying later", error)
 
-    async def remove_samplers(self, session_id: str) -> None:
-        """Remove the weights of the unnamed samplers of a session that has ended."""
+    async def end_session(self, session_id: str) -> None:
+        """Remove the weights of the unnamed samplers of a session that has ended, and its uploads."""
+        await self.uploads.end_session(session_id)
         self.publishing.end_session(session_id)
         for folder in self._store.samplers.folders_of_session(session_id):
             await asyncio.to_thread(self.folders.samplers.remove, folder)
@@ -150,3 +149,12 @@ class States:
             raise not_found("checkpoint", row.path)
         assert found.folder, f"{row.path} is neither in a file nor in memory"
         return found
+
+
+def cannot_write(what: str, error: OSError) -> ServiceError:
+    """Return the refusal of a call whose bytes the disk does not take."""
+    return ServiceError(
+        Code.RESOURCE_EXHAUSTED,
+        "DISK",
+        f"the server cannot write {what} to disk ({error.strerror}): nothing was saved; try again later",
+    )

@@ -90,8 +90,12 @@ class Ceilings:
         """Reserve bytes while the block stores something that is no operation. Raises ServiceError STORAGE_QUOTA."""
         if (refusal := self._storage_refusal(tenant_id, num_bytes)) is not None:
             raise refusal
-        with self._holdings.reserving(tenant_id, num_bytes):
+        claim = Claim(num_bytes=num_bytes)
+        self._holdings.claim(tenant_id, claim)
+        try:
             yield
+        finally:
+            self._holdings.claim(tenant_id, claim, -1)
 
     @contextmanager
     def adding_sampler(self, tenant_id: str, session_id: str, num_bytes: int) -> Iterator[None]:

@@ -4,7 +4,8 @@ A ceiling counts what is stored and what was claimed, so that operations that ar
 together. An operation's claim ends in the moment in which its outcome becomes visible; what it stored counts from the
 same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
 
-Rows (metadata, requests, results, samplers with their files) are counted by the database itself. An adapter counts the
+Uploads count what they will become. Rows (metadata, requests, results, samplers with their files) are counted by the
+database itself. An adapter counts the
 state that it will have as soon as it exists, because a snapshot of it cannot be refused.
 
 Depends on rows and on facts of base models; not on limits, or on when a state is written. Main invariant: the numbers
@@ -14,8 +15,7 @@ of a tenant are those of its rows, from the moment in which it sees the commit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet
@@ -25,6 +25,7 @@ from coordinator.storage.rows import CheckpointRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
+from workers.contract.adapted_modules import adapter_params
 from workers.contract.messages import AdapterSpec
 
 SaveRequest = checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest
@@ -96,8 +97,7 @@ class Holdings:
     def weights_bytes(self, spec: AdapterSpec, base_model: str) -> int:
         """Return the bytes of an adapter's weights; 0 if its base model is not served now."""
         model = self._fleet.models.get(base_model)
-        trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
-        params = sum(count for kind, count in model.adapter_params.items() if trained[kind]) if model is not None else 0
+        params = adapter_params(model.modules, *spec.kinds) if model is not None else 0
         return _FLOAT_BYTES * spec.rank * params
 
     def state_bytes(self, spec: AdapterSpec, base_model: str) -> int:
@@ -112,15 +112,6 @@ class Holdings:
         """Stop counting the training state of an adapter that is deleted."""
         self._count(tenant_id, 0, -self.state_bytes(spec, base_model))
 
-    @contextmanager
-    def reserving(self, tenant_id: str, num_bytes: int) -> Iterator[None]:
-        """Count bytes during the block, which stores them and counts them itself at its end."""
-        self._count(tenant_id, 0, num_bytes)
-        try:
-            yield
-        finally:
-            self._count(tenant_id, 0, -num_bytes)
-
     def add(self, row: CheckpointRow) -> None:
         """Count a checkpoint whose row is stored."""
         self._count(row.tenant_id, 1, row.size_bytes)
@@ -128,6 +119,10 @@ class Holdings:
     def remove(self, row: CheckpointRow) -> None:
         """Stop counting a checkpoint whose row was deleted; it has the size that it had then."""
         self._count(row.tenant_id, -1, -row.size_bytes)
+
+    def claim(self, tenant_id: str, claim: Claim, sign: int = 1) -> None:
+        """Count what an upload or a creation will become, or with `sign` -1 stop counting it."""
+        self._count(tenant_id, sign * claim.num_checkpoints, sign * claim.num_bytes)
 
     def resize(self, tenant_id: str, num_bytes: int) -> None:
         """Count these bytes more for a checkpoint whose file is written; they may be negative."""

@@ -76,7 +76,7 @@ class Housekeeping:
                 logger.warning("the database refuses writes: %s; retrying later", error)
 
     async def end_session(self, session_id: str) -> None:
-        """End a session with its samplers and queued samples. Its adapters stay.
+        """End a session with its samplers, queued samples and uploads. Its adapters stay.
 
         Raises StorageError; the session stays live then.
         """
@@ -87,7 +87,7 @@ class Housekeeping:
             self._admission.end_sampler(sampler_id)
             self._samples.end_sampler(sampler_id)
         self._finished_samples.forget(frozenset(sampler_ids))
-        await self._states.remove_samplers(session_id)
+        await self._states.end_session(session_id)
 
     async def _delete_leftovers(self, before: float) -> None:
         """Delete rows that nothing has needed since `before`: of samplers, then adapters, then sessions.

@@ -10,6 +10,7 @@ There is one module for each file of the contract; `access` is for all of them.
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
+from coordinator.service.imports import ImportUseCases
 from coordinator.service.limits import LimitUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
@@ -22,6 +23,7 @@ __all__ = ["Service"]
 
 
 class Service(
+    ImportUseCases,
     CopyUseCases,
     SessionUseCases,
     AdapterUseCases,

@@ -25,6 +25,7 @@ from coordinator.storage.rows import AdapterRow, CheckpointRow, Listing, Page, S
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
+from tinkerpool.v1.imports_pb2 import ImportCheckpointRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from workers.contract.messages import ModelInfo
 
@@ -136,7 +137,10 @@ class UseCases:
         return model
 
     def _check_permitted(self, principal: Principal, base_model: str, rank: int | None = None) -> None:
-        """Refuse a base model or rank that the tenant may not use for something new."""
+        """Refuse a base model or rank that the tenant may not use for something new.
+
+        An imported adapter may have a rank between two that can be created: it counts as the larger one.
+        """
         limits = self._core.quotas.of(principal.tenant_id)
         if limits.base_models is not None and base_model not in limits.base_models:
             command = self._core.quotas.command(principal.tenant_id, f"base_models={base_model},...")
@@ -146,6 +150,7 @@ class UseCases:
                 f"you may use the base models {', '.join(limits.base_models)}, not {base_model}: name one of them, or "
                 f"ask an administrator: {command}",
             )
+        rank = None if rank is None else 1 << (rank - 1).bit_length()
         if rank is not None and limits.ranks is not None and rank not in limits.ranks:
             command = self._core.quotas.command(principal.tenant_id, f"ranks={rank},...")
             raise ServiceError(
@@ -188,7 +193,7 @@ def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> S
     return None
 
 
-def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
+def check_index(request: CreateAdapterRequest | CreateSamplerRequest | ImportCheckpointRequest) -> None:
     """Refuse an index that no id can hold."""
     if request.HasField("index"):
         check_number("index", request.index)

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, invalid
@@ -26,10 +27,16 @@ from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1.imports_pb2 import ImportCheckpointRequest
 from workers.contract.messages import AdapterSpec, ModelInfo
 
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32.0
+CreateRequest = pb.CreateAdapterRequest | ImportCheckpointRequest
+"""A request that creates an adapter: by index or request id."""
+Start = tuple[SnapshotRow, FileUse]
+"""The state that an adapter starts from, and what it took to write it."""
+WriteStart = Callable[[AdapterLog], Awaitable[Start]]
 
 
 class AdapterUseCases(UseCases):
@@ -64,8 +71,28 @@ class AdapterUseCases(UseCases):
         self._check_unused(request)
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
-        self._check_permitted(principal, model.name, spec.rank)
-        num_bytes = self._core.holdings.state_bytes(spec, model.name) + len(payload)
+        write_start = None
+        if source is not None:
+            write_start = functools.partial(self._copy_start, source=source, with_optimizer=request.with_optimizer)
+        row = await self._new_adapter(principal, request, session, payload, model.name, spec, write_start)
+        return pb.CreateAdapterResponse(adapter=self._message(row))
+
+    async def _new_adapter(
+        self,
+        principal: Principal,
+        request: CreateRequest,
+        session: Session,
+        payload: bytes,
+        base_model: str,
+        spec: AdapterSpec,
+        write_start: WriteStart | None,
+    ) -> AdapterRow:
+        """Make an adapter durable, with the state that it starts from, and register it; return its row.
+
+        `spec` is without its id. Call it with `session.creating` held. Raises ServiceError.
+        """
+        self._check_permitted(principal, base_model, spec.rank)
+        num_bytes = self._core.holdings.state_bytes(spec, base_model) + len(payload)
         with (
             self._core.registry.reserving(principal.tenant_id, self._core.quotas),
             self._core.ceilings.storing(principal.tenant_id, num_bytes),
@@ -80,7 +107,7 @@ class AdapterUseCases(UseCases):
                 session_id=session.session_id,
                 request_id=request.request_id or None,
                 payload=payload,
-                base_model=model.name,
+                base_model=base_model,
                 rank=spec.rank,
                 alpha=spec.alpha,
                 seed=spec.seed,
@@ -90,10 +117,8 @@ class AdapterUseCases(UseCases):
                 user_metadata=json.dumps(dict(request.user_metadata)),
                 created_at=self._core.time.wall(),
             )
-            adapter = AdapterLog(principal.tenant_id, session.session_id, model.name, spec)
-            start = use = None
-            if source is not None:
-                start, use = await self._write_start(adapter, source, request.with_optimizer)
+            adapter = AdapterLog(principal.tenant_id, session.session_id, base_model, spec)
+            start, use = (None, None) if write_start is None else await write_start(adapter)
             try:
                 await self._core.store.adapters.insert(row, start, use)
             except StorageError as error:
@@ -104,9 +129,9 @@ class AdapterUseCases(UseCases):
                 existing = self._existing_adapter(request)
                 if existing is None:
                     raise request_id_taken() from None
-                return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
+                return self._same(existing, payload)
             self._core.registry.add(adapter)
-            return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
+            return self._row(adapter_id)
 
     async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
         """Return an adapter and its next sequence number."""
@@ -147,7 +172,7 @@ class AdapterUseCases(UseCases):
         if not task.cancelled():
             task.exception()  # mark it retrieved: all its callers may have been cancelled
 
-    def _existing_adapter(self, request: pb.CreateAdapterRequest) -> AdapterRow | None:
+    def _existing_adapter(self, request: CreateRequest) -> AdapterRow | None:
         if request.HasField("index"):
             adapter_id = names.adapter_id(request.session_id, request.index)
             return self._core.store.adapters.get(adapter_id)
@@ -155,7 +180,7 @@ class AdapterUseCases(UseCases):
             return None
         return self._core.store.adapters.of_request(request.session_id, request.request_id)
 
-    def _check_unused(self, request: pb.CreateAdapterRequest) -> None:
+    def _check_unused(self, request: CreateRequest) -> None:
         """Refuse an index without a row that may have had an adapter, so that no id is given twice."""
         if request.HasField("index") and request.index < self._core.store.sessions.adapters_gone(request.session_id):
             raise ServiceError(
@@ -183,7 +208,8 @@ class AdapterUseCases(UseCases):
         model = self._model(request.base_model or (source.base_model if source else ""))
         origin = self._core.registry.spec(source.adapter_id) if source is not None else None
         rank = request.rank or (origin.rank if origin else min(DEFAULT_RANK, model.max_rank))
-        if rank < 1 or rank > model.max_rank or rank & (rank - 1):
+        is_imported = origin is not None and rank == origin.rank
+        if rank < 1 or rank > model.max_rank or (rank & (rank - 1) and not is_imported):
             allowed = ", ".join(str(1 << i) for i in range(model.max_rank.bit_length()) if 1 << i <= model.max_rank)
             raise invalid(f"rank {rank} is not allowed: for {model.name} use one of {allowed}", "RANK_NOT_ALLOWED")
         alpha = request.alpha if request.HasField("alpha") else (origin.alpha if origin else DEFAULT_ALPHA)
@@ -204,9 +230,7 @@ class AdapterUseCases(UseCases):
             raise invalid("rank and train_* must be those of the checkpoint: leave them out")
         return model, AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
 
-    async def _write_start(
-        self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool
-    ) -> tuple[SnapshotRow, FileUse]:
+    async def _copy_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> Start:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
         async with self._core.file_turns.turn(adapter.tenant_id) as turn:
             began = self._core.time.monotonic()

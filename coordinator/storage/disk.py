@@ -41,6 +41,9 @@ class Disk(Protocol):
     def write(self, path: Path, content: bytes) -> None:
         """Make a file with this content."""
 
+    def write_piece(self, path: Path, start: int, content: bytes) -> None:
+        """Write into a file from byte `start` on, at most its end; make the file unless it exists."""
+
     def sync(self, path: Path) -> None:
         """Make a file's content durable, or a folder's names."""
 
@@ -176,6 +179,12 @@ class RealDisk:
     def write(self, path: Path, content: bytes) -> None:
         """See `Disk`."""
         with open_private(path) as file:
+            file.write(content)
+
+    def write_piece(self, path: Path, start: int, content: bytes) -> None:
+        """See `Disk`."""
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE), "wb") as file:
+            file.seek(start)
             file.write(content)
 
     def sync(self, path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pyrage
 
 from coordinator.base.errors import ServiceError, invalid
+from workers.contract.adapted_modules import leaf_names
 from workers.contract.messages import AdapterSpec, ModelInfo
 
 ENCRYPTED = ".age"
@@ -27,18 +28,13 @@ _UNEMBEDDING, _TINKERS_UNEMBEDDING = "base_model.model.lm_head.", "base_model.mo
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
     """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
-    modules = (
-        (model.attn_modules if spec.train_attn else ())
-        + (model.mlp_modules if spec.train_mlp else ())
-        + (model.unembed_modules if spec.train_unembed else ())
-    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.name,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(leaf_names(model.modules, *spec.kinds)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

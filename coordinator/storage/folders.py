@@ -87,6 +87,30 @@ class _Head:
 _AS_STORED = _Head()
 
 
+class TemporaryFile:
+    """A file in a temporary folder of its own, which is made with the first bytes. Not durable."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+
+    def write(self, start: int, content: bytes) -> None:
+        """Write from byte `start` on, at most the file's end. Raises OSError."""
+        self._disk.make_folder(self._folder)
+        self._disk.write_piece(self._folder / WEIGHTS, start, content)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes that were written. Raises OSError."""
+        content = self._disk.read_piece(self._folder / WEIGHTS, start, num_bytes)
+        if len(content) != num_bytes:
+            raise OSError(errno.EIO, "a temporary file is shorter than it was written")
+        return content
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        self._disk.remove(self._folder)
+
+
 class StateFiles:
     """The folders below one root."""
 
@@ -132,6 +156,11 @@ class StateFiles:
                 disk.remove(path)
             raise
         return Saved(name, _digest(files), sum(map(len, files.values())))
+
+    def temporary(self) -> TemporaryFile:
+        """Return a file for bytes that are being received. The next start deletes what is left of it."""
+        assert self._identity is not None, "the epoch has not begun"
+        return TemporaryFile(self._root / (_TEMPORARY + self._identity.new_folder()), self._disk)
 
     def read(self, folder: str, sha256: str) -> AdapterState:
         """Return the state in a folder.

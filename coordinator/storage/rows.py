@@ -134,7 +134,7 @@ class FileUse:
     adapter_id: str
     tenant_id: str
     kind: str
-    """The kind of the operation; `install`, `copy` or `export`, which are counted here and nowhere else."""
+    """The kind of the operation; `install`, `copy`, `export` or `import`, which are counted here and nowhere else."""
     num_bytes: int
     seconds: float
     is_operation: bool = False
@@ -164,7 +164,7 @@ class AdapterRow:
     session_id: str
     request_id: str | None
     payload: bytes
-    """The canonical CreateAdapterRequest."""
+    """The canonical CreateAdapterRequest, or ImportCheckpointRequest."""
     base_model: str
     rank: int
     alpha: float

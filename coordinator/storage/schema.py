@@ -225,7 +225,7 @@ CREATE TABLE adapters (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     session_id TEXT NOT NULL REFERENCES sessions,
     request_id TEXT,
-    payload BLOB NOT NULL,                -- the canonical CreateAdapterRequest
+    payload BLOB NOT NULL,                -- the canonical CreateAdapterRequest or ImportCheckpointRequest
     base_model TEXT NOT NULL,
     rank INTEGER NOT NULL,
     alpha REAL NOT NULL,

@@ -69,6 +69,16 @@ class SimDisk:
             _full()
         folder.names[path.name] = _File(content)
 
+    def write_piece(self, path: Path, start: int, content: bytes) -> None:
+        self._on_operation("write", path.name)
+        folder = self._folder(path.parent)
+        if self.is_full:
+            _full()
+        file = folder.names.setdefault(path.name, _File(b""))
+        assert isinstance(file, _File)
+        assert start <= len(file.content)
+        file.content = file.content[:start] + content + file.content[start + len(content) :]
+
     def sync(self, path: Path) -> None:
         self._on_operation("sync", path.name)
         node = self._root if path == self._root_path else self._node(path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import (
@@ -19,6 +23,7 @@ from tinkerpool.cli.connection import (
     call,
     fetch_list,
     note_rest,
+    open_connection,
 )
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.show import CliError
@@ -33,6 +38,7 @@ from tinkerpool.client.calls.methods import (
 )
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.client.export import Exporter, ExportFormat
+from tinkerpool.client.imports import Adapter, Import, import_adapter
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest
@@ -166,6 +172,63 @@ def export(
     show.note(f"Wrote {directory}: {_LOADERS[export_format].format(directory=str(directory))}")
     for note in exporter.notes:
         show.note(note)
+
+
+@app.command("import")
+@calls_pool
+def import_directory(
+    target: Target,
+    directory: Annotated[
+        Path, typer.Argument(help="What PEFT's save_pretrained or `tinkerpool checkpoint export` wrote.")
+    ],
+    name: Annotated[str, typer.Option("--name", help="Name of the checkpoint.")] = "imported",
+    base_model: Annotated[
+        str,
+        typer.Option(
+            "--base-model",
+            metavar="NAME",
+            help="The pool's name of the base model. Default: its only one, or the one that the adapter names.",
+            show_default=False,
+        ),
+    ] = "",
+    json: JsonOption = False,
+) -> None:
+    """Make a checkpoint of a PEFT LoRA adapter: adapter_config.json and adapter_model.safetensors.
+
+    The pool checks names, shapes and types before the weights are sent.
+
+    It refuses what it would compute differently: DoRA, rsLoRA, ranks or alphas by module, biases, whole modules.
+
+    The adapter keeps its rank and alpha; its moments begin at zero.
+
+    Example: tinkerpool checkpoint import ./my-adapter --name from-peft
+    """
+    console = Console(stderr=True)
+    try:
+        what = Import(name=name, base_model=base_model)
+        with (
+            Adapter.open(directory) as adapter,
+            open_connection(target) as connection,
+            Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        ):
+            task = bar.add_task("sending", total=adapter.num_bytes)
+            imported = connection.start(
+                import_adapter(connection, adapter, what, lambda done, _: bar.update(task, completed=done))
+            ).result()
+    except (OSError, ValueError) as error:
+        raise CliError(str(error)) from None
+    if json:
+        print(dumps(asdict(imported)))
+        return
+    show.say(imported.path)
+    show.note(
+        f"Imported {directory} as rank {imported.lora_rank}, alpha {imported.lora_alpha:g}, of {imported.base_model}. "
+        "Its adapter is there to train, and the checkpoint to sample from:"
+    )
+    show.note(f'  ServiceClient().create_training_client_from_state("{imported.path}")')
+    show.note(f'  ServiceClient().create_sampling_client("{imported.path}")')
+    for each in imported.notes:
+        show.note(each)
 
 
 @app.command()

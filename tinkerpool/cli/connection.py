@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,7 +12,9 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.finding import Target
 from tinkerpool.cli.show import CliError
+from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.credentials import parse_target
 from tinkerpool.errors import (
@@ -26,6 +28,8 @@ from tinkerpool.errors import (
 T = TypeVar("T")
 TIMEOUT_S = 20.0
 """Deadline of a call."""
+RETRY_S = 60.0
+"""How long a call of many is tried again."""
 PAGE_SIZE = 1000
 
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list.")]
@@ -36,19 +40,26 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 @asynccontextmanager
 async def open_transport(target: Target) -> AsyncIterator[Transport]:
     """Open a connection for one command. Raises CliError for any error of the client, also from inside the block."""
-    endpoint = Endpoint(
-        target.url,
-        target.api_key,
-        certificate=target.certificate,
-        client_certificate=target.client_certificate,
-    )
-    transport = GrpcTransport(endpoint)
+    transport = GrpcTransport(_endpoint(target))
     try:
         yield transport
     except TinkerpoolError as error:
         raise CliError(_explain(error, target)) from None
     finally:
         await transport.close()
+
+
+@contextmanager
+def open_connection(target: Target) -> Iterator[Connection]:
+    """Open a connection whose calls are tried again for `RETRY_S`. Raises CliError as `open_transport`."""
+    policy = RetryPolicy(timeout_s=RETRY_S, connect_timeout_s=0)
+    connection = Connection(GrpcTransport(_endpoint(target)), policy)
+    try:
+        yield connection
+    except TinkerpoolError as error:
+        raise CliError(_explain(error, target)) from None
+    finally:
+        connection.start(connection.close()).result(TIMEOUT_S)
 
 
 def ask(target: Target, work: Callable[[Transport], Awaitable[T]]) -> T:
@@ -93,6 +104,15 @@ def note_rest(response: Any, limit: int) -> None:
     """Say how to see the rest of a listing, if there is one."""
     if response.next_page_token:
         show.note(f"There are more; --limit {limit * 4} shows them.")
+
+
+def _endpoint(target: Target) -> Endpoint:
+    return Endpoint(
+        target.url,
+        target.api_key,
+        certificate=target.certificate,
+        client_certificate=target.client_certificate,
+    )
 
 
 def _explain(error: TinkerpoolError, target: Target) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
@@ -25,9 +25,11 @@ from tinkerpool import types
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods, sdk_arguments
 from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.encoding import string_map
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
+from tinkerpool.client.imports import Adapter, Import, OnProgress, import_adapter
 from tinkerpool.errors import ApiError
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
@@ -203,6 +205,45 @@ class RestClient:
         )
         return self._start(self._export(exporter, Path(directory)))
 
+    def import_checkpoint(
+        self,
+        directory: str | Path,
+        name: str = "imported",
+        *,
+        base_model: str | None = None,
+        seed: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        ttl_seconds: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> APIFuture[types.ImportCheckpointResponse]:
+        """Make a checkpoint of an adapter in PEFT's format. Not in the SDK; see docs/export.md.
+
+        It computes what PEFT computes. Notes of the result are logged, too.
+
+        Args:
+            directory: what PEFT's `save_pretrained` wrote: `adapter_config.json` and `adapter_model.safetensors`.
+            name: of the checkpoint.
+            base_model: name of a base model of the pool. None: the pool's only one, or the one that the adapter names.
+            seed: of the first weights of modules that the adapter lacks. None: 0.
+            user_metadata: labels for adapter and checkpoint.
+            ttl_seconds: delete the checkpoint after so many seconds. None: keep it.
+            on_progress: called with the bytes sent so far and those of the whole upload, on another thread.
+
+        Raises:
+            NotImportable: there is no adapter in safetensors in the directory.
+            InvalidArgument: the adapter cannot be imported: the message names the first difference and what to do.
+            NotFound: the pool does not serve that base model.
+            FailedPrecondition: there is no room for another checkpoint of yours.
+        """
+        what = Import(
+            name=name,
+            base_model=base_model or "",
+            seed=seed,
+            user_metadata=string_map(user_metadata),
+            ttl_seconds=ttl_seconds or 0,
+        )
+        return self._start(self._import(Adapter.open(Path(directory)), what, on_progress))
+
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
     ) -> APIFuture[types.ListSessionsResponse]:
@@ -332,6 +373,28 @@ class RestClient:
             tinker_path, directory, format=format, base_model=base_model, whole_unembedding=whole_unembedding
         )
 
+    async def import_checkpoint_async(
+        self,
+        directory: str | Path,
+        name: str = "imported",
+        *,
+        base_model: str | None = None,
+        seed: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        ttl_seconds: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> types.ImportCheckpointResponse:
+        """`import_checkpoint`, awaited."""
+        return await self.import_checkpoint(
+            directory,
+            name,
+            base_model=base_model,
+            seed=seed,
+            user_metadata=user_metadata,
+            ttl_seconds=ttl_seconds,
+            on_progress=on_progress,
+        )
+
     async def list_sessions_async(
         self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
     ) -> types.ListSessionsResponse:
@@ -416,6 +479,15 @@ class RestClient:
                         log_note(note)
                     return directory
 
+    async def _import(
+        self, adapter: Adapter, what: Import, on_progress: OnProgress | None
+    ) -> types.ImportCheckpointResponse:
+        with adapter:
+            imported = await import_adapter(self._connection, adapter, what, on_progress)
+        for note in imported.notes:
+            log_note(note)
+        return imported
+
     async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
         async def page(size: int, token: str) -> tuple[list[sessions_pb2.Session], str]:
             request = sessions_pb2.ListSessionsRequest(page_size=size, page_token=token)
@@ -466,9 +538,9 @@ class RestClient:
                 return
 
 
-@cache  # once a process, however many checkpoints a program exports; each has it in its tinkerpool.json
+@cache  # once a process, however many checkpoints a program exports or imports
 def log_note(note: str) -> None:
-    """Log what an exporter says of the directory that it wrote."""
+    """Log what an export or an import says to the person who makes it."""
     _log.warning("%s", note)
 
 

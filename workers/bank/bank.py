@@ -22,9 +22,10 @@ from torch import Tensor
 
 from workers.bank.entries import Entry, HostRow, Row, Slab
 from workers.bank.transfers import Transfer, Transfers, transfers_for
+from workers.contract.adapted_modules import ModuleKind
 from workers.contract.messages import AdapterSpec
 from workers.host.allocator import is_out_of_memory
-from workers.rows import GroupShape, ModuleKind, RowLayout, rank_class, trained_kinds
+from workers.rows import GroupShape, RowLayout, rank_class, trained_kinds
 
 SLAB_ROWS = 32
 """Rows of one layout that are allocated at once. A CPU gives them memory when they are first written."""

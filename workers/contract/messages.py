@@ -15,6 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind
 from workers.contract.capacity import SEQUENCE_SLOTS
 
 
@@ -64,7 +65,7 @@ class AdapterSpec:
 
     adapter_id: str
     rank: int
-    """LoRA rank, a power of two."""
+    """LoRA rank: a power of two, or the rank of an imported adapter."""
     alpha: float
     """LoRA scaling numerator: y = x W^T + alpha / rank * (x A^T) B^T."""
     seed: int
@@ -72,6 +73,16 @@ class AdapterSpec:
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+
+    @property
+    def kinds(self) -> tuple[ModuleKind, ...]:
+        """The kinds of modules that it adapts."""
+        flags: tuple[tuple[ModuleKind, bool], ...] = (
+            ("attn", self.train_attn),
+            ("mlp", self.train_mlp),
+            ("unembed", self.train_unembed),
+        )
+        return tuple(kind for kind, is_trained in flags if is_trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,10 +406,8 @@ class ModelInfo:
     chunk_tokens: int
     """Size of a canonical chunk; a constant of the base model, never of the load."""
     eos_token_ids: tuple[int, ...]
-    attn_modules: tuple[str, ...]
-    """Leaf names of the modules that `train_attn` adapts (`q_proj`, ...)."""
-    mlp_modules: tuple[str, ...]
-    unembed_modules: tuple[str, ...]
+    modules: tuple[AdaptedModule, ...]
+    """The modules that adapters can adapt, in the model's order."""
     tokenizer_files: Mapping[str, bytes]
     """Contents of `tokenizer.json`, `tokenizer_config.json` and the like, so that a client needs no model hub."""
     fingerprint: str
@@ -413,9 +422,6 @@ class ModelInfo:
     """Most sequences that the worker decodes at a time."""
     has_tied_unembedding: bool = False
     """Whether the unembedding has the weights of the embedding, so that merging an adapter must untie them."""
-    adapter_params: Mapping[str, int] = field(default_factory=dict)
-    """Parameters of an adapter of rank 1 on the modules `attn`, `mlp` and `unembed`; those of rank r are r times as
-    many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
@@ -46,7 +47,6 @@ from workers.model.numerics import Numerics, fingerprint
 from workers.model.pretrained import Probe, eos_token_ids, find_directory, load_pretrained, tokenizer_files
 from workers.model.replacement import decoder_layers, replace_layers
 from workers.model.segments import Segment
-from workers.rows import ModuleKind
 
 MAX_RANK = 128
 
@@ -204,10 +204,11 @@ class BaseModel:
             max_rank=self.max_rank,
             chunk_tokens=self.chunk_tokens,
             eos_token_ids=eos_token_ids(self.model),
-            attn_modules=self._leaf_names("attn"),
-            mlp_modules=self._leaf_names("mlp"),
-            unembed_modules=self._leaf_names("unembed"),
-            adapter_params={kind: self._adapter_params(kind) for kind in ("attn", "mlp", "unembed")},
+            modules=tuple(
+                AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out)
+                for shape in self.group_shapes
+                for name, d_out in zip(shape.names, shape.d_outs, strict=True)
+            ),
             tokenizer_files=tokenizer_files(self.path),
             fingerprint=fingerprint(
                 numerics,
@@ -219,15 +220,6 @@ class BaseModel:
             is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
             has_tied_unembedding=self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight,
         )
-
-    def _adapter_params(self, kind: ModuleKind) -> int:
-        """Return the parameters of A and B at rank 1, of all modules of a kind."""
-        shapes = (shape for shape in self.group_shapes if shape.kind == kind)
-        return sum(len(shape.names) * shape.d_in + sum(shape.d_outs) for shape in shapes)
-
-    def _leaf_names(self, kind: ModuleKind) -> tuple[str, ...]:
-        names = [name.rpartition(".")[2] for shape in self.group_shapes if shape.kind == kind for name in shape.names]
-        return tuple(dict.fromkeys(names))
 
 
 class Recomputation:

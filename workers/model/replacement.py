@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from workers.contract.adapted_modules import ModuleKind
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
-from workers.rows import GroupShape, ModuleKind
+from workers.rows import GroupShape
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Leaf names of linears that read the same input and are computed together."""

@@ -35,6 +35,7 @@ from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
     checkpoints_pb2,
+    imports_pb2,
     limits_pb2,
     operations_pb2,
     pool_pb2,
@@ -42,7 +43,6 @@ from tinkerpool.v1 import (
     sampling_pb2,
     sessions_pb2,
     training_pb2,
-    types_pb2,
 )
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         training_pb2,
         sampling_pb2,
         checkpoints_pb2,
+        imports_pb2,
         operations_pb2,
         pool_pb2,
         admin_pb2,
@@ -78,7 +79,7 @@ class _Rpc:
     """Records a refusal at a sequence number, and raises it."""
     is_streaming: bool
     is_large: bool
-    """Whether the request may have data for training or sampling."""
+    """Whether the request may have data for training or sampling, or a part of an upload."""
     least: Role
     """The least role of its callers."""
     ends_with_key: bool
@@ -170,7 +171,7 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
         use_case=getattr(service, use_case_name(method)),
         refuse=service.refuse,
         is_streaming=method.server_streaming,
-        is_large=_has_tensors(method.input_type),
+        is_large=_has_bytes(method.input_type),
         least=LEAST_ROLES[use_case_name(method)],
         ends_with_key=method.containing_service.name != "AdminService",
     )
@@ -180,9 +181,10 @@ def _handler(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, byt
     return _streaming(rpc, entrance) if rpc.is_streaming else _unary(rpc, entrance)
 
 
-def _has_tensors(message: Descriptor) -> bool:
+def _has_bytes(message: Descriptor) -> bool:
+    """Return whether a message has tensors, or parts of files."""
     parts = [field.message_type for field in message.fields if field.message_type is not None]
-    return types_pb2.Tensor.DESCRIPTOR in parts or any(_has_tensors(part) for part in parts)
+    return any(field.type == field.TYPE_BYTES for field in message.fields) or any(_has_bytes(part) for part in parts)
 
 
 async def _read(context: Context) -> bytes:

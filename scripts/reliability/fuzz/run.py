@@ -26,7 +26,7 @@ import httpx
 import tinkerpool
 from scripts.attack.pool import AttackedPool
 from scripts.reliability.fuzz.targets import Fault, Target, make_targets
-from scripts.reliability.fuzz.values import Known, Values
+from scripts.reliability.fuzz.values import ADAPTER_CONFIG, WEIGHTS_HEADER, Known, Values
 from tinkerpool.v1 import adapters_pb2, adapters_pb2_grpc, admin_pb2, sessions_pb2, sessions_pb2_grpc
 
 AT_ONCE = 8
@@ -139,6 +139,9 @@ class Tenant:
         self.key = pool.create_key(name, role=admin_pb2.ROLE_ADMIN if self._is_admin else admin_pb2.ROLE_MEMBER)
         self.known = Known({kind: list(names) for kind, names in theirs.names.items()})
         self.known.add("model", pool.model)
+        self.known.add("upload", "u")
+        self.known.add("config", ADAPTER_CONFIG)
+        self.known.add("header", WEIGHTS_HEADER)
         self._services = contextlib.ExitStack()
         self._number = 0
 

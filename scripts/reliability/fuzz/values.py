@@ -45,6 +45,13 @@ INTEGERS = (0, 1, 2, 3, -1, 7, 16, 100, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2
 FLOATS = (0.0, -0.0, 1.0, 0.5, -1.0, 1e-3, 1e-300, 1e300, 3.4e38, 3.5e38, float("inf"), float("-inf"), float("nan"))
 TOKENS_MAX = 60
 """Tokens above it mean failures on demand to a toy engine."""
+ADAPTER_CONFIG = '{"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"]}'
+WEIGHTS_HEADER = (
+    '{"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": {"dtype": "F16", "shape": [1, 1], '
+    '"data_offsets": [0, 2]}, "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": {"dtype": "F16", '
+    '"shape": [2, 1], "data_offsets": [2, 6]}}'
+)
+"""With it an adapter of the toy's model, of six bytes."""
 KINDS = {
     "session_id": "session",
     "session": "session",
@@ -67,6 +74,9 @@ KINDS = {
     "key_id": "key",
     "tenant": "tenant",
     "loss_fn": "loss",
+    "upload_id": "upload",
+    "adapter_config": "config",
+    "weights_header": "header",
 }
 """Field or path parameter to the kind of its names."""
 

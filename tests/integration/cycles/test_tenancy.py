@@ -16,6 +16,7 @@ from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
+    imports_pb2,
     pool_pb2,
     sampling_pb2,
     sessions_pb2,
@@ -67,6 +68,11 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "set_checkpoint_ttl": lambda t: checkpoints_pb2.SetCheckpointTtlRequest(path=t.checkpoint, ttl_seconds=1),
     "set_checkpoint_access": lambda t: checkpoints_pb2.SetCheckpointAccessRequest(path=t.checkpoint, is_public=True),
     "copy_checkpoint": lambda t: checkpoints_pb2.CopyCheckpointRequest(path=t.checkpoint, request_id="copy"),
+    "create_upload": lambda t: imports_pb2.CreateUploadRequest(session_id=t.session, upload_id="u"),
+    "upload_part": lambda t: imports_pb2.UploadPartRequest(session_id=t.session, upload_id="u", data=b"x"),
+    "import_checkpoint": lambda t: imports_pb2.ImportCheckpointRequest(
+        session_id=t.session, upload_id="u", name="mine", index=0
+    ),
     "export_checkpoint": lambda t: checkpoints_pb2.ExportCheckpointRequest(path=t.checkpoint),
     "get_operation": lambda t: ops_pb.GetOperationRequest(name=t.operation),
     "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),

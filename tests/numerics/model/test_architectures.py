@@ -12,6 +12,7 @@ import transformers
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import DATA, Driver, make_spec, trained
 from tests.support.numerics.naive import NaiveModel, naive_pass
+from workers.contract.adapted_modules import leaf_names
 from workers.contract.settings import EngineSettings
 from workers.model.pretrained import UnsupportedModelError
 from workers.selftest.loading import load_base_model
@@ -20,9 +21,9 @@ from workers.selftest.loading import load_base_model
 def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
     info = Driver(model_directory).engine.info
     assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
-    assert info.attn_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert info.mlp_modules == ("gate_proj", "up_proj", "down_proj")
-    assert info.unembed_modules == ("lm_head",)
+    assert leaf_names(info.modules, "attn") == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert leaf_names(info.modules, "mlp") == ("gate_proj", "up_proj", "down_proj")
+    assert leaf_names(info.modules, "unembed") == ("lm_head",)
     assert info.eos_token_ids == (256,)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)
     assert f"{torch.get_num_threads()} threads" in info.fingerprint

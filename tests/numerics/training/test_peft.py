@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.numerics.by_peft import cross_entropy, logprobs, peft_name, trained_by_peft
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
-from workers.contract.messages import AdamParams, AdapterSpec, AdapterState, Datum
+from workers.contract.adapted_modules import leaf_names
+from workers.contract.messages import AdamParams, AdapterSpec, AdapterState
 
 # PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
 pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"), pytest.mark.slow]
@@ -32,36 +32,16 @@ def trained(model: Path, spec: AdapterSpec) -> Driver:
 
 def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec, state: AdapterState) -> None:
     """Write the weights' bytes unchanged, and a configuration, as an export does."""
-    info = driver.engine.info
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": [*info.attn_modules, *info.mlp_modules, *info.unembed_modules],
+        "target_modules": list(leaf_names(driver.engine.info.modules, *spec.kinds)),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     (directory / "adapter_model.safetensors").write_bytes(state.weights)
-
-
-def logprobs(model: Any, data: Sequence[Datum] = DATA) -> list[torch.Tensor]:
-    results = []
-    for datum in data:
-        logits = model(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False).logits[0]
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
-        results.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])
-    return results
-
-
-def cross_entropy(logprobs: Sequence[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
-    weights = [torch.from_numpy(datum.loss_inputs["weights"]) for datum in data]
-    return -torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)]).sum()
-
-
-def peft_name(name: str) -> str:
-    """Return PEFT's name of one of our matrices."""
-    return "base_model.model." + name.replace(".weight", ".default.weight")
 
 
 def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradients(
@@ -74,7 +54,7 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval()
-    expected = logprobs(model)
+    expected = logprobs(model, DATA)
     for actual, wanted in zip(result.logprobs, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=1e-5, atol=2e-5)
 
@@ -91,29 +71,6 @@ NUM_STEPS = 6
 PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0)
 """Adam divides a gradient by its own size. With an eps below the rounding errors, a gradient that is only a rounding
 error would give a full step, in a direction that differs between the two sides."""
-
-
-def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum]) -> tuple[list[float], dict[str, Any]]:
-    """Train one tenant with PEFT, autograd and torch's AdamW; return its losses and final parameters."""
-    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(
-        parameters.values(),
-        lr=PARAMS.learning_rate,
-        betas=(PARAMS.beta1, PARAMS.beta2),
-        eps=PARAMS.eps,
-        weight_decay=PARAMS.weight_decay,
-    )
-    losses = []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = cross_entropy(logprobs(model, data), data)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters.values(), PARAMS.grad_clip_norm)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, parameters
 
 
 def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_directory: Path, tmp_path: Path) -> None:
@@ -137,7 +94,9 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
     assert driver.engine.base_model.num_base_matmuls - num_matmuls == NUM_STEPS * linears, "each step has one pass"
 
     for tenant in tenants:
-        expected, parameters = trained_by_peft(any_model_directory, tmp_path / tenant.key, tenant.passes[0])
+        expected, parameters = trained_by_peft(
+            any_model_directory, tmp_path / tenant.key, tenant.passes[0], PARAMS, NUM_STEPS
+        )
         assert expected[-1] < expected[0], "the loss decreases"
         torch.testing.assert_close(torch.tensor(losses[tenant.key]), torch.tensor(expected), rtol=1e-5, atol=1e-3)
         weights = driver.weights(tenant.key)

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator.base.errors import Code, ServiceError, not_found
+from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from tests.support.adapters import adapter_files as imported_files
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tests.support.exports import adapter_files, pieces_of, pool_of
+from tests.support.toy_engine import toy_model_info
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import (
     Credentials,
@@ -25,7 +27,17 @@ from tinkerpool.credentials import (
     read_credentials,
     write_credentials,
 )
-from tinkerpool.v1 import adapters_pb2, admin_pb2, checkpoints_pb2, limits_pb2, operations_pb2, pool_pb2, probation_pb2
+from tinkerpool.v1 import (
+    adapters_pb2,
+    admin_pb2,
+    checkpoints_pb2,
+    imports_pb2,
+    limits_pb2,
+    operations_pb2,
+    pool_pb2,
+    probation_pb2,
+    sessions_pb2,
+)
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
 
@@ -406,6 +418,38 @@ def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service
     service.responses["export_checkpoint"] = [*pieces_of(files)[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
+
+
+def test_checkpoint_import_prints_the_path_and_says_what_to_do_next(
+    run: Run, service: FakeService, tmp_path: Path
+) -> None:
+    files = imported_files(toy_model_info().modules[:1])
+    size = len(files.data)
+    upload = imports_pb2.Upload(
+        base_model="toy", rank=4, alpha=8, size_bytes=size, part_bytes_max=size, notes=["k_proj is new"]
+    )
+    service.responses |= {
+        "create_session": sessions_pb2.CreateSessionResponse(session=sessions_pb2.Session(session_id="s1")),
+        "finish_session": sessions_pb2.FinishSessionResponse(),
+        "create_upload": imports_pb2.CreateUploadResponse(upload=upload),
+        "upload_part": imports_pb2.UploadPartResponse(num_bytes=size),
+        "import_checkpoint": imports_pb2.ImportCheckpointResponse(
+            checkpoint=checkpoints_pb2.Checkpoint(path=CHECKPOINT, adapter_id="s1:train:0")
+        ),
+    }
+    directory = files.write(tmp_path / "adapter")
+    done = run("checkpoint", "import", str(directory), "--name", "final", "--base-model", "toy")
+    assert (done.code, done.out) == (0, CHECKPOINT + "\n")
+    assert f'create_training_client_from_state("{CHECKPOINT}")' in done.err
+    assert f'create_sampling_client("{CHECKPOINT}")' in done.err
+    assert "k_proj is new" in done.err
+    printed = json.loads(run("checkpoint", "import", str(directory), "--json").out)
+    assert (printed["path"], printed["lora_rank"], printed["notes"]) == (CHECKPOINT, 4, ["k_proj is new"])
+    refused = invalid("use_dora is set: train without DoRA", "NOT_IMPORTABLE")
+    service.responses["create_upload"] = refused
+    assert run("checkpoint", "import", str(directory)) == Done(1, "", f"Error: {refused.message}\n")
+    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
+    assert "adapter_model.bin is a pickle" in run("checkpoint", "import", str(directory)).err
 
 
 def test_checkpoint_save_waits_for_the_checkpoint_and_shows_why_there_is_none(run: Run, service: FakeService) -> None:

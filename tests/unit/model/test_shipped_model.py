@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from workers.contract.adapted_modules import ModuleKind, adapter_params
 from workers.model.base_model import BaseModel
 
 ROOT = Path(__file__).parents[3]
@@ -127,12 +128,10 @@ def test_two_workers_of_one_process_load_the_model_one_after_the_other(monkeypat
 
 def test_the_size_of_an_adapter_is_known_from_the_shapes_of_its_modules(model: Any) -> None:
     """What a save reserves of its tenant's bytes."""
-    counted = BaseModel(MODEL).info(is_thread_count_invariant=True, are_samples_batch_invariant=True).adapter_params
-    kinds = {"attn": ("self_attn",), "mlp": ("mlp",), "unembed": ("lm_head",)}
+    info = BaseModel(MODEL).info(is_thread_count_invariant=True, are_samples_batch_invariant=True)
+    kinds: dict[ModuleKind, tuple[str, ...]] = {"attn": ("self_attn",), "mlp": ("mlp",), "unembed": ("lm_head",)}
     linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
-    assert counted == {
-        kind: sum(
+    for kind, parts in kinds.items():
+        assert adapter_params(info.modules, kind) == sum(
             each.in_features + each.out_features for name, each in linears.items() if set(parts) & {*name.split(".")}
         )
-        for kind, parts in kinds.items()
-    }

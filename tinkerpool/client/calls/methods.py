@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from tinkerpool.v1 import adapters_pb2 as adapters
 from tinkerpool.v1 import admin_pb2 as admin
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints
+from tinkerpool.v1 import imports_pb2 as imports
 from tinkerpool.v1 import limits_pb2 as limits
 from tinkerpool.v1 import operations_pb2 as operations
 from tinkerpool.v1 import pool_pb2 as pool
@@ -110,6 +111,12 @@ COPY_CHECKPOINT = Unary(
 )
 EXPORT_CHECKPOINT = ServerStream(
     "CheckpointService", "ExportCheckpoint", checkpoints.ExportCheckpointRequest, checkpoints.ExportCheckpointResponse
+)
+
+CREATE_UPLOAD = Unary("ImportService", "CreateUpload", imports.CreateUploadRequest, imports.CreateUploadResponse)
+UPLOAD_PART = Unary("ImportService", "UploadPart", imports.UploadPartRequest, imports.UploadPartResponse)
+IMPORT_CHECKPOINT = Unary(
+    "ImportService", "ImportCheckpoint", imports.ImportCheckpointRequest, imports.ImportCheckpointResponse
 )
 
 GET_OPERATION = Unary(

@@ -1,0 +1,305 @@
+"""Plans the import of a PEFT adapter from its configuration and the header of its weights, and makes the weights of a
+state of its tensors.
+
+An adapter adapts all modules of a kind (`train_attn`, ...) or none, so a plan adds the kind's modules that the adapter
+lacks. They begin as in a new adapter: A from the seed, B = 0, which adds exactly nothing to what the adapter computes.
+
+Main invariants: names, shapes, types and places of all tensors are checked before a value is read, and each byte of the
+file belongs to exactly one tensor. Ranks and alpha are kept. Values become fp32 without rounding, and are finite.
+
+Dimensions: r rank, D inputs, F outputs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.base.errors import ServiceError
+from coordinator.payloads.peft_config import PeftConfig, load_object, not_importable
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A, leaf_names
+from workers.contract.messages import AdapterSpec, ModelInfo
+
+Array = NDArray[np.float32]
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of modules."""
+HEADER_BYTES, ENTRY_BYTES = 64 << 10, 512
+"""Most bytes of a header: this many for its metadata, and for each matrix of the base model's modules. PEFT's entries
+have less than 200; what is longer would only hold the interpreter while it is parsed."""
+READ_BYTES = 4 << 20
+"""Bytes of a tensor that are converted at a time: a multiple of every item size."""
+_ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """The place of a tensor in the data behind the header."""
+
+    dtype: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A matrix of the state: A (r, D) or B (F, r) of a module."""
+
+    name: str
+    """As in a state's file."""
+    shape: tuple[int, int]
+    source: Tensor | None
+    """None: the adapter lacks the module."""
+    seeded_as: str
+    """The name by which `initial_A` draws a new A; empty: B, which begins with zeros."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """A checked adapter: what its state will have, and where each value comes from."""
+
+    base_model: str
+    rank: int
+    alpha: float
+    kinds: tuple[ModuleKind, ...]
+    matrices: tuple[Matrix, ...]
+    num_bytes: int
+    """Bytes of the data behind the header."""
+    notes: tuple[str, ...]
+    """Sentences for the person who imports."""
+
+    def spec(self, adapter_id: str, seed: int) -> AdapterSpec:
+        """Return the spec of its adapter."""
+        return AdapterSpec(
+            adapter_id=adapter_id,
+            rank=self.rank,
+            alpha=self.alpha,
+            seed=seed,
+            train_attn="attn" in self.kinds,
+            train_mlp="mlp" in self.kinds,
+            train_unembed="unembed" in self.kinds,
+        )
+
+
+def plan_import(config: PeftConfig, header: str, model: ModelInfo) -> ImportPlan:
+    """Return the plan of an adapter for a base model. Raises ServiceError, which names the first difference."""
+    if config.rank > model.max_rank:
+        raise not_importable(
+            f"adapter_config.json has r = {config.rank}: {model.name} takes ranks up to {model.max_rank}"
+        )
+    adapted = _adapted(config, model)
+    tensors, num_bytes = _checked_tensors(config, header, adapted, model)
+    kinds = tuple(dict.fromkeys(module.kind for module in adapted))
+    matrices = []
+    for module in model.modules:
+        if module.kind in kinds:
+            for name, shape in _matrices_of(module, config.rank):
+                matrices.append(
+                    Matrix(
+                        name=name,
+                        shape=shape,
+                        source=tensors.get(name),
+                        seeded_as=module.A_name if name == PREFIX + module.A_name else "",
+                    )
+                )
+    return ImportPlan(
+        base_model=model.name,
+        rank=config.rank,
+        alpha=config.alpha,
+        kinds=kinds,
+        matrices=tuple(matrices),
+        num_bytes=num_bytes,
+        notes=tuple(_notes(config, adapted, kinds, model)),
+    )
+
+
+def state_weights(plan: ImportPlan, seed: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Return the weights of the state: a safetensors file in fp32.
+
+    `read` returns so many bytes of the data from a place on. Raises ServiceError for a value that is not finite, and
+    what `read` raises.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for matrix in plan.matrices:
+        begin, end = end, end + math.prod(matrix.shape) * _ITEM_BYTES["F32"]
+        header[matrix.name] = {"dtype": "F32", "shape": matrix.shape, "data_offsets": (begin, end)}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of eight bytes
+    file = io.BytesIO()
+    file.write(len(head).to_bytes(8, "little") + head)
+    for matrix in plan.matrices:
+        for values in _values(matrix, seed, read):
+            file.write(values.astype("<f4", copy=False).data)
+    return file.getvalue()
+
+
+def _values(matrix: Matrix, seed: int, read: Callable[[int, int], bytes]) -> Iterator[Array]:
+    """Yield the values of a matrix, piece by piece."""
+    source = matrix.source
+    if source is None:
+        if matrix.seeded_as:
+            yield initial_A(seed, matrix.seeded_as, *matrix.shape)
+        else:
+            yield np.zeros(matrix.shape, np.float32)
+        return
+    for start in range(0, source.num_bytes, READ_BYTES):
+        values = _to_float32(read(source.begin + start, min(READ_BYTES, source.num_bytes - start)), source.dtype)
+        if not np.isfinite(values).all():
+            raise not_importable(f"{matrix.name} has values that are infinite or not a number: train it again")
+        yield values
+
+
+def _to_float32(data: bytes, dtype: str) -> Array:
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32, copy=False)
+
+
+def _adapted(config: PeftConfig, model: ModelInfo) -> list[AdaptedModule]:
+    """Return the base model's modules that the targets name: by a full name, or by its end, as in PEFT."""
+    targets, found = set(config.targets), set[str]()
+    adapted = []
+    for module in model.modules:
+        parts = module.name.split(".")
+        ends = targets.intersection(".".join(parts[start:]) for start in range(len(parts)))
+        if ends:
+            adapted.append(module)
+            found |= ends
+    for target in config.targets:
+        if target not in found:
+            names = leaf_names(model.modules, "attn", "mlp", "unembed")
+            raise not_importable(
+                f"target_modules names {target[:200]!r}, which the pool does not adapt in {model.name}: it adapts "
+                f"{', '.join(names[:_NAMES_SHOWN])}. Train with these modules only{_other_model(config, model)}"
+            )
+    return adapted
+
+
+def _checked_tensors(
+    config: PeftConfig, header: str, adapted: Sequence[AdaptedModule], model: ModelInfo
+) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of a header by name, and their bytes together, after all checks."""
+    longest = HEADER_BYTES + 2 * len(model.modules) * ENTRY_BYTES
+    if len(header) > longest:
+        raise not_importable(
+            f"the header of adapter_model.safetensors has {len(header)} characters, and an adapter of {model.name} "
+            f"needs at most {longest}: save the adapter alone, with PEFT's save_pretrained"
+        )
+    entries = load_object(header, "the header of adapter_model.safetensors")
+    entries.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    for module in adapted:
+        for name, shape in _matrices_of(module, config.rank):
+            if name not in entries:
+                raise _missing(name, module, set(entries) - set(tensors), config, model)
+            tensors[name] = _tensor(name, entries[name], shape, config, model)
+    for name in entries:
+        if name not in tensors:
+            raise _unexpected(name)
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
+        if tensor.begin != end:
+            raise not_importable(
+                f"{name} begins at byte {tensor.begin}, and the tensor before it ends at {end}: "
+                "adapter_model.safetensors is damaged; copy it again"
+            )
+        end += tensor.num_bytes
+    return tensors, end
+
+
+def _matrices_of(module: AdaptedModule, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Return the names of A and B with their shapes."""
+    return (PREFIX + module.A_name, (rank, module.d_in)), (PREFIX + module.B_name, (module.d_out, rank))
+
+
+def _tensor(name: str, entry: Any, shape: tuple[int, int], config: PeftConfig, model: ModelInfo) -> Tensor:
+    """Return the tensor of an entry of the header, after checks of shape, type and size."""
+    try:
+        dtype, found, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise not_importable(
+            f"{name} has no type, shape and place in the header of adapter_model.safetensors"
+        ) from None
+    if found != shape:
+        raise not_importable(_other_shape(name, found, shape, config, model))
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise not_importable(
+            f"{name} is of type {str(dtype)[:20]}: save the adapter in float32, bfloat16 or float16, not quantized"
+        )
+    num_bytes = math.prod(shape) * _ITEM_BYTES[dtype]
+    if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != num_bytes:
+        raise not_importable(f"{name} does not have the {num_bytes} bytes of its shape and type: copy the file again")
+    return Tensor(dtype=dtype, begin=begin, num_bytes=num_bytes)
+
+
+def _other_shape(
+    name: str, found: tuple[Any, ...], shape: tuple[int, int], config: PeftConfig, model: ModelInfo
+) -> str:
+    shown = f"{name} has the shape {list(found[:_NAMES_SHOWN])}, expected {list(shape)}"
+    is_A = name.endswith(".lora_A.weight")
+    rank = found[0 if is_A else -1] if len(found) == 2 else None
+    if rank != config.rank and len(found) == 2 and found[1 if is_A else 0] == shape[1 if is_A else 0]:
+        return f"{shown}: adapter_config.json has r = {config.rank}, so it belongs to other weights"
+    return f"{shown} for {model.name}: it was trained on another base model{_other_model(config, model)}"
+
+
+def _missing(name: str, module: AdaptedModule, others: set[str], config: PeftConfig, model: ModelInfo) -> ServiceError:
+    other = f"; it has {min(others)[:200]!r}" if others else ""
+    return not_importable(
+        f"adapter_model.safetensors lacks {name}, though target_modules names {module.leaf_name}{other}. An adapter "
+        f"has both matrices of a module, in every layer of {model.name}, under PEFT's names: save it with PEFT's "
+        f"save_pretrained{_other_model(config, model)}"
+    )
+
+
+def _unexpected(name: str) -> ServiceError:
+    shown = name[:200]
+    if "lora_magnitude_vector" in name:
+        return not_importable(f"{shown} is of DoRA: train without DoRA, or merge the adapter into its base model")
+    if ".lora_" not in name:
+        return not_importable(
+            f"{shown} is a whole weight, not LoRA's: save with save_pretrained(DIR, save_embedding_layers=False), "
+            "without modules_to_save and biases"
+        )
+    return not_importable(f"{shown} is of a module that target_modules does not name: PEFT would ignore it; remove it")
+
+
+def _other_model(config: PeftConfig, model: ModelInfo) -> str:
+    """Return a half sentence if the configuration names another base model."""
+    if is_same_model(config.base_model, model.name):
+        return ""
+    return f". Its configuration names the base model {config.base_model[:200]!r}: import it into a pool that serves it"
+
+
+def is_same_model(hint: str, name: str) -> bool:
+    """Return whether a configuration may mean a base model: by the last part of its name or path, or without one."""
+    return not hint or hint.rstrip("/").rpartition("/")[2].lower() == name.rpartition("/")[2].lower()
+
+
+def _notes(
+    config: PeftConfig, adapted: Sequence[AdaptedModule], kinds: Sequence[ModuleKind], model: ModelInfo
+) -> Iterator[str]:
+    if not is_same_model(config.base_model, model.name):
+        yield (
+            f"The configuration names the base model {config.base_model[:200]!r}, and the pool's is {model.name!r}. "
+            "All shapes fit; the adapter computes what it did only if the weights are the same."
+        )
+    has = {module.name for module in adapted}
+    for kind in kinds:
+        if lacks := leaf_names((module for module in model.modules if module.name not in has), kind):
+            partial = leaf_names(adapted, kind)
+            shown = (f"{name} (in some layers)" if name in partial else name for name in lacks)
+            yield (
+                f"The adapter lacks {', '.join(shown)}, which train_{kind} trains too. They begin with B = 0, so the "
+                "adapter computes what it did until it is trained further."
+            )
+    if config.dropout:
+        yield f"The adapter was trained with lora_dropout {config.dropout:g}; the pool trains without dropout."

@@ -1,0 +1,122 @@
+"""An imported adapter computes and trains as PEFT does, whatever its rank, type and modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from coordinator.payloads.peft_config import read_config
+from coordinator.payloads.peft_weights import plan_import, state_weights
+from coordinator.storage.exports import peft_config
+from tests.support.adapters import AdapterFiles
+from tests.support.numerics.by_peft import logprobs, peft_name, trained_by_peft
+from tests.support.numerics.exports import checkpoint_files, train
+from tests.support.numerics.harness import Driver, make_data
+from workers.contract.adapted_modules import ModuleKind, leaf_names
+from workers.contract.messages import AdamParams, AdapterSpec, AdapterState
+
+# PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
+pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"), pytest.mark.slow]
+
+DATA = make_data("cross_entropy", [23, 8, 40])
+ALL: tuple[ModuleKind, ...] = ("attn", "mlp", "unembed")
+
+
+def made_by_peft(model: Path, directory: Path, modules: list[str], dtype: torch.dtype | None = None) -> Path:
+    """Save a random adapter of rank 12, which adds as much as the base model computes."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        config = peft.LoraConfig(
+            r=12, lora_alpha=20, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        made = peft.get_peft_model(base, config)
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    made.save_pretrained(directory, save_embedding_layers=False)
+    if dtype is not None:
+        file = directory / "adapter_model.safetensors"
+        tensors = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load_file(file).items()}
+        safetensors.torch.save_file(tensors, file)
+    return directory
+
+
+def imported(driver: Driver, directory: Path) -> AdapterSpec:
+    """Install an adapter as an import does; return its spec."""
+    config = (directory / "adapter_config.json").read_text()
+    files = AdapterFiles(json.loads(config), (directory / "adapter_model.safetensors").read_bytes())
+    plan = plan_import(read_config(config), files.header, driver.engine.info)
+    spec = plan.spec("a", seed=1)
+    weights = state_weights(plan, spec.seed, lambda start, num_bytes: files.data[start : start + num_bytes])
+    state = AdapterState(weights=weights, optimizer=None, num_steps=0, applied_seq=0, fingerprint="")
+    driver.install(spec, state=state)
+    return spec
+
+
+def assert_computes_what_peft_does(driver: Driver, model: Path, directory: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    without = [each.detach() for each in logprobs(base, DATA)]
+    expected = logprobs(peft.PeftModel.from_pretrained(base, directory).eval(), DATA)
+    (result,) = driver.train(driver.forward("a", DATA))
+    for actual, wanted, plain in zip(result.logprobs, expected, without, strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=1e-5, atol=2e-5)
+        assert float((wanted - plain).abs().max()) > 0.1, "the adapter does something"
+
+
+def test_an_adapter_that_peft_made_computes_the_same_in_every_architecture(
+    any_model_directory: Path, tmp_path: Path
+) -> None:
+    driver = Driver(any_model_directory)
+    directory = made_by_peft(any_model_directory, tmp_path, list(leaf_names(driver.engine.info.modules, *ALL)))
+    spec = imported(driver, directory)
+    assert (spec.rank, spec.alpha, spec.kinds) == (12, 20.0, ALL)
+    assert_computes_what_peft_does(driver, any_model_directory, directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_queries_and_values_alone_in_half_precision_compute_the_same(
+    qwen3: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    driver = Driver(qwen3)
+    directory = made_by_peft(qwen3, tmp_path, ["q_proj", "v_proj"], dtype)
+    assert imported(driver, directory).kinds == ("attn",)
+    assert_computes_what_peft_does(driver, qwen3, directory)
+
+
+def test_an_imported_adapter_trains_as_in_peft(qwen3: Path, tmp_path: Path) -> None:
+    params, num_steps = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0), 3
+    driver = Driver(qwen3)
+    directory = made_by_peft(qwen3, tmp_path, list(leaf_names(driver.engine.info.modules, "attn", "mlp")))
+    imported(driver, directory)
+    losses = []
+    for _ in range(num_steps):
+        losses.append(driver.train(driver.backward("a", DATA))[0].metrics["loss:sum"])
+        driver.train(driver.step("a", params))
+    expected, parameters = trained_by_peft(qwen3, directory, DATA, params, num_steps)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-3)
+    weights = driver.weights("a")
+    assert {peft_name(name) for name in weights} == set(parameters)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, parameters[peft_name(name)].detach(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kinds", [ALL, ("attn",), ("mlp",), ("unembed",), ("attn", "mlp")], ids="-".join)
+def test_an_exported_adapter_is_imported_with_equal_bits_and_exported_again_equal(
+    qwen3: Path, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    flags: dict[str, Any] = {f"train_{kind}": kind in kinds for kind in ALL}
+    driver, spec = train(qwen3, **flags)
+    for name, content in checkpoint_files(driver, spec).items():
+        (tmp_path / name).write_bytes(content)
+    again = Driver(qwen3)
+    back = imported(again, tmp_path)
+    assert peft_config(back, again.engine.info) == json.loads((tmp_path / "adapter_config.json").read_text())
+    assert again.state("a").weights == (tmp_path / "adapter_model.safetensors").read_bytes()

@@ -1,0 +1,68 @@
+"""The modules of a base model that adapters adapt, and what A of a new one begins with.
+
+Numpy only: the worker makes fresh adapters by these rules, and the coordinator completes imported ones by the same.
+
+Main invariant: the first values of A depend on seed, module name, rank and inputs, and on nothing else.
+
+Dimensions: r rank, D inputs, F outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+ModuleKind = Literal["attn", "mlp", "unembed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModule:
+    """A linear module (F, D) of a base model that adapters can adapt."""
+
+    name: str
+    """Full name, as `named_modules` gives it: `model.layers.0.self_attn.q_proj`."""
+    kind: ModuleKind
+    """Which of `train_attn`, `train_mlp` and `train_unembed` adapts it."""
+    d_in: int
+    d_out: int
+
+    @property
+    def leaf_name(self) -> str:
+        """The last part of its name, `q_proj`."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def A_name(self) -> str:  # noqa: N802 - A is the matrix
+        """The name of its A (r, D)."""
+        return f"{self.name}.lora_A.weight"
+
+    @property
+    def B_name(self) -> str:  # noqa: N802 - B is the matrix
+        """The name of its B (F, r)."""
+        return f"{self.name}.lora_B.weight"
+
+
+def leaf_names(modules: Iterable[AdaptedModule], *kinds: ModuleKind) -> tuple[str, ...]:
+    """Return the last parts of the names of these kinds' modules, as PEFT's `target_modules` has them."""
+    return tuple(dict.fromkeys(module.leaf_name for module in modules if module.kind in kinds))
+
+
+def adapter_params(modules: Iterable[AdaptedModule], *kinds: ModuleKind) -> int:
+    """Return the parameters of an adapter of rank 1 on these kinds' modules; those of rank r are r times as many."""
+    return sum(module.d_in + module.d_out for module in modules if module.kind in kinds)
+
+
+def initial_A(seed: int, name: str, rank: int, d_in: int) -> NDArray[np.float32]:  # noqa: N802 - A is the matrix
+    """Return the first A (r, D) of a module, fp32, uniform in +-1/sqrt(D). `name` is the name of A.
+
+    The top 24 bits of each 64 of Philox, whose stream is fixed by its definition, keyed by seed and name.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(rank * d_in)
+    unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)  # in [-1, 1)
+    return (unit * np.float32(d_in**-0.5)).reshape(rank, d_in)
