@@ -6,7 +6,8 @@ Does not depend on the disk, on rows or on what a checkpoint is. Main invariant:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyrage
@@ -19,7 +20,7 @@ ENCRYPTED = ".age"
 """Suffix of an encrypted file: https://age-encryption.org/v1."""
 RECIPIENTS_MAX = 10
 RECIPIENT_LENGTH_MAX = 4000
-"""An SSH key of 16,384 bits has 2,800 characters."""
+"""An RSA key of 4,096 bits, the largest that age takes, has 720, and a comment may follow."""
 LENGTH_BYTES = 8
 """Of a safetensors file: the length of its header, little-endian; then come the header in JSON, and the data."""
 _UNEMBEDDING, _TINKERS_UNEMBEDDING = "base_model.model.lm_head.", "base_model.model.model.unembed_tokens."
@@ -61,14 +62,18 @@ def head_bytes(beginning: bytes) -> int:
 
 
 def encrypted(content: bytes, recipients: Sequence[str]) -> bytes:
-    """Return content encrypted to `recipients`, which were checked. Other threads run meanwhile."""
+    """Return content encrypted to `recipients`. Other threads run meanwhile.
+
+    Raises ServiceError INVALID_ARGUMENT for recipients that nothing can be encrypted to. `check_recipients` finds them.
+    """
     source, sink = _Source(content), _Sink()
-    pyrage.encrypt_io(source, sink, [_recipient(text) for text in recipients])
+    with _refusing(recipients):
+        pyrage.encrypt_io(source, sink, [_recipient(text) for text in recipients])
     return bytes(sink.content)
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
-    """Raise ServiceError INVALID_ARGUMENT for recipients that nothing can be encrypted to."""
+    """Raise ServiceError INVALID_ARGUMENT for recipients that nothing can be encrypted to; it is tried with each."""
     if len(recipients) > RECIPIENTS_MAX:
         raise invalid(f"{len(recipients)} recipients of an encrypted export, at most {RECIPIENTS_MAX}")
     for text in recipients:
@@ -76,20 +81,30 @@ def check_recipients(recipients: Sequence[str]) -> None:
             raise invalid(
                 f"a recipient of an encrypted export has {len(text)} characters, at most {RECIPIENT_LENGTH_MAX}"
             )
-        _recipient(text)
+        encrypted(b"", [text])
 
 
 def _recipient(text: str) -> object:
-    """Return the public key that a recipient's text is. Raises ServiceError INVALID_ARGUMENT."""
+    """Return the public key that a recipient's text is."""
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    recipient: object = kind.Recipient.from_str(text)
+    return recipient
+
+
+@contextmanager
+def _refusing(recipients: Sequence[str]) -> Iterator[None]:
+    """Turn errors of the library into refusals. Some keys make it panic: the exception's class cannot be imported."""
     try:
-        recipient: object = kind.Recipient.from_str(text)
-    except pyrage.RecipientError as error:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if not is_panic and not isinstance(error, pyrage.RecipientError | pyrage.EncryptError):
+            raise
         raise invalid(
-            f"{text[:80]!r} is no recipient of an encrypted export ({error}): send a public key of age ('age1...', see "
+            f"{', '.join(recipients)[:80]!r} is no recipient of an encrypted export "
+            f"({'nothing can be encrypted to it' if is_panic else error}): send a public key of age ('age1...', see "
             "age-keygen) or of SSH ('ssh-ed25519 ...' or 'ssh-rsa ...')"
         ) from None
-    return recipient
 
 
 class _Source:

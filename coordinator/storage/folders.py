@@ -128,7 +128,7 @@ class StateFiles:
         self._identity = identity
 
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState, recipients: Sequence[str] = ()) -> Saved:
-        """Make a state durable, encrypted if it has recipients.
+        """Make a state durable, encrypted if it has recipients, which were checked.
 
         Raises OSError if the disk fails or is full, and leaves no folder behind then.
         """

@@ -22,6 +22,7 @@ from tests.support.restartable_pool import RestartablePool, restartable_pool
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
+RSA_OF_EXPONENT_0 = f"ssh-rsa AAAAB3NzaC1yc2EAAAABAAAAAEEAg{'A' * 84}Q=="
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +361,15 @@ def test_an_encrypted_export_is_read_by_its_recipients_alone(
 
 @pytest.mark.parametrize(
     ("recipients", "told"),
-    [(["age1x"], "'age1x' is no recipient"), (["ssh-rsa x"], "no recipient"), (["age1x"] * 11, "at most 10")],
+    [
+        (["age1x"], "'age1x' is no recipient"),
+        (["ssh-rsa x"], "no recipient"),
+        (["age1x"] * 11, "at most 10"),
+        (["age1" + "x" * 4000], "4004 characters"),
+        # The library panics: at the last step with a point of low order, at the first one with an exponent of 0.
+        (["age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z"], "nothing can be encrypted to it"),
+        ([RSA_OF_EXPONENT_0], "nothing can be encrypted to it"),
+    ],
 )
 def test_a_wrong_recipient_of_an_export_is_refused_with_what_to_send(
     client: Any, recipients: list[str], told: str
