@@ -57,11 +57,9 @@ async def finish(pool: ToyPool, session: str, **values: Any) -> checkpoints_pb2.
 
 
 async def usage(pool: ToyPool) -> tuple[int, int]:
-    """Return the checkpoints and bytes that count against the ceilings."""
-    request = limits_pb2.GetTenantLimitsRequest()
-    limits = (await pool.service.get_tenant_limits(await pool.principal(), request)).limits
-    counted = {each.name: each.usage for each in limits}
-    return counted["checkpoints_max"], counted["stored_bytes_max"]
+    """Return the checkpoints, and the bytes of them, that count against the ceilings."""
+    tenant_id = (await pool.principal()).tenant_id
+    return pool.core.holdings.num_checkpoints(tenant_id), pool.checkpoint_bytes(tenant_id)
 
 
 async def set_limits(pool: ToyPool, **limits: object) -> None:
@@ -241,7 +239,8 @@ async def test_uploads_count_as_what_their_imports_will_save(tmp_path: Path) -> 
     async with running_pool(tmp_path) as pool:
         session, other = await pool.session(), await pool.session()
         one = counted(session)
-        await set_limits(pool, checkpoints_max=2, stored_bytes_max=2 * one + 1)
+        rows = pool.store.tenants.row_bytes(pool.tenant_id())
+        await set_limits(pool, checkpoints_max=2, stored_bytes_max=rows + 2 * one + 1)
         await create(pool, session)
         await create(pool, other)
         assert await usage(pool) == (2, 2 * one)
@@ -250,7 +249,7 @@ async def test_uploads_count_as_what_their_imports_will_save(tmp_path: Path) -> 
         assert (await refusal(create(pool, session, upload_id="third"))).reason == "STORAGE_QUOTA"
         await pool.finish_session(other)
         assert await usage(pool) == (1, one)
-        await set_limits(pool, checkpoints_max=1, stored_bytes_max=one)
+        await set_limits(pool, checkpoints_max=1, stored_bytes_max="")
         await send(pool, session)
         await finish(pool, session)  # the place is its own
         assert (await usage(pool))[0] == 1

@@ -13,6 +13,7 @@ from coordinator.base.tenant_limits import TenantLimits
 from coordinator.operations.responses import Responses, Room
 from coordinator.runtime.turns import Turns
 from coordinator.service.listings import Listed
+from coordinator.storage.folders import CONFIG, WEIGHTS
 from coordinator.storage.rows import Listing
 from coordinator.tenants.principals import Caller, Principal, Role
 from tinkerpool.v1 import checkpoints_pb2, operations_pb2, sessions_pb2
@@ -65,15 +66,21 @@ class FakeService:
         found = {each.operation.name: each.operation async for each in self.wait_operations(principal, request)}
         return [found[name] for name in names] if len(names) > 1 else list(found.values())
 
+    async def exported_files(self, principal: Principal, path: str) -> list[str]:
+        """Return the names of the files of every checkpoint."""
+        return [CONFIG, WEIGHTS]
+
     async def session_ids(self, principal: Principal, limit: int, offset: int) -> list[str]:
         """Return no session."""
         request = sessions_pb2.ListSessionsRequest(page_size=limit, skip=offset)
         self.calls.append(("session_ids", principal, request))
         return []
 
-    def listed_checkpoints(
-        self, principal: Principal, request: checkpoints_pb2.ListCheckpointsRequest
-    ) -> Listed[checkpoints_pb2.Checkpoint, checkpoints_pb2.Checkpoint]:
+    def listed_adapters(self, principal: Principal, request: Any) -> Listed[Any, Any]:
+        """Return no adapter."""
+        return Listed(Listing([], False, 0, list), request.skip, lambda row: row, Turns(1), principal.tenant_id)
+
+    def listed_checkpoints(self, principal: Principal, request: Any, known: object = None) -> Listed[Any, Any]:
         """Return what `list_checkpoints` returns, to be read in slices."""
         found = self.responses.get("list_checkpoints", checkpoints_pb2.ListCheckpointsResponse())
         assert isinstance(found, checkpoints_pb2.ListCheckpointsResponse)
