@@ -527,8 +527,9 @@ class SampledSequence:
     Attributes:
         stop_reason: `stop`: a stop token or string, which is part of `tokens`; `length`: the limit.
         tokens: Token ids, n of them.
-        logprobs: Log-probability of each token at temperature 1, before top-k and top-p; n of them.
-        topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays.
+        logprobs: Log-probability of each token, n of them, at the request's temperature (1 for greedy), before top-k
+            and top-p.
+        topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays; log-probabilities as above.
     """
 
     stop_reason: StopReason
@@ -548,8 +549,8 @@ class SampleResponse:
 
     Attributes:
         sequences: `num_samples` of them.
-        prompt_logprobs: If asked for: log-probability of each prompt token; None at position 0, and at positions not
-            asked for.
+        prompt_logprobs: If asked for: log-probability of each prompt token at temperature 1, whatever the samples' is;
+            None at position 0, and at positions not asked for.
         topk_prompt_logprobs_np: If asked for: the most likely tokens at each prompt position; NaN where
             `prompt_logprobs` has None.
         target_prompt_logprobs: If asked for: log-probabilities of the targets, float32 in their shape; 0 where they

@@ -29,6 +29,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.windows import window_closed
 from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
+from coordinator.payloads.samples import unversioned_form
 from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from coordinator.tenants.rates import Rates
@@ -190,7 +191,7 @@ class Admission:
         if request.malformed is not None:
             raise request.malformed
         if existing is not None:
-            _check_same(existing, request, {})
+            _check_same_sample(existing, request)
             if existing.is_dropped:
                 raise _dropped(existing.name, {})
             return Acceptance((existing,), self._appends_of([existing]), is_new=False)
@@ -470,6 +471,15 @@ def _check_same(operation: Operation, request: Request, metadata: dict[str, str]
         return
     if operation.payload_hash != digest(_record_of(request), operation.kind.value):
         raise _taken(operation, metadata)
+
+
+def _check_same_sample(sample: Operation, request: Request) -> None:
+    """Raise ServiceError unless the sample has this request's payload, in the present form or the one before it."""
+    try:
+        _check_same(sample, request, {})
+    except ServiceError:
+        if sample.payload_hash != digest(unversioned_form(request.payload), sample.kind.value):
+            raise
 
 
 def _restored(adapter_id: str) -> ServiceError:

@@ -54,6 +54,9 @@ class DecodedSample:
     prompt_alt_tokens_k: int
     note: str
     """Returned with the result."""
+    scales_logprobs: bool
+    """Whether log-probabilities at sampled positions are at the request's temperature; False in requests logged before
+    `LogprobsVersion`: at temperature 1."""
 
     @property
     def num_tokens_max(self) -> int:
@@ -95,6 +98,7 @@ class DecodedSample:
             topk_sample_logprobs=self.topk_sample_logprobs,
             prompt_targets=self.prompt_targets,
             prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            scales_logprobs=self.scales_logprobs,
             stream=stream,
             removals=removals,
         )
@@ -131,6 +135,7 @@ def canonical_sample(
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         params=params,
         note=request.note,
+        logprobs_version=sampling_pb2.LOGPROBS_VERSION_SCALED,
     )
     num_targets = 0
     if request.HasField("prompt_targets"):
@@ -139,6 +144,13 @@ def canonical_sample(
         num_targets = targets.size
     _check_size(payload, len(prompt), num_targets, limits)
     return serialize(payload), _decoded(payload)
+
+
+def unversioned_form(payload: bytes) -> bytes:
+    """Return the payload that the same request got before `LogprobsVersion`: the log may have only its hash."""
+    request = sampling_pb2.SampleRequest.FromString(payload)
+    request.ClearField("logprobs_version")
+    return serialize(request)
 
 
 def check_sample_fits(sample: DecodedSample, model: ModelInfo) -> None:
@@ -176,6 +188,7 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
         prompt_targets=frozen_array(targets, np.int32) if targets is not None else None,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         note=request.note,
+        scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED,
     )
 
 

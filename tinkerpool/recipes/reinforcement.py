@@ -13,7 +13,7 @@ left out. For example:
 The reward is a function of the line (a dict) and the reply's text; without --reward it is 1 if the reply has the
 line's "answer", else 0. reward, the mean over a step's replies, rises. learned is the share of replies in groups with
 different rewards: if it stays near 0, begin with easier prompts or larger groups. kl is the difference of sampler and
-trainer on the sampled tokens: about 0, because both have the same weights.
+trainer on the sampled tokens: about 0 at temperature 1, because both have the same weights.
 An interrupted run continues with the same command.
 """
 
@@ -51,7 +51,7 @@ class Settings(RunSettings):
     batch_size: int = option("prompts in a step", 8)
     group_size: int = option("replies to a prompt", 8)
     max_tokens: int = option("most tokens of a reply", 256)
-    temperature: float = option("of the samples", 1.0)
+    temperature: float = option("of the samples; ratios weight samples at others to temperature 1", 1.0)
     stop: str | None = option("text that ends a reply; left out: the model's end of text", None)
     learning_rate: float = option("highest learning rate", 1e-4)
     schedule: ScheduleKind = option("decay of the learning rate", "constant")

@@ -45,6 +45,8 @@ class NextPart:
     prompt: PromptBlocks
     tokens: NDArray[np.int64]
     """(S,)"""
+    logprobs_temperature: float
+    """What logits are divided by for log-probabilities at sampled positions, above 0."""
     sequences: Sequence[SequenceBlocks]
     """One per token."""
 
@@ -59,6 +61,8 @@ class PromptPart:
     """(n,)"""
     start: int
     """Position of the first of `tokens`."""
+    logprobs_temperature: float
+    """As in `NextPart`; for the position after the prompt."""
     first_row: int
     """The first position of the prompt whose logits are wanted by `note`."""
     note: Callable[[int, Tensor], None]
@@ -80,7 +84,7 @@ Part = NextPart | PromptPart
 
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
-    """Rows of logits, before temperature, and their log-probabilities."""
+    """Rows of logits, before temperature, and log-probabilities at the temperatures of their parts."""
 
     logits: NDArray[np.float32]
     """(N, V), on the CPU."""
@@ -164,7 +168,7 @@ class SamplePass:
         rows_of = [
             slice(stop - len(rows), stop) if len(rows) else None for rows, stop in zip(drawn, stops, strict=True)
         ]
-        logits = self._logits(drawn, [part.key for part in ordered], bank_rows) if any(rows_of) else None
+        logits = self._logits(drawn, ordered, bank_rows) if any(rows_of) else None
         return Outcome(logits, [rows_of[index] for index in np.argsort(order)])
 
     def _acquire(self, parts: Sequence[Part]) -> dict[str, Row]:
@@ -184,12 +188,13 @@ class SamplePass:
             self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple)
         return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
-    def _logits(self, hidden: Sequence[Tensor], keys: Sequence[str], bank_rows: dict[str, Row]) -> LogitsRows:
+    def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
         """Return the rows for drawing, from the hidden states of every part, (0, D) for a part without any."""
         counts = [len(rows) for rows in hidden]
-        segments = _segments([pair for pair in zip(keys, counts, strict=True) if pair[1]], bank_rows)
-        logits = self._base_model.unembed(torch.cat(list(hidden)), segments).float()  # (N, V)
-        return LogitsRows(logits.cpu().numpy(), logits.log_softmax(-1))
+        runs = [(part.key, count) for part, count in zip(parts, counts, strict=True) if count]
+        logits = self._base_model.unembed(torch.cat(list(hidden)), _segments(runs, bank_rows)).float()  # (N, V)
+        temperatures = np.repeat([part.logprobs_temperature for part in parts], counts)
+        return LogitsRows(logits.cpu().numpy(), _logprobs(logits, temperatures))
 
     def _note(self, part: PromptPart, hidden: Tensor, bank_rows: dict[str, Row]) -> None:
         """Call `part.note` with the logits that are wanted, from the hidden states (n, D) of the part's tokens."""
@@ -199,6 +204,24 @@ class SamplePass:
             segments = _segments([(part.key, stop - start)], bank_rows)
             rows = hidden[start - part.start : stop - part.start]
             part.note(start, self._base_model.unembed(rows, segments).float())
+
+
+def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:
+    """Return log_softmax(logits / temperature) (N, V) of rows (N, V) with a temperature each, above 0.
+
+    A row at temperature 1 has the bits of its own log_softmax, whatever the others are at. A log-probability below the
+    range of fp32, at a temperature near 0, is the lowest number, because JSON has no infinity.
+    """
+    scaled = np.flatnonzero(temperatures != 1)
+    if not len(scaled):
+        return logits.log_softmax(-1)
+    rows = torch.from_numpy(scaled).to(logits.device)
+    limits = torch.finfo(logits.dtype)
+    divisors = torch.from_numpy(temperatures[scaled, None]).to(logits).clamp(min=limits.tiny)
+    own = logits[rows]
+    # Differences from the largest logit: the quotients of logits themselves may be infinite.
+    scaled_logits = (own - own.amax(-1, keepdim=True)) / divisors
+    return logits.index_copy(0, rows, scaled_logits).log_softmax(-1).clamp_(min=limits.min)
 
 
 def _bank_order(row: Row | None) -> tuple[int, int]:
