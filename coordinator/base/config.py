@@ -105,6 +105,9 @@ class CoordinatorConfig:
     """Seconds of service time for which a finished operation can be fetched."""
     fetched_retention_s: float = 3600.0
     """Seconds of service time for which a fetched operation can be fetched again."""
+    record_retention_s: float = 86400.0
+    """Seconds of service time, since its sample or its last use, for which a recorded sequence can be trained on with
+    the loss stable_reinforce; the end of its session ends it sooner."""
     ended_retention_s: float = 86400.0
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
@@ -118,7 +121,8 @@ class CoordinatorConfig:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
         durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "probation_s", "stop_s_max")
-        for name in (*durations, "result_retention_s", "fetched_retention_s", "ended_retention_s"):
+        retentions = ("result_retention_s", "fetched_retention_s", "record_retention_s", "ended_retention_s")
+        for name in (*durations, *retentions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         _check_positive(self, "cycle_s_max", "sweep_interval_s")

@@ -93,7 +93,7 @@ LABELS: Mapping[str, str] = {
     "samples_max": "unfinished samples of yours",
     "samplers_max": "samplers of yours",
     "checkpoints_max": "checkpoints of yours",
-    "stored_bytes_max": "bytes of your checkpoints",
+    "stored_bytes_max": "bytes of your checkpoints and records of samples",
     "operations_per_s": f"operations and creations of yours within {BURST_S:g} s",
     "tokens_per_s": f"tokens of yours within {BURST_S:g} s",
     "tokens_per_month": "tokens of yours in this month (UTC), with the most that unfinished operations may take",

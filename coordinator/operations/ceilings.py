@@ -19,6 +19,8 @@ from coordinator.operations.sessions import SessionTable
 from coordinator.operations.spending import Spending
 from coordinator.tenants.limits import Quotas
 
+_FREE_BYTES = "delete some checkpoints, or finish sessions with recorded samples"
+
 
 class Ceilings:
     """The checks of ceilings that operations claim a part of."""
@@ -42,7 +44,7 @@ class Ceilings:
         return self._holdings.num_checkpoints(tenant_id) + self._in_flight.claimed(tenant_id).num_checkpoints
 
     def stored_bytes(self, tenant_id: str) -> int:
-        """Return the bytes of the checkpoints that a tenant has or is saving."""
+        """Return the bytes of the checkpoints and records of samples that a tenant has or is making."""
         return self._holdings.num_bytes(tenant_id) + self._in_flight.claimed(tenant_id).num_bytes
 
     def num_samplers(self, tenant_id: str) -> int:
@@ -66,7 +68,7 @@ class Ceilings:
             return over_ceiling("CHECKPOINT_QUOTA", used, "delete some, or save with a time to live")
         if claim.num_bytes and num_bytes + claim.num_bytes > limits.stored_bytes_max:
             used = quota(tenant_id, "stored_bytes_max", num_bytes)
-            return over_ceiling("STORAGE_QUOTA", used, f"this save adds {claim.num_bytes}: delete some checkpoints")
+            return over_ceiling("STORAGE_QUOTA", used, f"this adds {claim.num_bytes}: {_FREE_BYTES}")
         if claim.num_tokens and limits.tokens_per_month is not None:
             num_tokens = self.num_tokens(tenant_id)
             if num_tokens + claim.num_tokens > limits.tokens_per_month:

@@ -1,11 +1,11 @@
-"""What tenants hold beside queued requests: stored checkpoints, and what unfinished operations will add (claims).
+"""What tenants hold beside queued requests: checkpoints, records of samples, and what is being made (claims).
 
 A ceiling counts what is stored and what was claimed, so that operations that are accepted together never exceed it
 together. An operation's claim ends in the moment in which its outcome becomes visible; what it stored counts from the
 same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
 
-Depends on rows of checkpoints; not on limits, or on when a state is written. Main invariant: the numbers of a tenant
-are those of its rows, from the moment in which it sees the commit.
+Depends on rows of checkpoints and records; not on limits, or on when a state is written. Main invariant: the numbers of
+a tenant are those of its rows, from the moment in which it sees the commit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.payloads.passes import Chunk
+from coordinator.payloads.provenance import record_bytes
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import CheckpointRow
 from coordinator.storage.store import Store
@@ -34,7 +35,7 @@ class Claim:
 
     num_checkpoints: int = 0
     num_bytes: int = 0
-    """Of checkpoints; without the few KiB of a file's header."""
+    """Of checkpoints, without the few KiB of a file's header; of records of samples."""
     num_samplers: int = 0
     num_samples: int = 0
     """Continuations that are not finished."""
@@ -64,13 +65,15 @@ class Holdings:
         self._num_bytes: Counter[str] = Counter()
         for tenant_id, (num_checkpoints, num_bytes) in store.checkpoints.totals().items():
             self._num_checkpoints[tenant_id], self._num_bytes[tenant_id] = num_checkpoints, num_bytes
+        for tenant_id, num_bytes in store.records.totals().items():
+            self._num_bytes[tenant_id] += num_bytes
 
     def num_checkpoints(self, tenant_id: str) -> int:
         """Return the number of a tenant's checkpoints."""
         return self._num_checkpoints[tenant_id]
 
     def num_bytes(self, tenant_id: str) -> int:
-        """Return the bytes of a tenant's checkpoints."""
+        """Return the bytes of a tenant's checkpoints, and of the records of its samples."""
         return self._num_bytes[tenant_id]
 
     def claim_of_save(self, adapter_id: str, request: SaveRequest, spec: AdapterSpec, model: ModelInfo | None) -> Claim:
@@ -97,7 +100,7 @@ class Holdings:
         self._count(row.tenant_id, -1, -row.size_bytes)
 
     def resize(self, tenant_id: str, num_bytes: int) -> None:
-        """Count these bytes more for a checkpoint whose file is written; they may be negative."""
+        """Count these bytes more, or less: of a checkpoint whose file is written, of records stored or dropped."""
         self._count(tenant_id, 0, num_bytes)
 
     def _count(self, tenant_id: str, number: int, num_bytes: int) -> None:
@@ -113,8 +116,9 @@ def claim_of_pass(chunks: Iterable[Chunk]) -> Claim:
 
 
 def claim_of_sample(decoded: DecodedSample) -> Claim:
-    """Return the claim of a sample: its continuations, and the most tokens that they can have."""
-    return Claim(num_samples=decoded.num_samples, num_tokens=decoded.num_tokens_max)
+    """Return the claim of a sample: its continuations, the most tokens that they can have, and the record of them."""
+    num_bytes = record_bytes(decoded.num_samples, decoded.num_sampled_max) if decoded.is_recorded else 0
+    return Claim(num_samples=decoded.num_samples, num_tokens=decoded.num_tokens_max, num_bytes=num_bytes)
 
 
 def save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:

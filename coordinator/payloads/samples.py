@@ -57,11 +57,23 @@ class DecodedSample:
     scales_logprobs: bool
     """Whether log-probabilities at sampled positions are at the request's temperature; False in requests logged before
     `LogprobsVersion`: at temperature 1."""
+    is_recorded: bool
+    """Whether its sequences are recorded, for losses that compare trainer and sampler."""
+
+    @property
+    def num_sampled_max(self) -> int:
+        """The most tokens that are drawn for the request."""
+        return self.num_samples * self.params.max_tokens
 
     @property
     def num_tokens_max(self) -> int:
         """The most tokens that the engine computes for the request."""
-        return len(self.prompt) + self.num_samples * self.params.max_tokens
+        return len(self.prompt) + self.num_sampled_max
+
+    @property
+    def logprobs_temperature(self) -> float:
+        """The temperature of the log-probabilities at sampled positions."""
+        return (self.params.temperature or 1.0) if self.scales_logprobs else 1.0
 
     @property
     def num_cache_blocks_min(self) -> int:
@@ -136,6 +148,7 @@ def canonical_sample(
         params=params,
         note=request.note,
         logprobs_version=sampling_pb2.LOGPROBS_VERSION_SCALED,
+        record_stability_info=request.record_stability_info,
     )
     num_targets = 0
     if request.HasField("prompt_targets"):
@@ -189,6 +202,7 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         note=request.note,
         scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED,
+        is_recorded=request.record_stability_info,
     )
 
 

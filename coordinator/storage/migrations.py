@@ -4,7 +4,15 @@ Text only: `database` runs it, in one transaction with the new version's number.
 the same columns, indexes and triggers as a new one.
 """
 
-from coordinator.storage.schema import API_KEYS, AUDIT, OPERATIONS, PROBATIONS, TENANT_LIMITS, USAGE_MONTHS
+from coordinator.storage.schema import (
+    API_KEYS,
+    AUDIT,
+    OPERATIONS,
+    PROBATIONS,
+    RECORDS,
+    TENANT_LIMITS,
+    USAGE_MONTHS,
+)
 
 _ACCOUNTS = f"""
 ALTER TABLE tenants ADD COLUMN suspended_at REAL;
@@ -41,5 +49,6 @@ DROP TABLE operations_6;
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
+    7: RECORDS,
 }
 """Schema version to the statements that make the next version of it."""

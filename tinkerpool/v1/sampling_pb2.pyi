@@ -290,6 +290,7 @@ class SampleRequest(_message.Message):
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     LOGPROBS_VERSION_FIELD_NUMBER: _builtins.int
+    RECORD_STABILITY_INFO_FIELD_NUMBER: _builtins.int
     sampler_id: _builtins.str
     """The sampler."""
     seq: _builtins.int
@@ -312,6 +313,11 @@ class SampleRequest(_message.Message):
     """Anything, at most 256 bytes: comes back as SampleResult.note. Nothing is done with it."""
     logprobs_version: Global___LogprobsVersion.ValueType
     """What log-probabilities of sampled tokens mean. The server sets it in what it logs, and ignores what a client sends."""
+    record_stability_info: _builtins.bool
+    """Keep a record of every sequence, for losses that compare trainer and sampler (STABLE_REINFORCE): tokens,
+    log-probabilities, temperature and weights. It is kept until the sampler's session ends, and for a day of the
+    service's running time after it was made or last used. 8 bytes a token count as stored bytes of the tenant.
+    """
     @_builtins.property
     def prompt(self) -> _types_pb2.Tensor:
         """Token ids, shape (p,), p >= 1."""
@@ -343,10 +349,11 @@ class SampleRequest(_message.Message):
         prompt_alt_tokens_k: _builtins.int = ...,
         note: _builtins.str = ...,
         logprobs_version: Global___LogprobsVersion.ValueType = ...,
+        record_stability_info: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt", "prompt_targets", b"prompt_targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "logprobs_version", b"logprobs_version", "note", b"note", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "logprobs_version", b"logprobs_version", "note", b"note", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "record_stability_info", b"record_stability_info", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
