@@ -38,7 +38,7 @@ from tinkerpool import (
 from tinkerpool.recipes.reinforcement import with_samples
 
 MODEL = "kjv-2m"
-NUM_STEPS, QUICK_STEPS = 48, 3
+NUM_STEPS, QUICK_STEPS = 48, 2
 GROUP, NUM_TOKENS = 8, 14
 EVALUATED = 32
 """Samples of each prompt at the end."""
