@@ -175,8 +175,8 @@ class TrainingUseCases(UseCases):
         async with self._core.decode_turns.turn(log.tenant_id):
             return await asyncio.to_thread(_with_record, request, kind, model, limits, records)
 
-    def _records(self, tenant_id: str, request: PassRequest) -> Records:
-        """Return the recorded sequences that a pass names, those that there are. Raises ServiceError for too many."""
+    def _records(self, tenant_id: str, request: PassRequest) -> Records | ServiceError:
+        """Return the recorded sequences that a pass names, those that there are; the refusal of too many."""
         records: dict[Key, RecordedSequence] = {}
         if request.loss_function not in _RECORDED_LOSSES:
             return records
@@ -187,7 +187,7 @@ class TrainingUseCases(UseCases):
             records[key] = recorded_sequence(row)
             num_tokens += len(records[key].tokens)
             if num_tokens > RECORDED_TOKENS_MAX:
-                raise invalid(
+                return invalid(
                     f"the sequences that the request's spans name have more than {RECORDED_TOKENS_MAX} tokens: send "
                     "several requests"
                 )
@@ -212,7 +212,9 @@ class TrainingUseCases(UseCases):
         return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)), claim=claim)
 
 
-def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records) -> Request:
+def _decoded(
+    request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records | ServiceError
+) -> Request:
     batch = UNMARKED
     try:
         batch = batch_of(request)
@@ -245,9 +247,11 @@ def recorded_sequence(row: SequenceRow) -> RecordedSequence:
     )
 
 
-def _with_samples(request: Request, records: Records) -> Request:
+def _with_samples(request: Request, records: Records | ServiceError) -> Request:
     """Add what the records of samples say to a pass. A missing record is no refusal of a repeat."""
     try:
+        if isinstance(records, ServiceError):
+            raise records
         payload = resolved(request.payload, records)
     except ServiceError as error:
         return replace(request, identity=request.payload, decoded=None, refusal=request.refusal or error)
@@ -255,7 +259,9 @@ def _with_samples(request: Request, records: Records) -> Request:
     return replace(request, identity=request.payload, payload=payload, decoded=decode_pass(payload), records=used)
 
 
-def _with_record(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records) -> Request:
+def _with_record(
+    request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records | ServiceError
+) -> Request:
     """Decode a pass, and make the record of its refusal, if it is refused."""
     made = _decoded(request, kind, model, limits, records)
     is_refused = made.malformed is not None or made.refusal is not None

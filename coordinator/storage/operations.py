@@ -237,7 +237,8 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
         finished_service_s=now if row.outcome is not None else None,
     )
     db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.target_id, row.seq, row.payload))
-    renew_records(db, row.records, now)
+    if row.records:
+        renew_records(db, row.records, now)
     if row.outcome is not None:
         _put_outcome(db, row.target_id, row.seq, row.outcome)
         add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)

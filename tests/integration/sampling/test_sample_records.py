@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
 from coordinator.base.tenant_limits import TenantLimits
@@ -156,6 +158,21 @@ async def test_a_datum_that_is_not_its_sample_is_refused_and_told_where(tmp_path
             refused = await refusal(submit_pass(pool, adapter, seq, [datum]))
             assert refused.code is Code.INVALID_ARGUMENT
             assert words in refused.message
+
+
+async def test_a_request_that_names_too_many_recorded_tokens_is_refused_and_consumes_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patched: a request that reaches the limit has megabytes."""
+    monkeypatch.setattr("coordinator.service.training.RECORDED_TOKENS_MAX", 11)
+    async with running_pool(tmp_path) as pool:
+        sampler, adapter = await sampler_and_adapter(pool)
+        data = recorded_data(await recorded_sample(pool, sampler, 1))
+        refused = await refusal(submit_pass(pool, adapter, 1, data))
+        assert "send several requests" in refused.message
+        await pool.discard_gradient(adapter, 2)
+        [passed] = await pool.wait(await submit_pass(pool, adapter, 3, data[:1]))
+    assert passed.state == SUCCEEDED
 
 
 async def test_a_record_lives_a_day_and_each_use_begins_the_day_again(tmp_path: Path) -> None:
