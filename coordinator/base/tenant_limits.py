@@ -60,8 +60,9 @@ class TenantLimits:
     checkpoints_max: int = 10_000
     """Most checkpoints: a hundred runs that save a hundred times."""
     stored_bytes_max: int = 1 << 40
-    """Most bytes of checkpoints: a thousand states of rank 32 of a model of 8 billion parameters. Snapshots and unnamed
-    samplers are not counted: their number has a ceiling (`adapters_max`, `samplers_max`), and the pool deletes them."""
+    """Most bytes of checkpoints, and of records of samples: a thousand states of rank 32 of a model of 8 billion
+    parameters. Snapshots and unnamed samplers are not counted: their number has a ceiling (`adapters_max`,
+    `samplers_max`), and the pool deletes them."""
     operations_per_s: float | None = 1000.0
     """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
     acknowledges. The operation that others wait for is always accepted, and counted. So are, one each, the creations
