@@ -603,14 +603,14 @@ class SampledSequence:
         logprobs: Log-probability of each token, n of them, at the request's temperature (1 for greedy), before top-k
             and top-p.
         topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays; log-probabilities as above.
-        sequence_id: Names the sequence, for `Datum.with_provenance`.
+        sequence_id: Names the sequence, for `Datum.with_provenance`. Not compared: equal draws are equal.
     """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float] | None
     topk_logprobs_np: TopkLogprobs | None = None
-    sequence_id: str | None = None
+    sequence_id: str | None = field(default=None, compare=False)
 
     @property
     def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:

@@ -7,7 +7,6 @@ record; a dropped record is gone with all its sequences.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable
 
 from coordinator.storage.database import Connection, Database
@@ -37,26 +36,30 @@ class Records(Table[SequenceRow]):
         sql = "SELECT tenant_id, SUM(num_bytes) AS num_bytes FROM sample_records GROUP BY tenant_id"
         return {row["tenant_id"]: int(row["num_bytes"]) for row in self._database.read(sql)}
 
-    def drop_session(self, session_id: str) -> asyncio.Future[dict[str, int]]:
-        """Drop some records of a session that has ended; the future has the freed bytes by tenant, none at the end."""
-        return self._drop("session_id = ?", session_id)
+    async def drop_session(self, session_id: str) -> dict[str, int]:
+        """Drop some records of a session that has ended; return the freed bytes by tenant, none at the end."""
+        return await self._drop("session_id = ?", session_id)
 
-    def drop_unused(self, before: float) -> asyncio.Future[dict[str, int]]:
-        """Drop some records that were last used before this moment of service time; the future as of `drop_session`."""
-        return self._drop("used_service_s < ?", before)
+    async def drop_unused(self, before: float) -> dict[str, int]:
+        """Drop some records last used before this moment of service time; return as `drop_session` does."""
+        return await self._drop("used_service_s < ?", before)
 
-    def _drop(self, condition: str, value: object) -> asyncio.Future[dict[str, int]]:
+    async def _drop(self, condition: str, value: object) -> dict[str, int]:
+        found = f"FROM sample_records WHERE {condition}"
+        if self._database.read_one(f"SELECT 1 {found}", (value,)) is None:
+            return {}  # without a write, which would be a sync to disk in every sweep
+
         def write(db: Connection) -> dict[str, int]:
             sql = (
-                "DELETE FROM sample_records WHERE (target_id, seq) IN (SELECT target_id, seq FROM sample_records"  # noqa: S608
-                f" WHERE {condition} LIMIT ?) RETURNING tenant_id, num_bytes"
+                "DELETE FROM sample_records WHERE (target_id, seq) IN"  # noqa: S608 (our names)
+                f" (SELECT target_id, seq {found} LIMIT ?) RETURNING tenant_id, num_bytes"
             )
             freed: dict[str, int] = {}
             for row in db.execute(sql, (value, DROPPED_MAX)).fetchall():
                 freed[row["tenant_id"]] = freed.get(row["tenant_id"], 0) + row["num_bytes"]
             return freed
 
-        return self._database.write(write, is_deletion=True)
+        return await self._database.write(write, is_deletion=True)
 
 
 def put_record(db: Connection, record: SampleRecord, now: float) -> bool:

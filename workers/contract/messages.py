@@ -255,6 +255,11 @@ class BatchResult:
     """Seconds from the start of the batch to its results, on the worker."""
 
 
+LOGPROBS_TEMPERATURE_MIN = 1e-20
+"""Temperatures below count as this one for log-probabilities, so that these stay finite. No two logits of a model are
+so near to each other that it matters."""
+
+
 class StopReason(Enum):
     """Why a sampled sequence ended."""
 

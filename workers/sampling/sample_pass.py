@@ -23,6 +23,7 @@ from torch import Tensor
 from workers.bank.bank import Bank
 from workers.bank.entries import Row
 from workers.contract.capacity import BLOCK_TOKENS
+from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
@@ -209,19 +210,12 @@ class SamplePass:
 def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:
     """Return log_softmax(logits / temperature) (N, V) of rows (N, V) with a temperature each, above 0.
 
-    A row at temperature 1 has the bits of its own log_softmax, whatever the others are at. A log-probability below the
-    range of fp32, at a temperature near 0, is the lowest number, because JSON has no infinity.
+    A row at temperature 1 has the bits of its own log_softmax, whatever the others are at.
     """
-    scaled = np.flatnonzero(temperatures != 1)
-    if not len(scaled):
+    if (temperatures == 1).all():
         return logits.log_softmax(-1)
-    rows = torch.from_numpy(scaled).to(logits.device)
-    limits = torch.finfo(logits.dtype)
-    divisors = torch.from_numpy(temperatures[scaled, None]).to(logits).clamp(min=limits.tiny)
-    own = logits[rows]
-    # Differences from the largest logit: the quotients of logits themselves may be infinite.
-    scaled_logits = (own - own.amax(-1, keepdim=True)) / divisors
-    return logits.index_copy(0, rows, scaled_logits).log_softmax(-1).clamp_(min=limits.min)
+    divisors = np.maximum(temperatures[:, None], LOGPROBS_TEMPERATURE_MIN)
+    return (logits / torch.from_numpy(divisors).to(logits)).log_softmax(-1)
 
 
 def _bank_order(row: Row | None) -> tuple[int, int]:

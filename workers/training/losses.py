@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.contract.loss_inputs import CLIP_BOUNDS, LOSS_RULES, TEMPERATURES, LossRule
-from workers.contract.messages import Datum
+from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN, Datum
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -235,7 +235,7 @@ def _temperatures(given: Tensor | None) -> Tensor | None:
     """Return (N, 1) divisors of logits from the tokens' temperatures (N,); None if all of them are 1."""
     if given is None or bool(((given == 0) | (given == 1)).all()):
         return None
-    return torch.where(given > 0, given, torch.ones_like(given)).unsqueeze(1)
+    return torch.where(given > 0, given.clamp(min=LOGPROBS_TEMPERATURE_MIN), torch.ones_like(given)).unsqueeze(1)
 
 
 def _stacked(arrays: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:

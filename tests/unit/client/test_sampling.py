@@ -6,7 +6,6 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def test_samples_need_no_order_and_each_has_its_own_number(pool: FakePool, sampl
     names = {sequence.sequence_id for sequences in results for sequence in sequences}
     assert names == {f"{sampler.sampler_id}:{seq}:{index}" for seq in range(1, 301) for index in range(2)}
     expected = SampledSequence(stop_reason="length", tokens=[0, 1, 2], logprobs=[-1, -1, -1])
-    assert all(replace(each, sequence_id=None) == expected for sequences in results for each in sequences)
+    assert all(sequences == [expected, expected] for sequences in results)
     assert {request.seq for request in pool.requests("Sample")} == set(range(1, 301))
     with pytest.raises(ValueError, match="num_samples"):
         sampler.sample(PROMPT, 0, SamplingParams())
