@@ -89,7 +89,7 @@ class Sample:
             target_id=self.operation.target_id,
             seq=self.operation.seq,
             tenant_id=self.operation.tenant_id,
-            session_id=self.sampler.session_id,
+            session_id=self.operation.target_id.partition(":")[0],  # `sampler` is another one, if that is inflight
             temperature=decoded.logprobs_temperature,
             logprobs_version=sampling_pb2.LOGPROBS_VERSION_SCALED,
             sampler_version=self.sampler.version,

@@ -29,6 +29,8 @@ from workers.training.losses import RequestLoss
 BLOCK_VALUES = 1 << 27
 """Logits of a block, about: 256 MiB in bf16, and 512 MiB for their log-probabilities."""
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
+SCALED_ROWS = 64
+"""Rows that are scaled by temperature at a time."""
 
 
 def block_rows_of(vocab_size: int) -> int:
@@ -150,12 +152,21 @@ class DeviceLoss:
 
 
 def _logprobs(logits: Tensor, block: Sequence[tuple[Piece, RequestLoss]]) -> Tensor:
-    """Return log-probabilities (B, V) in fp32 of logits (B, V), at the temperatures of the rows' tokens."""
-    if all(loss.temperatures is None for _, loss in block):
-        return torch.log_softmax(logits, -1, dtype=torch.float32)
-    values = logits.float()
-    divide_by_temperatures(values, block)
-    return torch.log_softmax(values, -1)
+    """Return log-probabilities (B, V) in fp32 of logits (B, V), at the temperatures of the rows' tokens.
+
+    Log-probabilities at temperature 1 are logits but for a constant of each row, so they are scaled in place, a few
+    rows at a time: a second tensor of the size of the block would not be in the estimate of the memory of the pass.
+    """
+    logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    first = block[0][0].first_row
+    for piece, loss in block:
+        if loss.temperatures is None:
+            continue
+        for start in range(piece.start, piece.stop, SCALED_ROWS):
+            stop = min(start + SCALED_ROWS, piece.stop)
+            rows = logprobs[piece.part.start + start - first : piece.part.start + stop - first]
+            rows.copy_(rows.div_(loss.temperatures[start:stop]).log_softmax(-1))
+    return logprobs
 
 
 def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:
