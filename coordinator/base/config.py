@@ -19,11 +19,12 @@ VERSION = version("tinkerpool")
 MESSAGE_BYTES_MAX = 16 << 20
 DATUMS_MAX = 1024
 """Most datums that any request may have. The doors check it before they convert a datum."""
-ELEMENTS_MAX = 128 * DATUMS_MAX
+ELEMENTS_MAX = 256 * DATUMS_MAX
 """Most elements of a message: its fields, those of nested messages, and each byte of packed numbers.
 
-An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape. The most take 50 ms of
-processor time, to count and to decode. An empty datum takes two bytes: without this limit, 16 MiB of them would stop
+An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape; and 20 more for each turn of
+a conversation, if it names the samples that its tokens come from. The most take 100 ms of processor time, to count and
+to decode. An empty datum takes two bytes: without this limit, 16 MiB of them would stop
 the event loop for a quarter of a minute.
 """
 POLLS_DIVISOR = 2

@@ -60,6 +60,8 @@ _RECORDED_LOSSES = frozenset(
     types_pb2.LossFunction.Value(f"LOSS_FUNCTION_{name.upper()}") for name, rule in LOSS_RULES.items() if rule.recorded
 )
 Records = Mapping[Key, RecordedSequence]
+READS_AT_ONCE = 100
+"""Records that are read in one turn of the event loop: some milliseconds."""
 SEQUENCED_REQUESTS = tuple(_KINDS)
 
 
@@ -169,19 +171,24 @@ class TrainingUseCases(UseCases):
     async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:
         """Decode a pass; a large one on a thread, in a turn of its tenant."""
         model, limits = self._core.fleet.models[log.base_model], self._core.config.limits
-        records = self._records(log.tenant_id, request)
+        records = await self._records(log.tenant_id, request)
         if not is_large(request):
             return _decoded(request, kind, model, limits, records)
         async with self._core.decode_turns.turn(log.tenant_id):
             return await asyncio.to_thread(_with_record, request, kind, model, limits, records)
 
-    def _records(self, tenant_id: str, request: PassRequest) -> Records | ServiceError:
-        """Return the recorded sequences that a pass names, those that there are; the refusal of too many."""
+    async def _records(self, tenant_id: str, request: PassRequest) -> Records | ServiceError:
+        """Return the recorded sequences that a pass names, those that there are; the refusal of too many.
+
+        Lets others run between slices of reads: a request may name thousands.
+        """
         records: dict[Key, RecordedSequence] = {}
         if request.loss_function not in _RECORDED_LOSSES:
             return records
         num_tokens = 0
-        for key in sequences_of(request.data):
+        for number, key in enumerate(sequences_of(request.data), 1):
+            if number % READS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if (row := self._core.store.records.find(tenant_id, *key)) is None:
                 continue
             records[key] = recorded_sequence(row)
