@@ -3,6 +3,7 @@
 adapter     `<session id>:train:<index>`
 sampler     `<session id>:sample:<index>`
 operation   `<adapter or sampler id>:<seq>`
+sequence    `<name of the sample>:<index>`
 checkpoint  `tinker://<adapter id>/<weights|sampler_weights|external_weights>/<name>`
 """
 
@@ -19,6 +20,7 @@ CHECKPOINT_KINDS = (TRAINING, SAMPLER, EXTERNAL)
 
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+_SEQUENCE_ID = re.compile(r"([A-Za-z0-9-]{1,64}:sample:[0-9]{1,9}):([0-9]{1,19}):([0-9]{1,9})")
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -35,6 +37,19 @@ def sampler_id(session_id: str, index: int) -> str:
 def operation_name(target_id: str, seq: int) -> str:
     """Return the name of an operation: its adapter or sampler, and its seq."""
     return f"{target_id}:{seq}"
+
+
+def sequence_id(operation: str, index: int) -> str:
+    """Return the id of a sequence that a sample drew: the sample's name, and the sequence's index in it."""
+    return f"{operation}:{index}"
+
+
+def parse_sequence_id(text: str) -> tuple[str, int, int]:
+    """Return sampler id, seq and index of a sequence. Raises ValueError."""
+    match = _SEQUENCE_ID.fullmatch(text)
+    if match is None or int(match[2]) >= 1 << 63:
+        raise ValueError(f"expected the sequence_id of a sampled sequence, got {text[:200]!r}")
+    return match[1], int(match[2]), int(match[3])
 
 
 def is_adapter_id(text: str) -> bool:

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 TensorDtype = Literal["int64", "float32"]
 StopReason = Literal["stop", "length"]
-LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
 SamplerKind = Literal["snapshot", "inflight"]
 
 _INT32_MAX = 2**31 - 1
@@ -281,6 +281,53 @@ INPUT_DTYPES: Mapping[str, TensorDtype] = {
 """The type that each loss input is converted to; other inputs keep the type of their array."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProvenanceSpan:
+    """A run of tokens of the prompt that a recorded sample continued.
+
+    Attributes:
+        sequence_id: `SampledSequence.sequence_id` of any sequence of that sample.
+        offset: Position of the first token in the prompt, >= 0.
+        length: Number of tokens, >= 0.
+    """
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledProvenanceSpan:
+    """A run of the tokens that were drawn for a recorded sequence.
+
+    Attributes:
+        sequence_id: `SampledSequence.sequence_id` of that sequence.
+        offset: Position of the first token in the sequence, >= 0.
+        length: Number of tokens, >= 0.
+    """
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+ProvenanceSpans: TypeAlias = Sequence[PromptProvenanceSpan | SampledProvenanceSpan]
+
+
+def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
+    kind = type(span).__name__
+    if not span.sequence_id:
+        raise ValueError(f"{kind}.sequence_id must be that of a sampled sequence, got {span.sequence_id!r}")
+    if span.offset < 0 or span.length < 0:
+        raise ValueError(f"{kind} has offset {span.offset} and length {span.length}: both must be 0 or more")
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Datum:
     """One training sequence.
@@ -289,15 +336,41 @@ class Datum:
         model_input: Token ids, n of them. Targets are shifted by the caller: input `x[:-1]`, target `x[1:]`.
         loss_fn_inputs: Inputs of the loss by name; the first dimension is n. A target of -100 has weight 0 in
             `cross_entropy`.
+        model_input_spans: The samples that the tokens of `model_input` come from, see `with_provenance`.
+        loss_fn_input_spans: The same of the targets.
     """
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, TensorData]
+    model_input_spans: ProvenanceSpans | None
+    loss_fn_input_spans: ProvenanceSpans | None
 
-    def __init__(self, model_input: ModelInput | Any, loss_fn_inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_input: ModelInput | Any,
+        loss_fn_inputs: Mapping[str, Any],
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
         inputs = {name: _loss_input(name, value) for name, value in loss_fn_inputs.items()}
         object.__setattr__(self, "model_input", ModelInput.of(model_input))
         object.__setattr__(self, "loss_fn_inputs", inputs)
+        object.__setattr__(self, "model_input_spans", model_input_spans)
+        object.__setattr__(self, "loss_fn_input_spans", loss_fn_input_spans)
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
+        """Return a copy that says which recorded samples its tokens come from, as the loss `stable_reinforce` needs.
+
+        Both arguments are runs in order, whose lengths add up to n: `model_input` of the tokens, `loss_fn_inputs` of
+        the targets. Raises ValueError if they do not.
+        """
+        for name, spans in (("model_input", model_input), ("loss_fn_inputs", loss_fn_inputs)):
+            if (total := sum(span.length for span in spans)) != self.model_input.length:
+                raise ValueError(
+                    f"the {name} spans cover {total} positions, but the datum has {self.model_input.length} tokens: "
+                    "name each position once"
+                )
+        return Datum(self.model_input, self.loss_fn_inputs, tuple(model_input), tuple(loss_fn_inputs))
 
 
 def _loss_input(name: str, value: Any) -> TensorData:
@@ -549,14 +622,17 @@ class SampledSequence:
     Attributes:
         stop_reason: `stop`: a stop token or string, which is part of `tokens`; `length`: the limit.
         tokens: Token ids, n of them.
-        logprobs: Log-probability of each token at temperature 1, before top-k and top-p; n of them.
-        topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays.
+        logprobs: Log-probability of each token, n of them, at the request's temperature (1 for greedy), before top-k
+            and top-p.
+        topk_logprobs_np: If asked for: the most likely tokens at each position, as arrays; log-probabilities as above.
+        sequence_id: Names the sequence, for `Datum.with_provenance`. Not compared: equal draws are equal.
     """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float] | None
     topk_logprobs_np: TopkLogprobs | None = None
+    sequence_id: str | None = field(default=None, compare=False)
 
     @property
     def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
@@ -570,8 +646,8 @@ class SampleResponse:
 
     Attributes:
         sequences: `num_samples` of them.
-        prompt_logprobs: If asked for: log-probability of each prompt token; None at position 0, and at positions not
-            asked for.
+        prompt_logprobs: If asked for: log-probability of each prompt token at temperature 1, whatever the samples' is;
+            None at position 0, and at positions not asked for.
         topk_prompt_logprobs_np: If asked for: the most likely tokens at each prompt position; NaN where
             `prompt_logprobs` has None.
         target_prompt_logprobs: If asked for: log-probabilities of the targets, float32 in their shape; 0 where they

@@ -21,11 +21,12 @@ MESSAGE_BYTES_MAX = 16 << 20
 DISK_FREE_BYTES_MIN = 256 << 20
 DATUMS_MAX = 1024
 """Most datums that any request may have. The doors check it before they convert a datum."""
-ELEMENTS_MAX = 128 * DATUMS_MAX
+ELEMENTS_MAX = 256 * DATUMS_MAX
 """Most elements of a message: its fields, those of nested messages, and each byte of packed numbers.
 
-An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape. The most take 50 ms of
-processor time, to count and to decode. An empty datum takes two bytes: without this limit, 16 MiB of them would stop
+An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape; and 20 more for each turn of
+a conversation, if it names the samples that its tokens come from. The most take 100 ms of processor time, to count and
+to decode. An empty datum takes two bytes: without this limit, 16 MiB of them would stop
 the event loop for a quarter of a minute.
 """
 POLLS_DIVISOR = 2
@@ -107,6 +108,9 @@ class CoordinatorConfig:
     """Seconds of service time for which a finished operation can be fetched."""
     fetched_retention_s: float = 3600.0
     """Seconds of service time for which a fetched operation can be fetched again."""
+    record_retention_s: float = 86400.0
+    """Seconds of service time, since its sample or its last use, for which a recorded sequence can be trained on with
+    the loss stable_reinforce; the end of its session ends it sooner."""
     ended_retention_s: float = 86400.0
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
@@ -123,7 +127,8 @@ class CoordinatorConfig:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
         durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "probation_s", "stop_s_max")
-        for name in (*durations, "result_retention_s", "fetched_retention_s", "ended_retention_s"):
+        retentions = ("result_retention_s", "fetched_retention_s", "record_retention_s", "ended_retention_s")
+        for name in (*durations, *retentions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         if self.disk_free_bytes_min < 0:

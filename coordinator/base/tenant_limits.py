@@ -61,8 +61,8 @@ class TenantLimits:
     """Most checkpoints, with those of unfinished imports: a hundred runs that save a hundred times."""
     stored_bytes_max: int = 1 << 40
     """Most bytes of everything that is stored: checkpoints, the states of adapters, samplers, metadata, requests until
-    a snapshot replaces them, and results. A thousand states of rank 32 of a model of 8 billion parameters. A tenant
-    above it keeps what it has; only what would add to that is refused."""
+    a snapshot replaces them, results, and records of samples. A thousand states of rank 32 of a model of 8 billion
+    parameters. A tenant above it keeps what it has; only what would add to that is refused."""
     operations_per_s: float | None = 1000.0
     """Operations that are accepted a second on average, and ten times as many at once: half of what one coordinator
     acknowledges. The operation that others wait for is always accepted, and counted. So are, one each, the creations

@@ -29,6 +29,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.windows import window_closed
 from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
+from coordinator.payloads.samples import unversioned_form
 from coordinator.storage.sqlite import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from coordinator.tenants.rates import Rates
@@ -54,7 +55,11 @@ class Request:
     raw: Message
     """The message as it was received, for the record of a refusal."""
     payload: bytes = b""
-    """Its canonical bytes: a function of the request only, so that a repeat is recognized."""
+    """Its canonical bytes: a function of the request only, so that a repeat is recognized; but see `identity`."""
+    identity: bytes = b""
+    """What its hash covers, if that is not the payload: the payload then has more than the request."""
+    records: tuple[tuple[str, int], ...] = ()
+    """The recorded samples (sampler, seq) that the payload was made with: the append renews them."""
     decoded: DecodedPass | None = None
     chunks: tuple[Chunk, ...] = ()
     chunk_tokens: int = 0
@@ -202,7 +207,7 @@ class Admission:
         if request.malformed is not None:
             raise request.malformed
         if existing is not None:
-            _check_same(existing, request, {})
+            _check_same_sample(existing, request)
             if existing.is_dropped:
                 raise _dropped(existing.name, {})
             return Acceptance((existing,), self._appends_of([existing]), is_new=False)
@@ -414,13 +419,14 @@ class Admission:
         is_refused: bool = False,
     ) -> Operation:
         payload = _record_of(request) if is_refused else request.payload
+        identity = payload if is_refused else request.identity or payload
         return Operation(
             tenant_id=tenant_id,
             target_id=target_id,
             seq=seq,
             kind=request.kind,
             payload=payload,
-            payload_hash=digest(payload, request.kind.value),
+            payload_hash=digest(identity, request.kind.value),
             request_id=request_id,
             chunk_tokens=request.chunk_tokens,
             num_bytes=len(payload),
@@ -428,6 +434,7 @@ class Admission:
             batch=request.batch,
             claim=NO_CLAIM if is_refused else request.claim,
             append_id=self._store.operations.new_append_id(),
+            records=() if is_refused else request.records,
         )
 
 
@@ -478,10 +485,20 @@ def _record_of(request: Request) -> bytes:
 
 def _check_same(operation: Operation, request: Request, metadata: dict[str, str]) -> None:
     """Raise ServiceError unless the operation has this request's payload, or records the refusal of this request."""
-    if request.malformed is None and operation.payload_hash == digest(request.payload, operation.kind.value):
+    identity = request.identity or request.payload
+    if request.malformed is None and operation.payload_hash == digest(identity, operation.kind.value):
         return
     if operation.payload_hash != digest(_record_of(request), operation.kind.value):
         raise _taken(operation, metadata)
+
+
+def _check_same_sample(sample: Operation, request: Request) -> None:
+    """Raise ServiceError unless the sample has this request's payload, in the present form or the one before it."""
+    try:
+        _check_same(sample, request, {})
+    except ServiceError:
+        if sample.payload_hash != digest(unversioned_form(request.payload), sample.kind.value):
+            raise
 
 
 def _restored(adapter_id: str) -> ServiceError:

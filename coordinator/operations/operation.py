@@ -140,6 +140,8 @@ class Operation:
     """The batch that a forward_backward is part of."""
     claim: Claim = NO_CLAIM
     """What it may add to what its tenant holds; counted while it is in flight."""
+    records: tuple[tuple[str, int], ...] = ()
+    """The recorded samples that it was made with; its append renews them."""
     append_id: int = 0
     """Identifies this append in the log: another operation at the same sequence number has another id."""
     decoded: DecodedPass | None = None
@@ -322,6 +324,7 @@ def new_row(operation: Operation) -> NewOperation:
         batch_last_seq=operation.batch.last_seq if is_marked else None,
         outcome=serialize(operation.outcome) if operation.outcome is not None else None,
         is_failed=operation.is_failed,
+        records=operation.records,
     )
 
 

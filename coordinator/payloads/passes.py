@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.payloads.canonical import serialize
+from coordinator.payloads.provenance import check_spans
 from tinkerpool.convert import DIMS_MAX, from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.loss_inputs import IGNORED_INPUT, LOSS_RULES, LossRule
@@ -169,7 +170,10 @@ def _exceeds(sizes: Iterable[int]) -> bool:
 
 
 def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, DecodedPass]:
-    """Check a forward or forward_backward; return its payload and its decoded form."""
+    """Check a forward or forward_backward; return its payload and its decoded form.
+
+    For a loss with recorded inputs both are without them: `provenance.resolved` makes the payload of this one.
+    """
     if isinstance(request, training_pb2.ForwardBackwardRequest) and request.abandoned:
         raise ServiceError(Code.CANCELLED, "ABANDONED", request.abandoned[:ABANDONED_CHARS_MAX])
     name = loss_name(request.loss_function)
@@ -193,11 +197,22 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
     )
     if not isinstance(request, training_pb2.ForwardRequest) and request.HasField("batch"):
         payload.batch.CopyFrom(request.batch)
-    for datum in decoded.data:
-        payload.data.add(
+    for datum, given in zip(decoded.data, request.data, strict=True):
+        added = payload.data.add(
             tokens=to_tensor(datum.tokens), loss_inputs={key: to_tensor(v) for key, v in datum.loss_inputs.items()}
         )
+        if rule.recorded:
+            _add_spans(added, given)
     return serialize(payload), decoded
+
+
+def _add_spans(datum: types_pb2.Datum, given: types_pb2.Datum) -> None:
+    """Add a datum's spans without what only the server sets."""
+    for name in ("token_spans", "target_spans"):
+        for span in getattr(given, name):
+            getattr(datum, name).add(
+                kind=span.kind, sequence_id=span.sequence_id, offset=span.offset, length=span.length
+            )
 
 
 def decode_pass(payload: bytes) -> DecodedPass:
@@ -301,7 +316,7 @@ def _checked_datum(
             f"{where} has {len(tokens)} tokens, but {model.name} takes at most {model.max_seq_len}: cut the sequence",
             "SEQUENCE_TOO_LONG",
         )
-    names = set(datum.loss_inputs) - {IGNORED_INPUT}
+    names = set(datum.loss_inputs) - {IGNORED_INPUT} - rule.recorded
     _check_names(where, names, loss, rule)
     inputs: dict[str, Any] = {}
     for name in sorted(names, key=lambda name: (name != "target_tokens", name)):  # the others must have its shape
@@ -325,6 +340,8 @@ def _checked_datum(
             )
     for name in rule.filled.keys() - names:
         inputs[name] = np.full(inputs["target_tokens"].shape, rule.filled[name], np.float32)
+    if rule.recorded:
+        check_spans(where, datum, len(tokens), inputs["advantages"])
     return tokens, inputs
 
 

@@ -54,11 +54,26 @@ class DecodedSample:
     prompt_alt_tokens_k: int
     note: str
     """Returned with the result."""
+    scales_logprobs: bool
+    """Whether log-probabilities at sampled positions are at the request's temperature; False in requests logged before
+    `LogprobsVersion`: at temperature 1."""
+    is_recorded: bool
+    """Whether its sequences are recorded, for losses that compare trainer and sampler."""
+
+    @property
+    def num_sampled_max(self) -> int:
+        """The most tokens that are drawn for the request."""
+        return self.num_samples * self.params.max_tokens
 
     @property
     def num_tokens_max(self) -> int:
         """The most tokens that the engine computes for the request."""
-        return len(self.prompt) + self.num_samples * self.params.max_tokens
+        return len(self.prompt) + self.num_sampled_max
+
+    @property
+    def logprobs_temperature(self) -> float:
+        """The temperature of the log-probabilities at sampled positions."""
+        return (self.params.temperature or 1.0) if self.scales_logprobs else 1.0
 
     @property
     def num_result_bytes_max(self) -> int:
@@ -103,6 +118,7 @@ class DecodedSample:
             topk_sample_logprobs=self.topk_sample_logprobs,
             prompt_targets=self.prompt_targets,
             prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            scales_logprobs=self.scales_logprobs,
             stream=stream,
             removals=removals,
         )
@@ -139,6 +155,8 @@ def canonical_sample(
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         params=params,
         note=request.note,
+        logprobs_version=sampling_pb2.LOGPROBS_VERSION_SCALED,
+        record_stability_info=request.record_stability_info,
     )
     num_targets = 0
     if request.HasField("prompt_targets"):
@@ -147,6 +165,13 @@ def canonical_sample(
         num_targets = targets.size
     _check_size(payload, len(prompt), num_targets, limits)
     return serialize(payload), _decoded(payload)
+
+
+def unversioned_form(payload: bytes) -> bytes:
+    """Return the payload that the same request got before `LogprobsVersion`: the log may have only its hash."""
+    request = sampling_pb2.SampleRequest.FromString(payload)
+    request.ClearField("logprobs_version")
+    return serialize(request)
 
 
 def check_sample_fits(sample: DecodedSample, model: ModelInfo) -> None:
@@ -184,6 +209,8 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
         prompt_targets=frozen_array(targets, np.int32) if targets is not None else None,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         note=request.note,
+        scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED,
+        is_recorded=request.record_stability_info,
     )
 
 

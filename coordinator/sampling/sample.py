@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.fleet.fleet import Flight, Incarnation
+from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage, decided_row, item_error
+from coordinator.payloads.provenance import record_bytes
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.cycles import CycleCommit
-from coordinator.storage.rows import SamplerRow
+from coordinator.storage.rows import SampleRecord, SamplerRow, SequenceRecord
 from coordinator.storage.store import Store
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -41,6 +43,8 @@ class Sample:
     worker: Incarnation | None = None
     """The incarnation that has it; None: it is queued."""
     is_cancelled: bool = False
+    record: SampleRecord | None = None
+    """Its record, once it is decided; None: it failed, or none was asked for."""
     num_refused: int = 0
     """How often a worker did not hold its version."""
     _num_drawn: Counter[int] = field(default_factory=Counter)
@@ -75,7 +79,27 @@ class Sample:
             self.operation.fail(item_error(result.error), usage)
         else:
             fill_sample(self.operation, self.decoded, result, usage)
+            self.record = self._record(result) if self.decoded.is_recorded else None
         return result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
+
+    def _record(self, result: SampleResult) -> SampleRecord:
+        """Return the record of a result: what a pass of its tokens needs to know about how they were drawn."""
+        decoded, sequences = self.decoded, result.sequences
+        return SampleRecord(
+            target_id=self.operation.target_id,
+            seq=self.operation.seq,
+            tenant_id=self.operation.tenant_id,
+            session_id=self.operation.target_id.partition(":")[0],  # `sampler` is another one, if that is inflight
+            temperature=decoded.logprobs_temperature,
+            logprobs_version=sampling_pb2.LOGPROBS_VERSION_SCALED,
+            sampler_version=self.sampler.version,
+            num_prompt_tokens=len(decoded.prompt),
+            num_bytes=record_bytes(len(sequences), sum(len(sequence.tokens) for sequence in sequences)),
+            sequences=tuple(
+                SequenceRecord(each.tokens.astype("<i4").tobytes(), each.logprobs.astype("<f4").tobytes())
+                for each in sequences
+            ),
+        )
 
     def start_on(self, worker: Incarnation) -> None:
         """Record the worker that it is sent to."""
@@ -155,17 +179,23 @@ class TokenStreams:
 class SampleCommits:
     """Commits the samples of all base models."""
 
-    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams) -> None:
+    def __init__(self, store: Store, in_flight: InFlightTable, holdings: Holdings, streams: TokenStreams) -> None:
         self._store = store
         self._in_flight = in_flight
+        self._holdings = holdings
         self._streams = streams
 
     async def commit(self, sample: Sample) -> None:
         """Make the outcome durable, then visible. Raises StorageError."""
         operation = sample.operation
-        lost = await self._store.cycles.persist(CycleCommit(finished=[decided_row(operation)]))
+        commit = CycleCommit(
+            finished=[decided_row(operation)], records=[] if sample.record is None else [sample.record]
+        )
+        lost = await self._store.cycles.persist(commit)
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
+        for record in commit.stored_records:
+            self._holdings.resize(record.tenant_id, record.num_bytes)
         self._in_flight.finish(operation)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)

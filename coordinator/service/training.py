@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn
 
+import numpy as np
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
@@ -28,15 +29,20 @@ from coordinator.payloads.passes import (
     check_fits,
     check_metadata,
     cut_chunks,
+    decode_pass,
     is_large,
 )
+from coordinator.payloads.provenance import RECORDED_TOKENS_MAX, Key, RecordedSequence, resolved, sequences_of
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
 from coordinator.storage.exports import check_recipients
+from coordinator.storage.rows import SequenceRow
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
+from tinkerpool.v1 import types_pb2
+from workers.contract.loss_inputs import LOSS_RULES
 from workers.contract.messages import UNMARKED, ModelInfo, RequestBatch
 
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
@@ -51,6 +57,12 @@ _KINDS: Mapping[type[SequencedRequest], tuple[Kind, ...]] = {
     checkpoints_pb.SaveWeightsForSamplerRequest: (Kind.SAVE_WEIGHTS_FOR_SAMPLER,),
 }
 """The operations that each request asks for."""
+_RECORDED_LOSSES = frozenset(
+    types_pb2.LossFunction.Value(f"LOSS_FUNCTION_{name.upper()}") for name, rule in LOSS_RULES.items() if rule.recorded
+)
+Records = Mapping[Key, RecordedSequence]
+READS_AT_ONCE = 100
+"""Records that are read in one turn of the event loop: some milliseconds."""
 SEQUENCED_REQUESTS = tuple(_KINDS)
 
 
@@ -173,10 +185,34 @@ class TrainingUseCases(UseCases):
     async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:
         """Decode a pass; a large one on a thread, in a turn of its tenant."""
         model, limits = self._core.fleet.models[log.base_model], self._core.config.limits
+        records = await self._records(log.tenant_id, request)
         if not is_large(request):
-            return _decoded(request, kind, model, limits)
+            return _decoded(request, kind, model, limits, records)
         async with self._core.decode_turns.turn(log.tenant_id):
-            return await asyncio.to_thread(_with_record, request, kind, model, limits)
+            return await asyncio.to_thread(_with_record, request, kind, model, limits, records)
+
+    async def _records(self, tenant_id: str, request: PassRequest) -> Records | ServiceError:
+        """Return the recorded sequences that a pass names, those that there are; the refusal of too many.
+
+        Lets others run between slices of reads: a request may name thousands.
+        """
+        records: dict[Key, RecordedSequence] = {}
+        if request.loss_function not in _RECORDED_LOSSES:
+            return records
+        num_tokens = 0
+        for number, key in enumerate(sequences_of(request.data), 1):
+            if number % READS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if (row := self._core.store.records.find(tenant_id, *key)) is None:
+                continue
+            records[key] = recorded_sequence(row)
+            num_tokens += len(records[key].tokens)
+            if num_tokens > RECORDED_TOKENS_MAX:
+                return invalid(
+                    f"the sequences that the request's spans name have more than {RECORDED_TOKENS_MAX} tokens: send "
+                    "several requests"
+                )
+        return records
 
     def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Request:
         try:
@@ -198,7 +234,9 @@ class TrainingUseCases(UseCases):
         return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)), claim=claim)
 
 
-def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits) -> Request:
+def _decoded(
+    request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records | ServiceError
+) -> Request:
     batch = UNMARKED
     try:
         batch = batch_of(request)
@@ -206,7 +244,7 @@ def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits)
     except ServiceError as error:
         return Request(kind=kind, raw=request, batch=batch, malformed=error)
     chunks = cut_chunks(decoded.lengths, model.chunk_tokens)
-    return Request(
+    made = Request(
         kind=kind,
         raw=request,
         payload=payload,
@@ -217,11 +255,37 @@ def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits)
         claim=claim_of_pass(chunks),
         refusal=refusal_of(check_fits, chunks, model),
     )
+    return _with_samples(made, records) if request.loss_function in _RECORDED_LOSSES else made
 
 
-def _with_record(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits) -> Request:
+def recorded_sequence(row: SequenceRow) -> RecordedSequence:
+    """Return a recorded sequence from its row."""
+    return RecordedSequence(
+        tokens=np.frombuffer(row.tokens, "<i4"),
+        logprobs=np.frombuffer(row.logprobs, "<f4"),
+        temperature=row.temperature,
+        sampler_version=row.sampler_version,
+        num_prompt_tokens=row.num_prompt_tokens,
+    )
+
+
+def _with_samples(request: Request, records: Records | ServiceError) -> Request:
+    """Add what the records of samples say to a pass. A missing record is no refusal of a repeat."""
+    try:
+        if isinstance(records, ServiceError):
+            raise records
+        payload = resolved(request.payload, records)
+    except ServiceError as error:
+        return replace(request, identity=request.payload, decoded=None, refusal=request.refusal or error)
+    used = tuple(dict.fromkeys((sampler_id, seq) for sampler_id, seq, _ in records))
+    return replace(request, identity=request.payload, payload=payload, decoded=decode_pass(payload), records=used)
+
+
+def _with_record(
+    request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits, records: Records | ServiceError
+) -> Request:
     """Decode a pass, and make the record of its refusal, if it is refused."""
-    made = _decoded(request, kind, model, limits)
+    made = _decoded(request, kind, model, limits, records)
     is_refused = made.malformed is not None or made.refusal is not None
     return replace(made, refused_payload=refused_payload(request)) if is_refused else made
 

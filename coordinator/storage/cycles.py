@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from coordinator.storage.checkpoints import delete_checkpoint, put_snapshot
 from coordinator.storage.database import Database
 from coordinator.storage.operations import finish, lost_targets
-from coordinator.storage.rows import CheckpointRow, DecidedOperation, FileUse, SamplerRow, SnapshotRow, insert
+from coordinator.storage.records import put_record
+from coordinator.storage.rows import (
+    CheckpointRow,
+    DecidedOperation,
+    FileUse,
+    SampleRecord,
+    SamplerRow,
+    SnapshotRow,
+    insert,
+)
 from coordinator.storage.sqlite import Connection, RetryLaterError
 from coordinator.storage.tenants import add_file_use
 
@@ -75,6 +84,10 @@ class CycleCommit:
     virtual_tokens: dict[str, float] = field(default_factory=dict)
     """Fair-share counters by tenant."""
     file_uses: list[FileUse] = field(default_factory=list)
+    records: list[SampleRecord] = field(default_factory=list)
+    """Of samples in `finished`."""
+    stored_records: list[SampleRecord] = field(default_factory=list)
+    """Those of them that the commit has stored: the sessions of the others have ended."""
 
 
 class Cycles:
@@ -119,6 +132,9 @@ class Cycles:
                 if use.adapter_id not in lost:
                     add_file_use(db, use)
             _store_states(db, commit.states, lost)
+            commit.stored_records[:] = [
+                each for each in commit.records if each.target_id not in lost and put_record(db, each, now)
+            ]
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from coordinator.storage.database import Database
+from coordinator.storage.records import renew_records
 from coordinator.storage.rows import (
     DecidedOperation,
     NewOperation,
@@ -231,12 +232,14 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
         db,
         "operations",
         row,
-        without=("payload", "outcome"),
+        without=("payload", "outcome", "records"),
         num_bytes=len(row.payload),
         outcome_bytes=len(row.outcome) if row.outcome is not None else None,
         finished_service_s=now if row.outcome is not None else None,
     )
     db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.target_id, row.seq, row.payload))
+    if row.records:
+        renew_records(db, row.records, now)
     if row.outcome is not None:
         _put_outcome(db, row.target_id, row.seq, row.outcome)
         add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)

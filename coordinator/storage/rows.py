@@ -264,6 +264,50 @@ class NewOperation:
     """The batch that a forward_backward is part of; None: it is unmarked, or another kind of operation."""
     outcome: bytes | None = None
     is_failed: bool = False
+    records: tuple[tuple[str, int], ...] = ()
+    """The recorded samples (sampler, seq) that it uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """One sequence of a recorded sample, n tokens."""
+
+    tokens: bytes
+    """int32, (n,)."""
+    logprobs: bytes
+    """float32, (n,)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """The record of a finished sample, to commit with its outcome."""
+
+    target_id: str
+    """The sampler."""
+    seq: int
+    tenant_id: str
+    session_id: str
+    temperature: float
+    """Of the log-probabilities, above 0."""
+    logprobs_version: int
+    """What they mean: a `LogprobsVersion` of the contract."""
+    sampler_version: str
+    """The weights that it was drawn with; empty: the bare base model."""
+    num_prompt_tokens: int
+    num_bytes: int
+    """Counted as stored bytes of the tenant."""
+    sequences: tuple[SequenceRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRow:
+    """A recorded sequence as the store has it."""
+
+    tokens: bytes
+    logprobs: bytes
+    temperature: float
+    sampler_version: str
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

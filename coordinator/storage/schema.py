@@ -17,6 +17,8 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | operations | an operation, without its payload and outcome | it is appended, decided, fetched; deleted later |
 | payloads | the payload of an operation that a recovery may need | it is appended; deleted once a snapshot covers it |
 | outcomes | the outcome of a decided operation | it is decided; deleted some time after it was fetched |
+| sample_records | a recorded sample | with its outcome; a pass uses it; deleted a day later, or with its session |
+| sequence_records | a sequence of such a sample | the same |
 | cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
@@ -196,6 +198,34 @@ Payloads and outcomes may have megabytes. They are in tables of their own, with 
 each change of it, and in a table without rowid reads whole rows to find a key.
 """
 
+RECORDS = """CREATE TABLE sample_records (
+    target_id TEXT NOT NULL,              -- a sampler
+    seq INTEGER NOT NULL,                 -- of the sample, whose own rows may be gone
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    session_id TEXT NOT NULL,             -- of the sampler; its end drops the record, and no other use needs it
+    temperature REAL NOT NULL CHECK (temperature > 0), -- of the log-probabilities
+    logprobs_version INTEGER NOT NULL,    -- what they mean
+    sampler_version TEXT NOT NULL,
+    num_prompt_tokens INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,           -- counted as stored bytes of the tenant
+    used_service_s REAL NOT NULL,         -- when it was made or last used: it is deleted a day later
+    PRIMARY KEY (target_id, seq)
+) WITHOUT ROWID;
+CREATE INDEX sample_records_by_use ON sample_records (used_service_s);
+CREATE INDEX sample_records_by_session ON sample_records (session_id);
+CREATE INDEX sample_records_by_tenant ON sample_records (tenant_id);
+CREATE TABLE sequence_records (           -- apart: a use rewrites the row above
+    target_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    sequence_index INTEGER NOT NULL,
+    tokens BLOB NOT NULL,                 -- int32
+    logprobs BLOB NOT NULL,               -- float32, as many
+    PRIMARY KEY (target_id, seq, sequence_index),
+    FOREIGN KEY (target_id, seq) REFERENCES sample_records ON DELETE CASCADE
+);
+"""
+"""The records of sampled sequences, also for databases that a migration gives them."""
+
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
@@ -315,4 +345,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}{LISTED}{RECORDS}"""  # noqa: S608 (our names)

@@ -16,6 +16,7 @@ from coordinator.storage.database import Database
 from coordinator.storage.disk import FailedSync, Reserve
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
+from coordinator.storage.records import Records
 from coordinator.storage.sqlite import Connection, read_meta
 from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
 
@@ -36,6 +37,7 @@ class Store:
         """Open or create the database; see `Database`."""
         self.database = Database(path, time, failure, connect=connect, reserve=reserve, failed_sync=failed_sync)
         self.operations = Operations(self.database)
+        self.records = Records(self.database)
         self.adapters = Adapters(self.database)
         self.checkpoints = Checkpoints(self.database)
         self.samplers = Samplers(self.database)

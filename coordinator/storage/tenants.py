@@ -35,6 +35,8 @@ NEEDLESS_SESSION = """ended_service_s < :before
 DELETED_AT_ONCE = 200
 """Rows of a table that one step of a tenant's deletion deletes, in about a millisecond of the writer."""
 DELETE_SOME = (
+    "DELETE FROM sample_records WHERE (target_id, seq) IN"
+    " (SELECT target_id, seq FROM sample_records WHERE tenant_id = :tenant LIMIT :limit)",
     "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations WHERE target_id IN"
     " (SELECT adapter_id FROM adapters WHERE tenant_id = :tenant"
     " UNION ALL SELECT sampler_id FROM samplers WHERE tenant_id = :tenant) LIMIT :limit)",
@@ -146,7 +148,7 @@ class Tenants(Table[TenantRow]):
         """
 
         def write(db: Connection) -> bool:
-            for table in ("sessions", "adapters", "samplers", "operations", "checkpoints"):
+            for table in ("sessions", "adapters", "samplers", "operations", "sample_records", "checkpoints"):
                 sql = f"SELECT 1 FROM {table} WHERE tenant_id = ? LIMIT 1"  # noqa: S608 (our names)
                 if db.execute(sql, (tenant_id,)).fetchone() is not None:
                     return False

@@ -18,7 +18,8 @@ from typing import Any
 import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 
-from scripts.clients.cookbook import MODEL, serving
+from scripts.clients.cookbook import serving
+from scripts.clients.recipe_inputs import MODEL
 
 PROCESSES = 3
 SAMPLES = 60

@@ -19,7 +19,8 @@ from typing import Any
 import tinker
 
 import tinkerpool
-from scripts.clients.cookbook import MODEL, serving
+from scripts.clients.cookbook import serving
+from scripts.clients.recipe_inputs import MODEL
 from scripts.clients.steps import own_step, sdk_step
 
 WARM_UP = 10

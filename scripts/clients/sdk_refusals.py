@@ -30,7 +30,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from scripts.clients.cookbook import MODEL, serving
+from scripts.clients.cookbook import serving
+from scripts.clients.recipe_inputs import MODEL
 from scripts.clients.steps import TOKENS, WEIGHTS
 
 STATUSES = (402, 403, 409, 429, 503)

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tinkerpool
-from scripts.clients.cookbook import MODEL, serving
+from scripts.clients.cookbook import serving
+from scripts.clients.recipe_inputs import MODEL
 from scripts.embedded_pool import EmbeddedPool
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")

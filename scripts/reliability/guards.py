@@ -40,6 +40,34 @@ class Guard:
 
 GUARDS = (
     Guard(
+        name="a repeat of a pass is recognized without the records that it used",
+        file="coordinator/operations/admission.py",
+        before="identity = payload if is_refused else request.identity or payload",
+        after="identity = payload",
+        tests=("tests/integration/sampling/test_sample_records.py",),
+    ),
+    Guard(
+        name="a use renews the records of samples",
+        file="coordinator/storage/operations.py",
+        before="    if row.records:\n",
+        after="    if False:\n",
+        tests=("tests/integration/sampling/test_sample_records.py", "-k", "lives_a_day"),
+    ),
+    Guard(
+        name="a session that has ended gets no record of a sample",
+        file="coordinator/storage/records.py",
+        before="    if live is None:\n",
+        after="    if False:\n",
+        tests=("tests/integration/sampling/test_sample_records.py", "-k", "leaves_no_record"),
+    ),
+    Guard(
+        name="a sample that was logged before log-probabilities were scaled keeps its promise",
+        file="coordinator/payloads/samples.py",
+        before="scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED",
+        after="scales_logprobs=True",
+        tests=("tests/integration/sampling/test_sample_upgrade.py",),
+    ),
+    Guard(
         name="fsync of the log",
         file="coordinator/storage/sqlite.py",
         before='db.execute("PRAGMA synchronous = FULL")',

@@ -12,6 +12,7 @@ STORED_BYTES = f"""SELECT SUM(num_bytes) FROM (
     UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + length(payload) FROM adapters
     UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + size_bytes FROM checkpoints
     UNION ALL SELECT samplers.tenant_id, {ROW_BYTES} + length(payload) + file_bytes FROM samplers
+    UNION ALL SELECT tenant_id, num_bytes FROM sample_records
     UNION ALL SELECT tenant_id, {ROW_BYTES} FROM operations
     UNION ALL SELECT tenant_id, length(payload) FROM operations JOIN payloads USING (target_id, seq)
     UNION ALL SELECT tenant_id, length(outcome) FROM operations JOIN outcomes USING (target_id, seq)

@@ -158,6 +158,7 @@ class ToyEngine:
         fitting_tokens: int | None = None,
         num_cache_blocks: int | None = None,
         tokenizer_files: Mapping[str, bytes] | None = None,
+        may_decode: bool = True,
     ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
@@ -177,7 +178,7 @@ class ToyEngine:
         self.may_run.set()
         self._prompts: set[tuple[bytes, bytes]] = set()
         """Chain and prompt of finished samples: all tokens of these prompts but the last are cached."""
-        self.may_decode = True
+        self.may_decode = may_decode
         """While it is False, samples make no progress. Wake the loop, by any control, after setting it again."""
 
     @property
@@ -370,7 +371,10 @@ class ToyEngine:
             token = toy_token(sequence.chain, request, sequence.index, len(sequence.tokens))
             sequence.tokens.append(token)
             if request.stream:
-                events.append(TokenEvent(op_id=request.op_id, sequence_index=sequence.index, token=token, logprob=-1.0))
+                logprob = toy_logprob(request)
+                events.append(
+                    TokenEvent(op_id=request.op_id, sequence_index=sequence.index, token=token, logprob=logprob)
+                )
             is_stopped = token in params.stop_tokens
             if is_stopped or len(sequence.tokens) == params.max_tokens:
                 self._running.remove(sequence)
@@ -382,7 +386,7 @@ class ToyEngine:
         tokens = np.array(sequence.tokens, np.int32)
         done[sequence.index] = SampledSequence(
             tokens=tokens,
-            logprobs=np.full(len(tokens), -1.0, np.float32),
+            logprobs=np.full(len(tokens), toy_logprob(request), np.float32),
             stop_reason=StopReason.STOP if is_stopped else StopReason.LENGTH,
             topk=toy_tokens(tokens, request.topk_sample_logprobs, -1.0),
         )
@@ -475,6 +479,11 @@ def toy_token(chain: bytes, request: SampleRequest, index: int, position: int) -
     """Return a token that is a function of weights, prompt, seed, sample and position, never 0."""
     value = digest(chain, request.prompt.tobytes(), request.params.seed, index, position)
     return 1 + int.from_bytes(value[:4], "little") % 60
+
+
+def toy_logprob(request: SampleRequest) -> float:
+    """Return the log-probability of every sampled token: -1 at temperature 1."""
+    return -1.0 / (request.params.temperature or 1.0) if request.scales_logprobs else -1.0
 
 
 def toy_tokens(tokens: Array, k: int, logprob: float, num_skipped: int = 0) -> TokenLogprobs | None:

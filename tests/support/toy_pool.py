@@ -426,6 +426,7 @@ def sample_request(
     prompt: Sequence[int] = (1, 2, 3),
     max_tokens: int = 8,
     num_samples: int = 1,
+    record_stability_info: bool = False,
     **params: Any,
 ) -> sampling_pb2.SampleRequest:
     """Return a sample request; `params` are its sampling parameters."""
@@ -435,6 +436,7 @@ def sample_request(
         prompt=to_tensor(np.array(prompt, np.int32)),
         num_samples=num_samples,
         params=sampling_pb2.SamplingParams(max_tokens=max_tokens, **params),
+        record_stability_info=record_stability_info,
     )
 
 

@@ -48,6 +48,7 @@ class SamplerHandle:
     """Address of the pool, as given to the client."""
     sampler_id: str
     base_model: str
+    record_stability_info: bool = False
 
     def encode(self) -> str:
         """Return the handle as one word, for another process."""
@@ -72,10 +73,19 @@ class SamplingClient(Ready):
     a key. A copy has its own connection, and works as long as the session of the original lives.
     """
 
-    def __init__(self, connection: Connection, sampler_id: str, base_model: str, *, is_copy: bool = False) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        sampler_id: str,
+        base_model: str,
+        *,
+        record_stability_info: bool = False,
+        is_copy: bool = False,
+    ) -> None:
         self._connection = connection
         self._sampler_id = sampler_id
         self._base_model = base_model
+        self._is_recording = record_stability_info
         self._seqs = itertools.count(first_seq(is_copy=is_copy))
 
     def __repr__(self) -> str:
@@ -133,6 +143,7 @@ class SamplingClient(Ready):
             topk_sample_logprobs=topk_sample_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_targets=targets,
+            record_stability_info=self._is_recording,
         )
         label = operation_name(request.sampler_id, request.seq)
         return self._connection.start(self._sample(request), is_cancellable=True, label=label)
@@ -169,6 +180,8 @@ class SamplingClient(Ready):
         sampling_params: types.SamplingParams | None = None,
     ) -> BackgroundStream[types.SampledToken]:
         """Continue a prompt and yield each token when it is drawn: `for token in ...` or `async for token in ...`.
+
+        Its sequences are not recorded: a stream does not name them.
 
         Raises the errors of `sample`'s future. Yields every token exactly once, also if the connection breaks
         meanwhile. To stop early, call `close` or use the stream as a context manager: that frees the worker.
@@ -216,7 +229,10 @@ class SamplingClient(Ready):
         Raises TypeError for a client with a transport of its own.
         """
         return SamplerHandle(
-            base_url=self._connection.endpoint.base_url, sampler_id=self._sampler_id, base_model=self._base_model
+            base_url=self._connection.endpoint.base_url,
+            sampler_id=self._sampler_id,
+            base_model=self._base_model,
+            record_stability_info=self._is_recording,
         ).encode()
 
     @staticmethod
@@ -318,10 +334,18 @@ def _last_n(prompt_logprobs_last_n: int | None) -> int:
 def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
     """Return a client of the same sampler, with a connection of its own."""
     sampler = SamplerHandle.decode(handle)
-    return SamplingClient(Connection(GrpcTransport(endpoint)), sampler.sampler_id, sampler.base_model, is_copy=True)
+    return SamplingClient(
+        Connection(GrpcTransport(endpoint)),
+        sampler.sampler_id,
+        sampler.base_model,
+        record_stability_info=sampler.record_stability_info,
+        is_copy=True,
+    )
 
 
-async def create_sampler(session: Session, *, model_path: str = "", base_model: str = "") -> SamplingClient:
+async def create_sampler(
+    session: Session, *, model_path: str = "", base_model: str = "", record_stability_info: bool = False
+) -> SamplingClient:
     """Create a sampler, and return its client. Raises NotFound, InvalidArgument, ValueError for a malformed path."""
     if model_path:
         model_path = encoding.checkpoint_path(model_path)
@@ -329,4 +353,9 @@ async def create_sampler(session: Session, *, model_path: str = "", base_model: 
         session_id=await session.id(), model_path=model_path, base_model=base_model, request_id=uuid.uuid4().hex
     )
     sampler = (await session.connection.call(methods.CREATE_SAMPLER, request)).sampler
-    return SamplingClient(session.connection, sampler.sampler_id, sampler.base_model)
+    return SamplingClient(
+        session.connection,
+        sampler.sampler_id,
+        sampler.base_model,
+        record_stability_info=record_stability_info,
+    )

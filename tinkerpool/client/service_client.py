@@ -211,10 +211,15 @@ class ServiceClient:
     ) -> SamplingClient:
         """Create a sampler of a checkpoint or of a base model; of the pool's only base model if neither is given.
 
+        record_stability_info: whether the pool keeps a record of every sampled sequence, for the loss
+        `stable_reinforce`, until the session ends and for a day after its last use.
+
         Raises NotFound, InvalidArgument if both are given, ValueError if neither is and the pool has several models.
         """
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return self._connection.start(self._create_sampler(model_path, base_model)).result()
+        sdk_arguments.refuse(retry_config=retry_config)
+        return self._connection.start(
+            self._create_sampler(model_path, base_model, is_recording=record_stability_info)
+        ).result()
 
     async def create_sampling_client_async(
         self,
@@ -224,8 +229,10 @@ class ServiceClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return await self._connection.start(self._create_sampler(model_path, base_model))
+        sdk_arguments.refuse(retry_config=retry_config)
+        return await self._connection.start(
+            self._create_sampler(model_path, base_model, is_recording=record_stability_info)
+        )
 
     def get_tokenizer(self, base_model: str | None = None) -> Any:
         """Return a base model's tokenizer: of transformers if installed, else of tokenizers. Not in the SDK.
@@ -307,10 +314,17 @@ class ServiceClient:
         response = await self._connection.call(methods.GET_ADAPTER, request)
         return TrainingClient(self._session, response.adapter)
 
-    async def _create_sampler(self, model_path: str | None, base_model: str | None) -> SamplingClient:
+    async def _create_sampler(
+        self, model_path: str | None, base_model: str | None, *, is_recording: bool
+    ) -> SamplingClient:
         if model_path is None and base_model is None:
             base_model = await self._only_model()
-        return await create_sampler(self._session, model_path=model_path or "", base_model=base_model or "")
+        return await create_sampler(
+            self._session,
+            model_path=model_path or "",
+            base_model=base_model or "",
+            record_stability_info=is_recording,
+        )
 
     async def _copy_weights(self, path: str, ttl_seconds: int | None) -> str:
         return (await self.create_rest_client().copy_weights(path, ttl_seconds=ttl_seconds)).tinker_path

@@ -7,7 +7,7 @@ future.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args, overload
 
@@ -245,16 +245,19 @@ class TrainingClient(Ready):
         Without a name there is no checkpoint and no wait for a file, and the sampler lives as long as its session, also
         across restarts of the service. An "inflight" sampler has no name: each new sample uses the newest weights of
         this adapter that were saved as inflight, by this call or a later one; running samples keep their weights.
+
+        record_stability_info: whether the pool keeps a record of every sampled sequence, for the loss
+        `stable_reinforce`, until the session ends and for a day after its last use.
         """
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return self._sampling_client(name, kind).result()
+        sdk_arguments.refuse(retry_config=retry_config)
+        return self._sampling_client(name, kind, is_recording=record_stability_info).result()
 
     def create_sampling_client(
         self, model_path: str, retry_config: None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """Create a sampler of a checkpoint. Raises NotFound, InvalidArgument."""
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return self._connection.start(create_sampler(self._session, model_path=model_path)).result()
+        sdk_arguments.refuse(retry_config=retry_config)
+        return self._connection.start(self._sampler_of(model_path, is_recording=record_stability_info)).result()
 
     def get_info(self) -> types.GetInfoResponse:
         """Describe this adapter, without a call to the pool."""
@@ -364,15 +367,15 @@ class TrainingClient(Ready):
         kind: types.SamplerKind = "snapshot",
     ) -> SamplingClient:
         """`save_weights_and_get_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return await self._sampling_client(name, kind)
+        sdk_arguments.refuse(retry_config=retry_config)
+        return await self._sampling_client(name, kind, is_recording=record_stability_info)
 
     async def create_sampling_client_async(
         self, model_path: str, retry_config: None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config, record_stability_info=record_stability_info)
-        return await self._connection.start(create_sampler(self._session, model_path=model_path))
+        sdk_arguments.refuse(retry_config=retry_config)
+        return await self._connection.start(self._sampler_of(model_path, is_recording=record_stability_info))
 
     async def get_info_async(self) -> types.GetInfoResponse:
         """`get_info`, awaited."""
@@ -425,7 +428,12 @@ class TrainingClient(Ready):
         await self._sequence.run(methods.DISCARD_GRADIENT, request, seq)
         return types.DiscardGradientResponse()
 
-    def _sampling_client(self, name: str | None, kind: types.SamplerKind) -> APIFuture[SamplingClient]:
+    def _sampler_of(self, path: str, *, is_recording: bool) -> Coroutine[Any, Any, SamplingClient]:
+        return create_sampler(self._session, model_path=path, record_stability_info=is_recording)
+
+    def _sampling_client(
+        self, name: str | None, kind: types.SamplerKind, *, is_recording: bool
+    ) -> APIFuture[SamplingClient]:
         if kind not in get_args(types.SamplerKind):
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(get_args(types.SamplerKind))}")
         if name and kind == "inflight":
@@ -437,7 +445,12 @@ class TrainingClient(Ready):
         async def create(seq: int) -> SamplingClient:
             saved = await self._save_weights_for_sampler(request, seq)
             if saved.sampler_id:
-                return SamplingClient(self._connection, saved.sampler_id, self._adapter.base_model)
-            return await create_sampler(self._session, model_path=saved.path)
+                return SamplingClient(
+                    self._connection,
+                    saved.sampler_id,
+                    self._adapter.base_model,
+                    record_stability_info=is_recording,
+                )
+            return await self._sampler_of(saved.path, is_recording=is_recording)
 
         return self._sequence.reserve(1, create)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etinkerpool/compat/tinker.proto\x12\x11tinkerpool.compat\"\xc3\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.tinkerpool.compat.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.tinkerpool.compat.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.tinkerpool.compat.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aT\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.tinkerpool.compat.LossOption:\x02\x38\x01\"7\n\nLossOption\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xd6\x01\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.tinkerpool.compat.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.tinkerpool.compat.Datum.LossFnInputsEntry\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor:\x02\x38\x01J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\xa7\x01\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.tinkerpool.compat.TextChunkH\x00\x12/\n\x05image\x18\x02 \x01(\x0b\x32\x1e.tinkerpool.compat.OpaqueChunkH\x00\x12.\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1e.tinkerpool.compat.OpaqueChunkH\x00\x42\x07\n\x05\x63hunk\"\x1b\n\tTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\r\n\x0bOpaqueChunk\"\x95\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x33\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1d.tinkerpool.compat.SparseRowsH\x00\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.tinkerpool.compat.DataType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"G\n\nSparseRows\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.tinkerpool.compat.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.tinkerpool.compat.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc0\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.tinkerpool.compat.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .tinkerpool.compat.BatchedTensor:\x02\x38\x01\"r\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.tinkerpool.compat.DataType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xac\x03\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".tinkerpool.compat.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x42\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1f.tinkerpool.compat.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12>\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x19.tinkerpool.compat.TensorH\x02\x88\x01\x01\x12\x42\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\".tinkerpool.compat.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"i\n\x0fPromptAltTokens\x12)\n\x06tokens\x18\x01 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor\"\xd8\x01\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.tinkerpool.compat.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1f.tinkerpool.compat.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs*~\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x03\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x42\x62\n\x11tinkerpool.compatP\x01Z\"tinkerpool/compat;tinkerpoolcompat\xaa\x02\x11Tinkerpool.Compat\xea\x02\x12Tinkerpool::Compatb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etinkerpool/compat/tinker.proto\x12\x11tinkerpool.compat\"\xc3\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.tinkerpool.compat.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.tinkerpool.compat.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.tinkerpool.compat.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aT\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.tinkerpool.compat.LossOption:\x02\x38\x01\"7\n\nLossOption\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xc8\x02\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.tinkerpool.compat.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.tinkerpool.compat.Datum.LossFnInputsEntry\x12<\n\x11model_input_spans\x18\x03 \x03(\x0b\x32!.tinkerpool.compat.ProvenanceSpan\x12>\n\x13loss_fn_input_spans\x18\x04 \x03(\x0b\x32!.tinkerpool.compat.ProvenanceSpan\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor:\x02\x38\x01\"\x8b\x01\n\x0eProvenanceSpan\x12\x37\n\rprompt_tokens\x18\x01 \x01(\x0b\x32\x1e.tinkerpool.compat.SequenceRunH\x00\x12\x38\n\x0esampled_tokens\x18\x02 \x01(\x0b\x32\x1e.tinkerpool.compat.SequenceRunH\x00\x42\x06\n\x04span\"B\n\x0bSequenceRun\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06length\x18\x03 \x01(\x03\"\xa7\x01\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.tinkerpool.compat.TextChunkH\x00\x12/\n\x05image\x18\x02 \x01(\x0b\x32\x1e.tinkerpool.compat.OpaqueChunkH\x00\x12.\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1e.tinkerpool.compat.OpaqueChunkH\x00\x42\x07\n\x05\x63hunk\"\x1b\n\tTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\r\n\x0bOpaqueChunk\"\x95\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x33\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1d.tinkerpool.compat.SparseRowsH\x00\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.tinkerpool.compat.DataType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"G\n\nSparseRows\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.tinkerpool.compat.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.tinkerpool.compat.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc0\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.tinkerpool.compat.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .tinkerpool.compat.BatchedTensor:\x02\x38\x01\"r\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.tinkerpool.compat.DataType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xac\x03\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".tinkerpool.compat.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x42\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1f.tinkerpool.compat.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12>\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x19.tinkerpool.compat.TensorH\x02\x88\x01\x01\x12\x42\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\".tinkerpool.compat.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"i\n\x0fPromptAltTokens\x12)\n\x06tokens\x18\x01 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.tinkerpool.compat.Tensor\"\xd8\x01\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.tinkerpool.compat.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1f.tinkerpool.compat.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs*~\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x03\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x42\x62\n\x11tinkerpool.compatP\x01Z\"tinkerpool/compat;tinkerpoolcompat\xaa\x02\x11Tinkerpool.Compat\xea\x02\x12Tinkerpool::Compatb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,10 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_DATATYPE']._serialized_start=2600
-  _globals['_DATATYPE']._serialized_end=2726
-  _globals['_STOPREASON']._serialized_start=2728
-  _globals['_STOPREASON']._serialized_end=2786
+  _globals['_DATATYPE']._serialized_start=2924
+  _globals['_DATATYPE']._serialized_end=3050
+  _globals['_STOPREASON']._serialized_start=3052
+  _globals['_STOPREASON']._serialized_end=3110
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=54
   _globals['_FORWARDBACKWARDREQUEST']._serialized_end=505
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=368
@@ -55,35 +55,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOSSOPTION']._serialized_start=507
   _globals['_LOSSOPTION']._serialized_end=562
   _globals['_DATUM']._serialized_start=565
-  _globals['_DATUM']._serialized_end=779
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=689
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=767
-  _globals['_CHUNK']._serialized_start=782
-  _globals['_CHUNK']._serialized_end=949
-  _globals['_TEXTCHUNK']._serialized_start=951
-  _globals['_TEXTCHUNK']._serialized_end=978
-  _globals['_OPAQUECHUNK']._serialized_start=980
-  _globals['_OPAQUECHUNK']._serialized_end=993
-  _globals['_TENSOR']._serialized_start=996
-  _globals['_TENSOR']._serialized_end=1145
-  _globals['_SPARSEROWS']._serialized_start=1147
-  _globals['_SPARSEROWS']._serialized_end=1218
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1221
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1450
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1404
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1450
-  _globals['_ARRAYRECORD']._serialized_start=1453
-  _globals['_ARRAYRECORD']._serialized_end=1645
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1566
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1645
-  _globals['_BATCHEDTENSOR']._serialized_start=1647
-  _globals['_BATCHEDTENSOR']._serialized_end=1761
-  _globals['_SAMPLERESPONSE']._serialized_start=1764
-  _globals['_SAMPLERESPONSE']._serialized_end=2192
-  _globals['_TOPKLOGPROBS']._serialized_start=2194
-  _globals['_TOPKLOGPROBS']._serialized_end=2272
-  _globals['_PROMPTALTTOKENS']._serialized_start=2274
-  _globals['_PROMPTALTTOKENS']._serialized_end=2379
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2382
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2598
+  _globals['_DATUM']._serialized_end=893
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=815
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=893
+  _globals['_PROVENANCESPAN']._serialized_start=896
+  _globals['_PROVENANCESPAN']._serialized_end=1035
+  _globals['_SEQUENCERUN']._serialized_start=1037
+  _globals['_SEQUENCERUN']._serialized_end=1103
+  _globals['_CHUNK']._serialized_start=1106
+  _globals['_CHUNK']._serialized_end=1273
+  _globals['_TEXTCHUNK']._serialized_start=1275
+  _globals['_TEXTCHUNK']._serialized_end=1302
+  _globals['_OPAQUECHUNK']._serialized_start=1304
+  _globals['_OPAQUECHUNK']._serialized_end=1317
+  _globals['_TENSOR']._serialized_start=1320
+  _globals['_TENSOR']._serialized_end=1469
+  _globals['_SPARSEROWS']._serialized_start=1471
+  _globals['_SPARSEROWS']._serialized_end=1542
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1545
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1774
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1728
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1774
+  _globals['_ARRAYRECORD']._serialized_start=1777
+  _globals['_ARRAYRECORD']._serialized_end=1969
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1890
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1969
+  _globals['_BATCHEDTENSOR']._serialized_start=1971
+  _globals['_BATCHEDTENSOR']._serialized_end=2085
+  _globals['_SAMPLERESPONSE']._serialized_start=2088
+  _globals['_SAMPLERESPONSE']._serialized_end=2516
+  _globals['_TOPKLOGPROBS']._serialized_start=2518
+  _globals['_TOPKLOGPROBS']._serialized_end=2596
+  _globals['_PROMPTALTTOKENS']._serialized_start=2598
+  _globals['_PROMPTALTTOKENS']._serialized_end=2703
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2706
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2922
 # @@protoc_insertion_point(module_scope)

@@ -226,6 +226,8 @@ class Datum(_message.Message):
 
     MODEL_INPUT_FIELD_NUMBER: _builtins.int
     LOSS_FN_INPUTS_FIELD_NUMBER: _builtins.int
+    MODEL_INPUT_SPANS_FIELD_NUMBER: _builtins.int
+    LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def model_input(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
         """The input, piece by piece."""
@@ -234,19 +236,91 @@ class Datum(_message.Message):
     def loss_fn_inputs(self) -> _containers.MessageMap[_builtins.str, Global___Tensor]:
         """Inputs of the loss by name."""
 
+    @_builtins.property
+    def model_input_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]:
+        """The samples that the tokens of the input come from, run by run."""
+
+    @_builtins.property
+    def loss_fn_input_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]:
+        """The same of the targets."""
+
     def __init__(
         self,
         *,
         model_input: _abc.Iterable[Global___Chunk] | None = ...,
         loss_fn_inputs: _abc.Mapping[_builtins.str, Global___Tensor] | None = ...,
+        model_input_spans: _abc.Iterable[Global___ProvenanceSpan] | None = ...,
+        loss_fn_input_spans: _abc.Iterable[Global___ProvenanceSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn_inputs", b"loss_fn_inputs", "model_input", b"model_input"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn_input_spans", b"loss_fn_input_spans", "loss_fn_inputs", b"loss_fn_inputs", "model_input", b"model_input", "model_input_spans", b"model_input_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Datum: _TypeAlias = Datum  # noqa: Y015
+
+@_typing.final
+class ProvenanceSpan(_message.Message):
+    """A run of consecutive positions, and the tokens of a sample that they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompt_tokens(self) -> Global___SequenceRun:
+        """Tokens of the sample's prompt."""
+
+    @_builtins.property
+    def sampled_tokens(self) -> Global___SequenceRun:
+        """Tokens that were drawn."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: Global___SequenceRun | None = ...,
+        sampled_tokens: Global___SequenceRun | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens", "span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_span: _TypeAlias = _typing.Literal["prompt_tokens", "sampled_tokens"]  # noqa: Y015
+    _WhichOneofArgType_span: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_span) -> _WhichOneofReturnType_span | None: ...
+
+Global___ProvenanceSpan: _TypeAlias = ProvenanceSpan  # noqa: Y015
+
+@_typing.final
+class SequenceRun(_message.Message):
+    """Tokens of a sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.str
+    """The sequence, as the promise of the sample named it."""
+    offset: _builtins.int
+    """Position of the first token."""
+    length: _builtins.int
+    """Number of tokens."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceRun: _TypeAlias = SequenceRun  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):

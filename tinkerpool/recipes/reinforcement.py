@@ -13,7 +13,8 @@ left out. For example:
 The reward is a function of the line (a dict) and the reply's text; without --reward it is 1 if the reply has the
 line's "answer", else 0. reward, the mean over a step's replies, rises. learned is the share of replies in groups with
 different rewards: if it stays near 0, begin with easier prompts or larger groups. kl is the difference of sampler and
-trainer on the sampled tokens: about 0, because both have the same weights.
+trainer on the sampled tokens: about 0, because both have the same weights. The loss is stable_reinforce
+(docs/losses.md), which is REINFORCE on such samples, at the temperature that they were drawn at.
 An interrupted run continues with the same command.
 """
 
@@ -27,7 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from tinkerpool import APIFuture, Datum, SampleResponse, SamplingClient, SamplingParams, ServiceClient, types
+from tinkerpool import (
+    APIFuture,
+    Datum,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SampledSequence,
+    SampleResponse,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    types,
+)
 from tinkerpool.data import Batches, encode_prompt, read_jsonl
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option, run_program
@@ -92,7 +104,7 @@ def params(settings: Settings, step: int, index: int, *, is_test: bool) -> Sampl
 
 
 def learn_from(prompt: list[int], sequences: Sequence[Any], rewards: Sequence[float]) -> list[Datum]:
-    """Return a group's datums for `importance_sampling`; none if all rewards are equal."""
+    """Return a group's datums with their provenance; none if all rewards are equal."""
     scores = np.array(rewards, np.float64)
     if not scores.std():
         return []
@@ -104,8 +116,23 @@ def learn_from(prompt: list[int], sequences: Sequence[Any], rewards: Sequence[fl
             "logprobs": np.concatenate([before, sequence.logprobs]),
             "advantages": np.concatenate([before, np.full(len(sequence.tokens), advantage)]),
         }
-        data.append(Datum(tokens[:-1], inputs))
+        data.append(with_samples(Datum(tokens[:-1], inputs), len(prompt), sequence))
     return data
+
+
+def with_samples(datum: Datum, num_prompt_tokens: int, sequence: SampledSequence) -> Datum:
+    """Say that a datum is a prompt and the sequence that was drawn for it."""
+    name, num_drawn = str(sequence.sequence_id), len(sequence.tokens)
+    return datum.with_provenance(
+        [
+            PromptProvenanceSpan(sequence_id=name, length=num_prompt_tokens),
+            SampledProvenanceSpan(sequence_id=name, length=num_drawn - 1),
+        ],
+        [  # targets are shifted by one, and so are their spans
+            PromptProvenanceSpan(sequence_id=name, offset=1, length=num_prompt_tokens - 1),
+            SampledProvenanceSpan(sequence_id=name, length=num_drawn),
+        ],
+    )
 
 
 def kl_sample_train(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]]) -> float:
@@ -150,19 +177,19 @@ def train(
         return [float(score(record, text)) for text in texts]
 
     with Progress(run.start_step, num_steps, on_metrics) as progress:
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
         groups = sample(sampler, run.start_step)
         for step in range(run.start_step, num_steps):
             data, rewards, done = [], [], step + 1
             for (record, prompt), group in zip(batches.at(step), groups, strict=True):
                 rewards.append(rewards_of(record, group.result()))
                 data += learn_from(prompt, group.result().sequences, rewards[-1])
-            passed = client.forward_backward(data, "importance_sampling") if data else None
+            passed = client.forward_backward(data, "stable_reinforce") if data else None
             stepped = client.optim_step(run.adam(step, num_steps)) if data else None
             saved = run.save(client, done, num_steps)
 
             # The next step's samples are submitted before this step's results are awaited.
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
             groups = sample(sampler, done) if done < num_steps else []
             metrics = {"reward": float(np.mean(rewards)), "learned": len(data) / settings.group_size / len(rewards)}
             if passed is not None and stepped is not None:

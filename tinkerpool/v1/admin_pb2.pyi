@@ -450,7 +450,7 @@ class GetTenantResponse(_message.Message):
     num_checkpoints: _builtins.int
     """Checkpoints."""
     stored_bytes: _builtins.int
-    """Bytes of its checkpoints."""
+    """Bytes of its checkpoints, and of the records of its samples."""
     @_builtins.property
     def tenant(self) -> Global___Tenant:
         """The tenant."""

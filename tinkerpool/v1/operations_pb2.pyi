@@ -353,7 +353,9 @@ class SampledSequence(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _types_pb2.Tensor:
-        """float32, shape (n,): log-probability of each token under the model at temperature 1, before top-k and top-p."""
+        """float32, shape (n,): log-probability of each token at the request's temperature (1 for greedy), before top-k and
+        top-p.
+        """
 
     @_builtins.property
     def topk(self) -> Global___TokenLogprobs:
@@ -377,7 +379,9 @@ Global___SampledSequence: _TypeAlias = SampledSequence  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """Some tokens per position, with their log-probabilities under the model at temperature 1."""
+    """Some tokens per position, with their log-probabilities: at sampled positions as in SampledSequence.logprobs, at
+    positions of the prompt under the model at temperature 1.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,7 +432,7 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _types_pb2.Tensor:
-        """If asked for: float32, shape (p,); NaN at position 0, which nothing precedes, and where it was not asked for."""
+        """If asked for: float32, shape (p,), at temperature 1, whatever the request's is; NaN at position 0, which nothing precedes, and where it was not asked for."""
 
     @_builtins.property
     def topk_prompt(self) -> Global___TokenLogprobs:

@@ -26,7 +26,7 @@ from tinkerpool.v1 import operations_pb2 as tinkerpool_dot_v1_dot_operations__pb
 from tinkerpool.v1 import types_pb2 as tinkerpool_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/sampling.proto\x12\rtinkerpool.v1\x1a\x1etinkerpool/v1/operations.proto\x1a\x19tinkerpool/v1/types.proto\"\xd2\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.tinkerpool.v1.StopConditionB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"0\n\rStopCondition\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\"E\n\x07Sampler\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x12\n\nmodel_path\x18\x03 \x01(\t\"\x84\x01\n\x14\x43reateSamplerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x12\n\x05index\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x05 \x01(\tB\x08\n\x06_index\"@\n\x15\x43reateSamplerResponse\x12\'\n\x07sampler\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Sampler\"\'\n\x11GetSamplerRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\"=\n\x12GetSamplerResponse\x12\'\n\x07sampler\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Sampler\"\x86\x03\n\rSampleRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\x06prompt\x18\x04 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x05\x12-\n\x06params\x18\x06 \x01(\x0b\x32\x1d.tinkerpool.v1.SamplingParams\x12\x1f\n\x17include_prompt_logprobs\x18\x07 \x01(\x08\x12\x1e\n\x16prompt_logprobs_last_n\x18\x08 \x01(\x05\x12\x1c\n\x14topk_prompt_logprobs\x18\t \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\n \x01(\x05\x12-\n\x0eprompt_targets\x18\x0b \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x12\x0c\n\x04note\x18\r \x01(\t\"=\n\x0eSampleResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"D\n\x13StreamSampleRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.tinkerpool.v1.SampleRequest\"F\n\x0cSampledToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x05\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"|\n\x14StreamSampleResponse\x12,\n\x05token\x18\x01 \x01(\x0b\x32\x1b.tinkerpool.v1.SampledTokenH\x00\x12-\n\toperation\x18\x02 \x01(\x0b\x32\x18.tinkerpool.v1.OperationH\x00\x42\x07\n\x05\x65vent2\xe2\x02\n\x0fSamplingService\x12Z\n\rCreateSampler\x12#.tinkerpool.v1.CreateSamplerRequest\x1a$.tinkerpool.v1.CreateSamplerResponse\x12Q\n\nGetSampler\x12 .tinkerpool.v1.GetSamplerRequest\x1a!.tinkerpool.v1.GetSamplerResponse\x12\x45\n\x06Sample\x12\x1c.tinkerpool.v1.SampleRequest\x1a\x1d.tinkerpool.v1.SampleResponse\x12Y\n\x0cStreamSample\x12\".tinkerpool.v1.StreamSampleRequest\x1a#.tinkerpool.v1.StreamSampleResponse0\x01\x42N\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/sampling.proto\x12\rtinkerpool.v1\x1a\x1etinkerpool/v1/operations.proto\x1a\x19tinkerpool/v1/types.proto\"\xd2\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.tinkerpool.v1.StopConditionB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"0\n\rStopCondition\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\"E\n\x07Sampler\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x12\n\nmodel_path\x18\x03 \x01(\t\"\x84\x01\n\x14\x43reateSamplerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x12\n\x05index\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x05 \x01(\tB\x08\n\x06_index\"@\n\x15\x43reateSamplerResponse\x12\'\n\x07sampler\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Sampler\"\'\n\x11GetSamplerRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\"=\n\x12GetSamplerResponse\x12\'\n\x07sampler\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Sampler\"\xdf\x03\n\rSampleRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\x06prompt\x18\x04 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x05\x12-\n\x06params\x18\x06 \x01(\x0b\x32\x1d.tinkerpool.v1.SamplingParams\x12\x1f\n\x17include_prompt_logprobs\x18\x07 \x01(\x08\x12\x1e\n\x16prompt_logprobs_last_n\x18\x08 \x01(\x05\x12\x1c\n\x14topk_prompt_logprobs\x18\t \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\n \x01(\x05\x12-\n\x0eprompt_targets\x18\x0b \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x12\x0c\n\x04note\x18\r \x01(\t\x12\x38\n\x10logprobs_version\x18\x0e \x01(\x0e\x32\x1e.tinkerpool.v1.LogprobsVersion\x12\x1d\n\x15record_stability_info\x18\x0f \x01(\x08\"=\n\x0eSampleResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"D\n\x13StreamSampleRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.tinkerpool.v1.SampleRequest\"F\n\x0cSampledToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x05\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"|\n\x14StreamSampleResponse\x12,\n\x05token\x18\x01 \x01(\x0b\x32\x1b.tinkerpool.v1.SampledTokenH\x00\x12-\n\toperation\x18\x02 \x01(\x0b\x32\x18.tinkerpool.v1.OperationH\x00\x42\x07\n\x05\x65vent*P\n\x0fLogprobsVersion\x12 \n\x1cLOGPROBS_VERSION_UNSPECIFIED\x10\x00\x12\x1b\n\x17LOGPROBS_VERSION_SCALED\x10\x01\x32\xe2\x02\n\x0fSamplingService\x12Z\n\rCreateSampler\x12#.tinkerpool.v1.CreateSamplerRequest\x1a$.tinkerpool.v1.CreateSamplerResponse\x12Q\n\nGetSampler\x12 .tinkerpool.v1.GetSamplerRequest\x1a!.tinkerpool.v1.GetSamplerResponse\x12\x45\n\x06Sample\x12\x1c.tinkerpool.v1.SampleRequest\x1a\x1d.tinkerpool.v1.SampleResponse\x12Y\n\x0cStreamSample\x12\".tinkerpool.v1.StreamSampleRequest\x1a#.tinkerpool.v1.StreamSampleResponse0\x01\x42N\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinkerpool.v1.sampling_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
+  _globals['_LOGPROBSVERSION']._serialized_start=1558
+  _globals['_LOGPROBSVERSION']._serialized_end=1638
   _globals['_SAMPLINGPARAMS']._serialized_start=107
   _globals['_SAMPLINGPARAMS']._serialized_end=317
   _globals['_STOPCONDITION']._serialized_start=319
@@ -49,15 +51,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSAMPLERRESPONSE']._serialized_start=682
   _globals['_GETSAMPLERRESPONSE']._serialized_end=743
   _globals['_SAMPLEREQUEST']._serialized_start=746
-  _globals['_SAMPLEREQUEST']._serialized_end=1136
-  _globals['_SAMPLERESPONSE']._serialized_start=1138
-  _globals['_SAMPLERESPONSE']._serialized_end=1199
-  _globals['_STREAMSAMPLEREQUEST']._serialized_start=1201
-  _globals['_STREAMSAMPLEREQUEST']._serialized_end=1269
-  _globals['_SAMPLEDTOKEN']._serialized_start=1271
-  _globals['_SAMPLEDTOKEN']._serialized_end=1341
-  _globals['_STREAMSAMPLERESPONSE']._serialized_start=1343
-  _globals['_STREAMSAMPLERESPONSE']._serialized_end=1467
-  _globals['_SAMPLINGSERVICE']._serialized_start=1470
-  _globals['_SAMPLINGSERVICE']._serialized_end=1824
+  _globals['_SAMPLEREQUEST']._serialized_end=1225
+  _globals['_SAMPLERESPONSE']._serialized_start=1227
+  _globals['_SAMPLERESPONSE']._serialized_end=1288
+  _globals['_STREAMSAMPLEREQUEST']._serialized_start=1290
+  _globals['_STREAMSAMPLEREQUEST']._serialized_end=1358
+  _globals['_SAMPLEDTOKEN']._serialized_start=1360
+  _globals['_SAMPLEDTOKEN']._serialized_end=1430
+  _globals['_STREAMSAMPLERESPONSE']._serialized_start=1432
+  _globals['_STREAMSAMPLERESPONSE']._serialized_end=1556
+  _globals['_SAMPLINGSERVICE']._serialized_start=1641
+  _globals['_SAMPLINGSERVICE']._serialized_end=1995
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tinkerpool.v1 import operations_pb2 as _operations_pb2
 from tinkerpool.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -19,6 +20,26 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _LogprobsVersion:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsVersionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsVersion.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_VERSION_UNSPECIFIED: _LogprobsVersion.ValueType  # 0
+    """Logged before there was a version: those of the model at temperature 1."""
+    LOGPROBS_VERSION_SCALED: _LogprobsVersion.ValueType  # 1
+    """Those at the request's temperature; at temperature 1 if it is greedy."""
+
+class LogprobsVersion(_LogprobsVersion, metaclass=_LogprobsVersionEnumTypeWrapper):
+    """What the log-probabilities of sampled tokens mean, and of the likeliest tokens at their positions."""
+
+LOGPROBS_VERSION_UNSPECIFIED: LogprobsVersion.ValueType  # 0
+"""Logged before there was a version: those of the model at temperature 1."""
+LOGPROBS_VERSION_SCALED: LogprobsVersion.ValueType  # 1
+"""Those at the request's temperature; at temperature 1 if it is greedy."""
+Global___LogprobsVersion: _TypeAlias = LogprobsVersion  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -268,6 +289,8 @@ class SampleRequest(_message.Message):
     PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_VERSION_FIELD_NUMBER: _builtins.int
+    RECORD_STABILITY_INFO_FIELD_NUMBER: _builtins.int
     sampler_id: _builtins.str
     """The sampler."""
     seq: _builtins.int
@@ -288,6 +311,13 @@ class SampleRequest(_message.Message):
     """Also draw this many tokens, at the request's temperature, at every prompt position but the first; at most 100."""
     note: _builtins.str
     """Anything, at most 256 bytes: comes back as SampleResult.note. Nothing is done with it."""
+    logprobs_version: Global___LogprobsVersion.ValueType
+    """What log-probabilities of sampled tokens mean. The server sets it in what it logs, and ignores what a client sends."""
+    record_stability_info: _builtins.bool
+    """Keep a record of every sequence, for losses that compare trainer and sampler (STABLE_REINFORCE): tokens,
+    log-probabilities, temperature and weights. It is kept until the sampler's session ends, and for a day of the
+    service's running time after it was made or last used. 8 bytes a token count as stored bytes of the tenant.
+    """
     @_builtins.property
     def prompt(self) -> _types_pb2.Tensor:
         """Token ids, shape (p,), p >= 1."""
@@ -318,10 +348,12 @@ class SampleRequest(_message.Message):
         prompt_targets: _types_pb2.Tensor | None = ...,
         prompt_alt_tokens_k: _builtins.int = ...,
         note: _builtins.str = ...,
+        logprobs_version: Global___LogprobsVersion.ValueType = ...,
+        record_stability_info: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt", "prompt_targets", b"prompt_targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "note", b"note", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "logprobs_version", b"logprobs_version", "note", b"note", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "record_stability_info", b"record_stability_info", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

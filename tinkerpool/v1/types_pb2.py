@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/types.proto\x12\rtinkerpool.v1\"M\n\x06Tensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12&\n\x05\x64type\x18\x02 \x01(\x0e\x32\x17.tinkerpool.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xb3\x01\n\x05\x44\x61tum\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x39\n\x0bloss_inputs\x18\x02 \x03(\x0b\x32$.tinkerpool.v1.Datum.LossInputsEntry\x1aH\n\x0fLossInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor:\x02\x38\x01\"\xec\x01\n\nAdamParams\x12\x1a\n\rlearning_rate\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x62\x65ta1\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05\x62\x65ta2\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x10\n\x03\x65ps\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0cweight_decay\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1b\n\x0egrad_clip_norm\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\x10\n\x0e_learning_rateB\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decayB\x11\n\x0f_grad_clip_norm*f\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x03*\xd4\x01\n\x0cLossFunction\x12\x1d\n\x19LOSS_FUNCTION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_FUNCTION_CROSS_ENTROPY\x10\x01\x12%\n!LOSS_FUNCTION_IMPORTANCE_SAMPLING\x10\x02\x12\x15\n\x11LOSS_FUNCTION_PPO\x10\x03\x12\x17\n\x13LOSS_FUNCTION_CISPO\x10\x04\x12\x15\n\x11LOSS_FUNCTION_DRO\x10\x05\x12\x16\n\x12LOSS_FUNCTION_GSPO\x10\x06\x42N\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/types.proto\x12\rtinkerpool.v1\"M\n\x06Tensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12&\n\x05\x64type\x18\x02 \x01(\x0e\x32\x17.tinkerpool.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x9c\x02\n\x05\x44\x61tum\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x39\n\x0bloss_inputs\x18\x02 \x03(\x0b\x32$.tinkerpool.v1.Datum.LossInputsEntry\x12\x32\n\x0btoken_spans\x18\x03 \x03(\x0b\x32\x1d.tinkerpool.v1.ProvenanceSpan\x12\x33\n\x0ctarget_spans\x18\x04 \x03(\x0b\x32\x1d.tinkerpool.v1.ProvenanceSpan\x1aH\n\x0fLossInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor:\x02\x38\x01\"\x8b\x01\n\x0eProvenanceSpan\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.tinkerpool.v1.ProvenanceKind\x12\x13\n\x0bsequence_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\x17\n\x0fsampler_version\x18\x05 \x01(\t\"\xec\x01\n\nAdamParams\x12\x1a\n\rlearning_rate\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x62\x65ta1\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05\x62\x65ta2\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x10\n\x03\x65ps\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0cweight_decay\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1b\n\x0egrad_clip_norm\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\x10\n\x0e_learning_rateB\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decayB\x11\n\x0f_grad_clip_norm*f\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x03*j\n\x0eProvenanceKind\x12\x1f\n\x1bPROVENANCE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROVENANCE_KIND_PROMPT\x10\x01\x12\x1b\n\x17PROVENANCE_KIND_SAMPLED\x10\x02*\xf8\x01\n\x0cLossFunction\x12\x1d\n\x19LOSS_FUNCTION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_FUNCTION_CROSS_ENTROPY\x10\x01\x12%\n!LOSS_FUNCTION_IMPORTANCE_SAMPLING\x10\x02\x12\x15\n\x11LOSS_FUNCTION_PPO\x10\x03\x12\x17\n\x13LOSS_FUNCTION_CISPO\x10\x04\x12\x15\n\x11LOSS_FUNCTION_DRO\x10\x05\x12\x16\n\x12LOSS_FUNCTION_GSPO\x10\x06\x12\"\n\x1eLOSS_FUNCTION_STABLE_REINFORCE\x10\x07\x42N\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_DATUM_LOSSINPUTSENTRY']._loaded_options = None
   _globals['_DATUM_LOSSINPUTSENTRY']._serialized_options = b'8\001'
-  _globals['_DATATYPE']._serialized_start=544
-  _globals['_DATATYPE']._serialized_end=646
-  _globals['_LOSSFUNCTION']._serialized_start=649
-  _globals['_LOSSFUNCTION']._serialized_end=861
+  _globals['_DATATYPE']._serialized_start=791
+  _globals['_DATATYPE']._serialized_end=893
+  _globals['_PROVENANCEKIND']._serialized_start=895
+  _globals['_PROVENANCEKIND']._serialized_end=1001
+  _globals['_LOSSFUNCTION']._serialized_start=1004
+  _globals['_LOSSFUNCTION']._serialized_end=1252
   _globals['_TENSOR']._serialized_start=44
   _globals['_TENSOR']._serialized_end=121
   _globals['_DATUM']._serialized_start=124
-  _globals['_DATUM']._serialized_end=303
-  _globals['_DATUM_LOSSINPUTSENTRY']._serialized_start=231
-  _globals['_DATUM_LOSSINPUTSENTRY']._serialized_end=303
-  _globals['_ADAMPARAMS']._serialized_start=306
-  _globals['_ADAMPARAMS']._serialized_end=542
+  _globals['_DATUM']._serialized_end=408
+  _globals['_DATUM_LOSSINPUTSENTRY']._serialized_start=336
+  _globals['_DATUM_LOSSINPUTSENTRY']._serialized_end=408
+  _globals['_PROVENANCESPAN']._serialized_start=411
+  _globals['_PROVENANCESPAN']._serialized_end=550
+  _globals['_ADAMPARAMS']._serialized_start=553
+  _globals['_ADAMPARAMS']._serialized_end=789
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,30 @@ DATA_TYPE_INT64: DataType.ValueType  # 3
 """Two's complement, little endian. Token ids are accepted in this type too; they must fit in int32."""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
+class _ProvenanceKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProvenanceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProvenanceKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROVENANCE_KIND_UNSPECIFIED: _ProvenanceKind.ValueType  # 0
+    """Refused."""
+    PROVENANCE_KIND_PROMPT: _ProvenanceKind.ValueType  # 1
+    """Tokens of the prompt of the sample's request."""
+    PROVENANCE_KIND_SAMPLED: _ProvenanceKind.ValueType  # 2
+    """Tokens that were drawn for the sequence."""
+
+class ProvenanceKind(_ProvenanceKind, metaclass=_ProvenanceKindEnumTypeWrapper):
+    """What a run of positions is, in a sample that was recorded (SampleRequest.record_stability_info)."""
+
+PROVENANCE_KIND_UNSPECIFIED: ProvenanceKind.ValueType  # 0
+"""Refused."""
+PROVENANCE_KIND_PROMPT: ProvenanceKind.ValueType  # 1
+"""Tokens of the prompt of the sample's request."""
+PROVENANCE_KIND_SAMPLED: ProvenanceKind.ValueType  # 2
+"""Tokens that were drawn for the sequence."""
+Global___ProvenanceKind: _TypeAlias = ProvenanceKind  # noqa: Y015
+
 class _LossFunction:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -69,6 +93,11 @@ class _LossFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossFunc
     """-sum(p A - beta / 2 (p - q)^2). Option `beta` 0.05."""
     LOSS_FUNCTION_GSPO: _LossFunction.ValueType  # 6
     """PPO on the geometric mean of r over the sequence (over `sequence_ratio_mask` if given). Bounds 1 - 3e-4, 1 + 4e-4."""
+    LOSS_FUNCTION_STABLE_REINFORCE: _LossFunction.ValueType  # 7
+    """This pool's: -sum(stop_gradient(w) A p) over drawn tokens, p at the temperature that each was drawn at; w = 1 where
+    A >= 0, else min(1, product of r over the drawn tokens of the datum). Inputs: `target_tokens`, `advantages`; q and
+    temperatures come from the records of the samples that the datum's spans name.
+    """
 
 class LossFunction(_LossFunction, metaclass=_LossFunctionEnumTypeWrapper):
     """A built-in loss. All are summed over tokens and sequences, never averaged.
@@ -91,6 +120,11 @@ LOSS_FUNCTION_DRO: LossFunction.ValueType  # 5
 """-sum(p A - beta / 2 (p - q)^2). Option `beta` 0.05."""
 LOSS_FUNCTION_GSPO: LossFunction.ValueType  # 6
 """PPO on the geometric mean of r over the sequence (over `sequence_ratio_mask` if given). Bounds 1 - 3e-4, 1 + 4e-4."""
+LOSS_FUNCTION_STABLE_REINFORCE: LossFunction.ValueType  # 7
+"""This pool's: -sum(stop_gradient(w) A p) over drawn tokens, p at the temperature that each was drawn at; w = 1 where
+A >= 0, else min(1, product of r over the drawn tokens of the datum). Inputs: `target_tokens`, `advantages`; q and
+temperatures come from the records of the samples that the datum's spans name.
+"""
 Global___LossFunction: _TypeAlias = LossFunction  # noqa: Y015
 
 @_typing.final
@@ -156,6 +190,8 @@ class Datum(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     LOSS_INPUTS_FIELD_NUMBER: _builtins.int
+    TOKEN_SPANS_FIELD_NUMBER: _builtins.int
+    TARGET_SPANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___Tensor:
         """Token ids, shape (n,), n >= 1."""
@@ -166,19 +202,69 @@ class Datum(_message.Message):
         should say after position t of `tokens`: targets are shifted by the caller.
         """
 
+    @_builtins.property
+    def token_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]:
+        """Where the tokens of `tokens` come from: runs in order, whose lengths add up to n. For STABLE_REINFORCE; other losses
+        ignore it, and the next field.
+        """
+
+    @_builtins.property
+    def target_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]:
+        """The same of `target_tokens`."""
+
     def __init__(
         self,
         *,
         tokens: Global___Tensor | None = ...,
         loss_inputs: _abc.Mapping[_builtins.str, Global___Tensor] | None = ...,
+        token_spans: _abc.Iterable[Global___ProvenanceSpan] | None = ...,
+        target_spans: _abc.Iterable[Global___ProvenanceSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_inputs", b"loss_inputs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_inputs", b"loss_inputs", "target_spans", b"target_spans", "token_spans", b"token_spans", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Datum: _TypeAlias = Datum  # noqa: Y015
+
+@_typing.final
+class ProvenanceSpan(_message.Message):
+    """A run of consecutive positions of a datum, and the tokens of a recorded sample that they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    SAMPLER_VERSION_FIELD_NUMBER: _builtins.int
+    kind: Global___ProvenanceKind.ValueType
+    """Prompt or sampled."""
+    sequence_id: _builtins.str
+    """`<sampler id>:<seq of the sample>:<index of the sequence>`: the sample's operation name, and the index."""
+    offset: _builtins.int
+    """The first token's position in the prompt, or among the drawn tokens."""
+    length: _builtins.int
+    """Number of tokens, 0 or more."""
+    sampler_version: _builtins.str
+    """The weights that drew the sequence. The server sets it in what it logs, and ignores what a client sends."""
+    def __init__(
+        self,
+        *,
+        kind: Global___ProvenanceKind.ValueType = ...,
+        sequence_id: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        sampler_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "length", b"length", "offset", b"offset", "sampler_version", b"sampler_version", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProvenanceSpan: _TypeAlias = ProvenanceSpan  # noqa: Y015
 
 @_typing.final
 class AdamParams(_message.Message):

@@ -20,6 +20,9 @@ class LossRule:
     filled: Mapping[str, float] = field(default_factory=dict)
     """Inputs that a request may leave out: its payload then has this value for every target, so that a worker always
     receives them."""
+    recorded: frozenset[str] = frozenset()
+    """Inputs that admission takes from the records of the samples that a datum's spans name. What a request sends under
+    these names is ignored."""
     options: Mapping[str, float] = field(default_factory=dict)
     """Options of a request (`loss_config`), finite numbers, with their defaults."""
     allows_many_targets: bool = False
@@ -28,13 +31,15 @@ class LossRule:
     @property
     def inputs(self) -> frozenset[str]:
         """Return the names of all inputs that a request may have."""
-        return self.required | self.optional | self.filled.keys()
+        return self.required | self.optional | self.recorded | self.filled.keys()
 
 
 _POLICY = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP_BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 """Bounds of the probability ratio: as options for all tokens, or as inputs for each."""
 _CLIP = frozenset(CLIP_BOUNDS)
+TEMPERATURES = "temperatures"
+"""The temperature that each token was drawn at, for a loss whose p is at it too; 0: the token was not drawn."""
 
 
 def _bounds(low: float, high: float) -> Mapping[str, float]:
@@ -48,6 +53,9 @@ LOSS_RULES: Mapping[str, LossRule] = {
     "cispo": LossRule(required=_POLICY, optional=_CLIP, options=_bounds(0.0, 4.0)),
     "dro": LossRule(required=_POLICY, options={"beta": 0.05}),
     "gspo": LossRule(required=_POLICY, optional=_CLIP | {"sequence_ratio_mask"}, options=_bounds(1 - 3e-4, 1 + 4e-4)),
+    "stable_reinforce": LossRule(
+        required=frozenset({"target_tokens", "advantages"}), recorded=frozenset({"logprobs", TEMPERATURES})
+    ),
 }
 """By name, in the order that the capabilities list."""
 IGNORED_INPUT = "mask"

@@ -266,6 +266,11 @@ class BatchResult:
     """Seconds from the start of the batch to its results, on the worker."""
 
 
+LOGPROBS_TEMPERATURE_MIN = 1e-20
+"""Temperatures below count as this one for log-probabilities, so that these stay finite. No two logits of a model are
+so near to each other that it matters."""
+
+
 class StopReason(Enum):
     """Why a sampled sequence ended."""
 
@@ -325,6 +330,9 @@ class SampleRequest:
     """Token ids, shape (p - 1, k), whose log-probabilities to return: row i at prompt position i + 1. -1: of none."""
     prompt_alt_tokens_k: int = 0
     """Number of draws to return at every prompt position but the first, at the request's temperature. 0: none."""
+    scales_logprobs: bool = True
+    """Whether log-probabilities at sampled positions are of logits / temperature. False: at temperature 1, as they were
+    promised to requests logged before there was a choice."""
     stream: bool = False
     """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
     removals: tuple[str, ...] = ()
@@ -339,12 +347,13 @@ class TokenEvent:
     sequence_index: int
     token: int
     logprob: float
-    """Natural log-probability under the untempered model, before top-k and top-p."""
+    """Natural log-probability at the request's temperature (1 for greedy), before top-k and top-p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Some tokens of each position, and their natural log-probabilities under the untempered model."""
+    """Some tokens of each position, and their natural log-probabilities: of sampled positions as `TokenEvent.logprob`,
+    of positions of a prompt at temperature 1."""
 
     token_ids: NDArray[np.int32]
     """Shape (n, k). Of likeliest tokens: the likeliest first, the lowest id first among equals."""

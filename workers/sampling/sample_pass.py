@@ -23,6 +23,7 @@ from torch import Tensor
 from workers.bank.bank import Bank
 from workers.bank.entries import Row
 from workers.contract.capacity import BLOCK_TOKENS
+from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
@@ -45,6 +46,8 @@ class NextPart:
     prompt: PromptBlocks
     tokens: NDArray[np.int64]
     """(S,)"""
+    logprobs_temperature: float
+    """What logits are divided by for log-probabilities at sampled positions, above 0."""
     sequences: Sequence[SequenceBlocks]
     """One per token."""
 
@@ -59,6 +62,8 @@ class PromptPart:
     """(n,)"""
     start: int
     """Position of the first of `tokens`."""
+    logprobs_temperature: float
+    """As in `NextPart`; for the position after the prompt."""
     first_row: int
     """The first position of the prompt whose logits are wanted by `note`."""
     note: Callable[[int, Tensor], None]
@@ -80,7 +85,7 @@ Part = NextPart | PromptPart
 
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
-    """Rows of logits, before temperature, and their log-probabilities."""
+    """Rows of logits, before temperature, and log-probabilities at the temperatures of their parts."""
 
     logits: NDArray[np.float32]
     """(N, V), on the CPU."""
@@ -164,7 +169,7 @@ class SamplePass:
         rows_of = [
             slice(stop - len(rows), stop) if len(rows) else None for rows, stop in zip(drawn, stops, strict=True)
         ]
-        logits = self._logits(drawn, [part.key for part in ordered], bank_rows) if any(rows_of) else None
+        logits = self._logits(drawn, ordered, bank_rows) if any(rows_of) else None
         return Outcome(logits, [rows_of[index] for index in np.argsort(order)])
 
     def _acquire(self, parts: Sequence[Part]) -> dict[str, Row]:
@@ -184,12 +189,13 @@ class SamplePass:
             self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple)
         return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
-    def _logits(self, hidden: Sequence[Tensor], keys: Sequence[str], bank_rows: dict[str, Row]) -> LogitsRows:
+    def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
         """Return the rows for drawing, from the hidden states of every part, (0, D) for a part without any."""
         counts = [len(rows) for rows in hidden]
-        segments = _segments([pair for pair in zip(keys, counts, strict=True) if pair[1]], bank_rows)
-        logits = self._base_model.unembed(torch.cat(list(hidden)), segments).float()  # (N, V)
-        return LogitsRows(logits.cpu().numpy(), logits.log_softmax(-1))
+        runs = [(part.key, count) for part, count in zip(parts, counts, strict=True) if count]
+        logits = self._base_model.unembed(torch.cat(list(hidden)), _segments(runs, bank_rows)).float()  # (N, V)
+        temperatures = np.repeat([part.logprobs_temperature for part in parts], counts)
+        return LogitsRows(logits.cpu().numpy(), _logprobs(logits, temperatures))
 
     def _note(self, part: PromptPart, hidden: Tensor, bank_rows: dict[str, Row]) -> None:
         """Call `part.note` with the logits that are wanted, from the hidden states (n, D) of the part's tokens."""
@@ -199,6 +205,17 @@ class SamplePass:
             segments = _segments([(part.key, stop - start)], bank_rows)
             rows = hidden[start - part.start : stop - part.start]
             part.note(start, self._base_model.unembed(rows, segments).float())
+
+
+def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:
+    """Return log_softmax(logits / temperature) (N, V) of rows (N, V) with a temperature each, above 0.
+
+    A row at temperature 1 has the bits of its own log_softmax, whatever the others are at.
+    """
+    if (temperatures == 1).all():
+        return logits.log_softmax(-1)
+    divisors = np.maximum(temperatures[:, None], LOGPROBS_TEMPERATURE_MIN)
+    return (logits / torch.from_numpy(divisors).to(logits)).log_softmax(-1)
 
 
 def _bank_order(row: Row | None) -> tuple[int, int]:

@@ -234,6 +234,7 @@ class Sampler:
                 prompt=active.prompt.location,
                 tokens=active.request.prompt[start : work.stop].astype(np.int64),
                 start=start,
+                logprobs_temperature=active.logprobs_temperature,
                 first_row=active.outputs.first_row,
                 note=active.note,
             )
@@ -243,6 +244,7 @@ class Sampler:
             key=active.key,
             prompt=active.prompt.location,
             tokens=np.array([sequence.tokens[-1] for sequence in active.sequences], np.int64),
+            logprobs_temperature=active.logprobs_temperature,
             sequences=[sequence.location for sequence in active.sequences],
         )
 

@@ -141,6 +141,11 @@ class ActiveRequest:
         return self.request.scope or (version.key if version.spec is None else version.spec.adapter_id)
 
     @property
+    def logprobs_temperature(self) -> float:
+        """The temperature of the log-probabilities at sampled positions."""
+        return (self.request.params.temperature or 1.0) if self.request.scales_logprobs else 1.0
+
+    @property
     def num_own_blocks(self) -> int:
         """Blocks that each sequence takes at most, its prompt not counted."""
         return num_own_blocks(self.request.params.max_tokens)

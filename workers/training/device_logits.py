@@ -23,11 +23,14 @@ from torch import Tensor
 
 from workers.model.linears import Kept, LinearGroup
 from workers.model.segments import Segment
-from workers.training.logits import Part, Piece, blocks_of
+from workers.training.logits import Part, Piece, blocks_of, divide_by_temperatures
+from workers.training.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 27
 """Logits of a block, about: 256 MiB in bf16, and 512 MiB for their log-probabilities."""
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
+SCALED_ROWS = 64
+"""Rows that are scaled by temperature at a time."""
 
 
 def block_rows_of(vocab_size: int) -> int:
@@ -104,7 +107,7 @@ class DeviceLoss:
         """Compute the slopes of a loss over whole sequences, from all log-probabilities. The logits are not kept."""
         for block in blocks_of([own.part], self.block_rows):
             logits, _ = self._logits_of(hidden, block)
-            logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
+            logprobs = _logprobs(logits, [(piece, own.loss) for piece in block])
             _pick(logprobs, block[0], block[0], own)
         terms = own.loss.sequence_terms(own.logprobs)
         own.slopes = own.add(terms.loss, terms.slope, terms.num_clipped)
@@ -113,7 +116,7 @@ class DeviceLoss:
         pieces = [piece for piece, _ in block]
         rows = slice(pieces[0].first_row, pieces[-1].end_row)
         logits, kept = self._logits_of(hidden, pieces)
-        logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (B, V)
+        logprobs = _logprobs(logits, [(piece, own.loss) for piece, own in block])  # (B, V)
         slopes = []  # (N, K) each
         for piece, own in block:
             picked = _pick(logprobs, pieces[0], piece, own)
@@ -133,6 +136,7 @@ class DeviceLoss:
             targets = own.loss.targets[piece.start : piece.stop]
             for column in range(targets.shape[1]):  # one by one, for a row may name a target twice
                 dpiece.scatter_add_(1, targets[:, column : column + 1], slope[:, column : column + 1])
+        divide_by_temperatures(dlogits, [(piece, own.loss) for piece, own in block])
         logits.copy_(dlogits)
         dblock = self.unembedding.backward(hidden[rows], kept, [logits])
         assert dblock is not None
@@ -145,6 +149,24 @@ class DeviceLoss:
         rows = hidden[first : block[-1].end_row]
         (logits,), kept = self.unembedding.forward(rows, self.unembedding.current.route(segments))
         return logits, kept
+
+
+def _logprobs(logits: Tensor, block: Sequence[tuple[Piece, RequestLoss]]) -> Tensor:
+    """Return log-probabilities (B, V) in fp32 of logits (B, V), at the temperatures of the rows' tokens.
+
+    Log-probabilities at temperature 1 are logits but for a constant of each row, so they are scaled in place, a few
+    rows at a time: a second tensor of the size of the block would not be in the estimate of the memory of the pass.
+    """
+    logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    first = block[0][0].first_row
+    for piece, loss in block:
+        if loss.temperatures is None:
+            continue
+        for start in range(piece.start, piece.stop, SCALED_ROWS):
+            stop = min(start + SCALED_ROWS, piece.stop)
+            rows = logprobs[piece.part.start + start - first : piece.part.start + stop - first]
+            rows.copy_(rows.div_(loss.temperatures[start:stop]).log_softmax(-1))
+    return logprobs
 
 
 def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:

@@ -101,6 +101,15 @@ def blocks_of(parts: Sequence[Part], block_rows: int) -> Iterator[list[Piece]]:
         yield block
 
 
+def divide_by_temperatures(values: Tensor, block: Sequence[tuple[Piece, RequestLoss]]) -> None:
+    """Divide, in place, the rows of a block (B, V) by the temperatures of their tokens: logits, and by the chain rule
+    d(loss)/d(logits). Rows of a loss without temperatures stay as they are."""
+    first = block[0][0].first_row
+    for piece, loss in block:
+        if loss.temperatures is not None:
+            values[piece.first_row - first : piece.end_row - first].div_(loss.temperatures[piece.start : piece.stop])
+
+
 class PassLoss(Protocol):
     """The losses of a pass from its last hidden states: `ChunkedLoss` or `device_logits.DeviceLoss`."""
 
@@ -172,6 +181,7 @@ class ChunkedLoss:
             dpiece.scatter_add_(1, piece.part.loss.targets[piece.start : piece.stop], slope)
             if not piece.part.is_finite:
                 dpiece.zero_()
+        divide_by_temperatures(dlogits, [(piece, piece.part.loss) for piece in block])
         first = block[0].first_row
         dblock = self.unembedding.backward(rows, kept, [dlogits])
         assert dblock is not None
@@ -187,6 +197,7 @@ class ChunkedLoss:
             rows = F.pad(rows, (0, 0, 0, current.rows_min - len(rows)))
         outs = None if self._logits is None else [self._logits[: len(rows)]]
         (logits,), kept = self.unembedding.forward(rows, current.route(segments), outs)
+        divide_by_temperatures(logits, [(piece, piece.part.loss) for piece in block])
         return rows, logits, kept
 
     def _logprobs_of(self, logits: Tensor, block: list[Piece]) -> None:

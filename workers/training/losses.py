@@ -13,9 +13,11 @@ log-probability of the target under the adapter, q the one given as `logprobs`, 
     cispo                 sum -stop(clamp(r, low, high)) p A
     dro                   sum -(p A - beta / 2 (p - q)^2)
     gspo                  as ppo with r = exp(stop(mean(p - q)) + p - stop(p))
+    stable_reinforce      sum -stop(w) A p, w = 1 if A >= 0 else min(1, exp(sum(p - q)))
 
 `stop` is a constant to the gradient. low and high bound the ratio; inputs per token override the options. gspo's mean
-is over the sequence, or over the tokens that `sequence_ratio_mask` selects (weighted by it).
+is over the sequence, or over the tokens that `sequence_ratio_mask` selects (weighted by it). stable_reinforce sums over
+the drawn tokens of the sequence; its p is at the temperature at which the token was drawn (`temperatures`).
 
 Dimensions: N tokens of a request (its sequences concatenated), K targets of a token.
 """
@@ -32,8 +34,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.contract.loss_inputs import CLIP_BOUNDS, LOSS_RULES, LossRule
-from workers.contract.messages import Datum
+from workers.contract.loss_inputs import CLIP_BOUNDS, LOSS_RULES, TEMPERATURES, LossRule
+from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN, Datum
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -111,6 +113,16 @@ def _gspo(p: Tensor, inputs: Inputs, config: Config) -> Terms:
     return _clipped(torch.exp(mean).expand_as(p), inputs, config)
 
 
+def _stable_reinforce(p: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """Compute the terms of one whole sequence: tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286)."""
+    del config
+    advantages, is_drawn = inputs["advantages"], inputs[TEMPERATURES] > 0
+    log_ratio = torch.where(is_drawn, p - inputs["logprobs"], torch.zeros_like(p)).sum()
+    weight = torch.exp(log_ratio.clamp(max=0.0))
+    slope = -torch.where(advantages < 0, weight * advantages, advantages) * is_drawn
+    return Terms(slope * p, slope)
+
+
 _COMPUTE: Mapping[str, Callable[[Tensor, Inputs, Config], Terms]] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
@@ -118,9 +130,12 @@ _COMPUTE: Mapping[str, Callable[[Tensor, Inputs, Config], Terms]] = {
     "cispo": _cispo,
     "dro": _dro,
     "gspo": _gspo,
+    "stable_reinforce": _stable_reinforce,
 }
+_OF_SEQUENCES = frozenset({"gspo", "stable_reinforce"})
 LOSSES: Mapping[str, Loss] = {
-    name: Loss(rule=rule, compute=_COMPUTE[name], is_local=name != "gspo") for name, rule in LOSS_RULES.items()
+    name: Loss(rule=rule, compute=_COMPUTE[name], is_local=name not in _OF_SEQUENCES)
+    for name, rule in LOSS_RULES.items()
 }
 
 
@@ -137,11 +152,15 @@ class RequestLoss:
     lengths: tuple[int, ...]
     num_targets: tuple[int | None, ...]
     """Per datum its own K, or None for targets (n,)."""
+    temperatures: Tensor | None = None
+    """(N, 1): what logits are divided by for log-probabilities; None: by nothing."""
 
     def to(self, device: torch.device) -> RequestLoss:
         """Return a copy on a device, for computing terms. Log-probabilities are split per datum on the CPU."""
         inputs = {name: values.to(device, non_blocking=True) for name, values in self.inputs.items()}
-        return replace(self, targets=self.targets.to(device, non_blocking=True), inputs=inputs)
+        temperatures = None if self.temperatures is None else self.temperatures.to(device, non_blocking=True)
+        targets = self.targets.to(device, non_blocking=True)
+        return replace(self, targets=targets, inputs=inputs, temperatures=temperatures)
 
     def terms(self, logprobs: Tensor, start: int, stop: int) -> Terms:
         """Return the terms of tokens `start` to `stop` from their log-probabilities (stop - start, K). Local losses."""
@@ -208,7 +227,15 @@ def prepare(data: Sequence[Datum], loss_fn: str, loss_config: Config, vocab_size
         inputs=inputs,
         lengths=tuple(len(datum.tokens) for datum in data),
         num_targets=tuple(None if target.ndim == 1 else target.shape[1] for target in targets),
+        temperatures=_temperatures(inputs.get(TEMPERATURES)),
     )
+
+
+def _temperatures(given: Tensor | None) -> Tensor | None:
+    """Return (N, 1) divisors of logits from the tokens' temperatures (N,); None if all of them are 1."""
+    if given is None or bool(((given == 0) | (given == 1)).all()):
+        return None
+    return torch.where(given > 0, given.clamp(min=LOGPROBS_TEMPERATURE_MIN), torch.ones_like(given)).unsqueeze(1)
 
 
 def _stacked(arrays: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
@@ -224,7 +251,7 @@ def _check_datum(rule: LossRule, loss_fn: str, index: int, datum: Datum, vocab_s
         raise ValueError(f"datum {index} has no tokens")
     _check_token_ids(f"datum {index}", datum.tokens, vocab_size)
     unknown = sorted(datum.loss_inputs.keys() - rule.inputs)
-    missing = sorted((rule.required | rule.filled.keys()) - datum.loss_inputs.keys())
+    missing = sorted((rule.required | rule.recorded | rule.filled.keys()) - datum.loss_inputs.keys())
     if unknown or missing:
         wrong = f"unknown loss inputs {', '.join(unknown)}" if unknown else f"no {', '.join(missing)}"
         raise ValueError(f"datum {index} has {wrong}; {loss_fn} takes {', '.join(sorted(rule.inputs))}")

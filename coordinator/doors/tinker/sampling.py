@@ -13,6 +13,7 @@ from coordinator.doors.tinker.futures import promise
 from coordinator.doors.tinker.results import SPARSE
 from coordinator.doors.tinker.tensors import binary_tensor, dense, shape_of, text_of
 from tinkerpool.convert import to_tensor
+from tinkerpool.names import sequence_id
 from tinkerpool.v1 import sampling_pb2 as pb
 from tinkerpool.v1 import types_pb2
 
@@ -55,16 +56,13 @@ async def asample(call: Call) -> Response:
     asked = await call.json(schemas.Sample, bytes_max=JSON_BYTES_MAX)
     request = _request(asked)
     operation = (await call.service.sample(call.principal, request)).operation
-    sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]
+    sequences = [sequence_id(operation.name, index) for index in range(request.num_samples)]
     return promise(operation.name, sample_sequence_ids=sequences)
 
 
 def _request(asked: schemas.Sample) -> pb.SampleRequest:
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise unsupported("sampling without a session", "send sampling_session_id and seq_id")
-    if asked.record_stability_info:
-        instead = "it is for the loss stable_reinforce, which is not public; use importance_sampling"
-        raise unsupported("record_stability_info", instead)
     prompt = _prompt(asked.prompt)
     targets = asked.target_prompt_logprobs
     return pb.SampleRequest(
@@ -80,6 +78,7 @@ def _request(asked: schemas.Sample) -> pb.SampleRequest:
         prompt_targets=_targets(targets, len(prompt)) if targets is not None else None,
         prompt_alt_tokens_k=asked.prompt_alt_tokens_k or 0,
         note=SPARSE if targets is not None and targets.sparse_crow_indices is not None else "",
+        record_stability_info=bool(asked.record_stability_info),
     )
 
 

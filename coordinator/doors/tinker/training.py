@@ -40,10 +40,13 @@ from workers.contract.loss_inputs import LOSS_RULES
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest
 _ELSEWHERE = {
-    "stable_reinforce": "its formula is not public; use importance_sampling, ppo or cispo",
     "custom": "use forward_backward_custom, which computes the loss in the client",
 }
 """Losses that the SDK names and this pool does not have, each with its replacement."""
+_KINDS = {
+    "prompt_tokens": types_pb2.PROVENANCE_KIND_PROMPT,
+    "sampled_tokens": types_pb2.PROVENANCE_KIND_SAMPLED,
+}
 
 
 @consumes_seq(training_pb2.ForwardBackwardRequest)
@@ -195,7 +198,23 @@ def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
                         "less at once"
                     )
             inputs[key] = dense(label, tensor)
-        request.data.add(tokens=tokens(datum.model_input, f"data[{index}].model_input"), loss_inputs=inputs)
+        request.data.add(
+            tokens=tokens(datum.model_input, f"data[{index}].model_input"),
+            loss_inputs=inputs,
+            token_spans=map(_span, datum.model_input_spans),
+            target_spans=map(_span, datum.loss_fn_input_spans),
+        )
+
+
+def _span(given: wire.ProvenanceSpan) -> types_pb2.ProvenanceSpan:
+    kind = given.WhichOneof("span")
+    run = given.sampled_tokens if kind == "sampled_tokens" else given.prompt_tokens
+    return types_pb2.ProvenanceSpan(
+        kind=_KINDS.get(kind or "", types_pb2.PROVENANCE_KIND_UNSPECIFIED),
+        sequence_id=run.sequence_id,
+        offset=run.offset,
+        length=run.length,
+    )
 
 
 def _check_num_data(num_data: int) -> None:

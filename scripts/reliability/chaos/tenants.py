@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scripts.reliability.chaos import steps
@@ -235,7 +235,7 @@ def _digests(result: Any, num_operations: int) -> list[str]:
 
 
 def digest(result: Any) -> str:
-    """Return a SHA-256 of the parts that are equal in every run: without the cycle and the ids in a path."""
+    """Return a SHA-256 of what is equal in every run: without the cycle, and the ids of paths and sequences."""
     hashed = hashlib.sha256(type(result).__name__.encode())
     match result:
         case types.ForwardBackwardOutput():
@@ -245,7 +245,8 @@ def digest(result: Any) -> str:
         case types.OptimStepResponse():
             hashed.update(_metrics(result.metrics))
         case types.SampleResponse():
-            hashed.update(repr((result.sequences, result.prompt_logprobs)).encode())
+            sequences = [replace(sequence, sequence_id=None) for sequence in result.sequences]
+            hashed.update(repr((sequences, result.prompt_logprobs)).encode())
         case types.DiscardGradientResponse():
             pass
         case types.SaveWeightsResponse() | types.SaveWeightsForSamplerResponse() | types.LoadWeightsResponse():

@@ -129,6 +129,27 @@ def test_dpo_learns_to_prefer(pool: ServedPool, pairs: list[dict[str, str]], tmp
     assert seen[8]["test_margin"] > 0
 
 
+def test_reinforcement_compares_sampler_and_trainer_at_the_temperature_of_the_samples(
+    pool: ServedPool, tmp_path: Path
+) -> None:
+    records = [{"prompt": prompt, "answer": "s"} for prompt in ("And", "The")]
+    settings = reinforcement.Settings(
+        data=file_of(tmp_path / "train.jsonl", records),
+        log_dir=tmp_path / "run",
+        num_steps=2,
+        batch_size=2,
+        group_size=6,
+        max_tokens=6,
+        temperature=0.6,
+    )
+    seen: Seen = {}
+    with pool.client("poet") as service:
+        reinforcement.train(settings, service, lambda step, m: seen.update({step: dict(m)}))
+    differences = [abs(metrics["kl"]) for metrics in seen.values() if "kl" in metrics]
+    assert differences
+    assert max(differences) < 1e-5
+
+
 def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> None:
     def words_with_s(record: Mapping[str, Any], reply: str) -> float:
         words = re.findall(r"[a-z]+", reply.lower())

@@ -46,7 +46,7 @@ async def everything_of(pool: ToyPool, tenant: str = "alice") -> list[str]:
     await pool.wait(await pool.optim_step(adapter, 2, tenant), tenant=tenant)
     saved = await pool.save(adapter, 3, "kept", tenant)
     sampler = await pool.sampler(session, tenant, model_path=saved.save_state.path)
-    await pool.wait(await pool.sample(sampler, 1, tenant), tenant=tenant)
+    await pool.wait(await pool.sample(sampler, 1, tenant, record_stability_info=True), tenant=tenant)
     unnamed = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
     response = await pool.service.save_weights_for_sampler(await pool.principal(tenant), unnamed)
     await pool.wait(response.operation.name, tenant=tenant)
@@ -81,6 +81,7 @@ async def test_everything_of_a_deleted_tenant_goes_and_its_name_is_free_again(tm
         await everything_of(pool)
         before = rows_of(tmp_path, tenant_id)
         assert {"sessions", "adapters", "samplers", "operations", "checkpoints", "usage", "api_keys"} <= before.keys()
+        assert before["sample_records"] == 1
         assert folders(tmp_path) > 0
         await delete(pool, boss)
         with pytest.raises(ServiceError, match="is being deleted") as raised:

@@ -94,14 +94,14 @@ def test_repeated_creations_of_models_and_sessions_create_one(wired: Wire) -> No
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_refused_request_consumes_its_seq_and_the_next_one_runs(wired: Wire, model: str, compressed: bool) -> None:
     bad = pass_of(model, 1, [1])
-    bad.loss_fn = "stable_reinforce"
+    bad.loss_fn = "custom"
     body = zstandard.compress(bad.SerializeToString()) if compressed else None
     headers = {"content-encoding": "zstd"} if compressed else {}
     promises = {wired.binary(bad, body, **headers).json()["request_id"] for _ in range(2)}
     assert promises == {f"{model}:1"}
     failure = wired.result(promises.pop())
     assert failure["category"] == "user"
-    assert "use importance_sampling" in failure["error"]
+    assert "use forward_backward_custom" in failure["error"]
     dimuon = step(model, 2, adam_params=None, optimizer_params={"type": "dimuon", "learning_rate": 1.0})
     assert "adam_params" in wired.result(wired.ok("/optim_step", dimuon)["request_id"])["error"]
     wired.binary(pass_of(model, 3, [1]))

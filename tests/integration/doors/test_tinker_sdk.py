@@ -312,7 +312,7 @@ def test_an_unknown_object_is_a_not_found_error(service: tinker.ServiceClient) -
         ([datum(1000)], "cross_entropy", "TOKEN_OUT_OF_RANGE"),
         ([datum(1, 2, targets=[1])], "cross_entropy", "LENGTH_MISMATCH"),
         ([datum(1)], "ppo", "lacks advantages, logprobs"),
-        ([datum(1)], "stable_reinforce", "use importance_sampling"),
+        ([datum(1)], "stable_reinforce", "lacks advantages"),
         ([datum(1)], "nonsense", "use one of cross_entropy"),
         ([datum(POISON_TOKEN)], "cross_entropy", "NON_FINITE"),
         ([datum(1)] * DATUMS_MAX + [datum(1000)], "cross_entropy", "TOKEN_OUT_OF_RANGE"),

@@ -22,7 +22,7 @@ from workers.training.memory import USED_FRACTION
 ROOT = Path(__file__).resolve().parents[3]
 # Memory first: it forks its processes, before torch has threads.
 ENGINE_ITEMS = ("memory", "planner", "engine", "co_batching", "swap")
-SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares", "loops")
+SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares", "loops", "off_policy")
 OPTIONS = {"publish": "--pool local", "shares": "--pool local", "loops": "--pool local"}
 # One process for many items, because importing torch takes longer than each item.
 DRIVER = """
@@ -78,6 +78,7 @@ def test_every_script_measures_all_of_its_tables_with_equal_rounds_for_each_side
         "sampling": {"sampling-co-batched", "sampling-batch", "sampling-prompt", "sampling-first-token"},
         "shares": {"shares"},
         "loops": {"loops"},
+        "off_policy": {"off_policy"},
         "planner": {"planner", "planner-idle"},
         "memory": {"memory-tokens", "memory-vocabulary"},
     }

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
-from tests.support.numerics.harness import Driver, make_data, make_spec
-from workers.contract.messages import AdamParams
+from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from workers.contract.messages import AdamParams, Datum
 
 
 def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
@@ -24,6 +24,19 @@ def test_log_probabilities_and_gradients_are_those_of_fp32_to_rounding(model_dir
     expected = observe(Driver(model_directory), SMOOTH)
     apart = distance(observe(Driver(model_directory, dtype="bfloat16"), SMOOTH), expected)
     assert 0 < apart.logprobs < LOGPROBS
+    assert 0 < apart.gradients < GRADIENTS
+
+
+@pytest.mark.slow
+def test_log_probabilities_and_gradients_at_temperatures_are_those_of_fp32_to_rounding(model_directory: Path) -> None:
+    data = tuple(
+        Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, "logprobs": datum.loss_inputs["logprobs"] - 9})
+        for datum in make_data("stable_reinforce", [30, 4])
+    )  # the sampler found the tokens so unlikely that every weight is 1 in both dtypes
+    tenants = [Tenant(spec=make_spec("a"), loss_fn="stable_reinforce", passes=[data])]
+    expected = observe(Driver(model_directory), tenants)
+    apart = distance(observe(Driver(model_directory, dtype="bfloat16"), tenants), expected)
+    assert 0 < apart.logprobs < LOGPROBS / 0.6
     assert 0 < apart.gradients < GRADIENTS
 
 

@@ -22,6 +22,7 @@ CONFIGS: dict[str, list[dict[str, float]]] = {
     "cispo": [{}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}],
     "dro": [{}, {"beta": 0.7}],
     "gspo": [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}],
+    "stable_reinforce": [{}],
 }
 
 

@@ -48,6 +48,11 @@ def test_packed_pass_equals_one_sequence_at_a_time(model_directory: Path) -> Non
             spec=make_spec("head", 4, train_attn=False, train_mlp=False), passes=[make_data("cross_entropy", [300])]
         ),
         Tenant(spec=make_spec("gspo", 1, alpha=4.0), passes=[make_data("gspo", [19, 280])], loss_fn="gspo"),
+        Tenant(
+            spec=make_spec("drawn", 8),
+            passes=[make_data("stable_reinforce", [*LENGTHS, 280])],
+            loss_fn="stable_reinforce",
+        ),
     ]
     driver = warmed_up(model_directory, tenants)
     results = driver.train(*(driver.backward(t.key, t.passes[0], t.loss_fn) for t in tenants))

@@ -71,6 +71,10 @@ def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: 
         else:
             inputs["logprobs"] = draw(shape) * 0.3 - 6
             inputs["advantages"] = draw(shape)
+        if loss_fn == "stable_reinforce":
+            inputs["temperatures"] = rng.choice(np.array([0, 0.6, 1, 1.7], np.float32), shape)
+            inputs["advantages"] *= inputs["temperatures"] > 0
+            inputs["logprobs"] += np.float32(0.5)  # so that sums of p - q have both signs
         data.append(Datum(tokens=rng.integers(0, VOCAB_SIZE, length).astype(np.int32), loss_inputs=inputs))
     return tuple(data)
 

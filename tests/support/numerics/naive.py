@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -48,10 +49,12 @@ class NaiveModel:
             self.modules[name] = lora
 
     def logprobs(self, datum: Datum) -> Tensor:
-        """Return the log-probabilities of the targets, in their shape."""
+        """Return the log-probabilities of the targets, in their shape, at their temperatures if they have some."""
         tokens = torch.from_numpy(datum.tokens).long()
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
         logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        if (temperatures := datum.loss_inputs.get("temperatures")) is not None:
+            logits = logits / torch.from_numpy(np.where(temperatures > 0, temperatures, 1)[:, None])
         columns = targets if targets.ndim == 2 else targets[:, None]
         picked: Tensor = logits.log_softmax(-1).gather(1, columns)
         return picked.view(targets.shape)
@@ -108,6 +111,16 @@ def _gspo(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
     return -torch.min(ratio * x["advantages"], clipped * x["advantages"]).sum()
 
 
+def _stable_reinforce(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    total = torch.zeros(())
+    drawn = [t for t in range(len(p)) if x["temperatures"][t] > 0]
+    ratio = torch.exp(sum((p[t].detach() - x["logprobs"][t] for t in drawn), torch.zeros(())))
+    for t in drawn:
+        weight = torch.minimum(ratio, torch.ones(())) if x["advantages"][t] < 0 else 1.0
+        total = total - weight * x["advantages"][t] * p[t]
+    return total + 0 * p.sum()
+
+
 PLAIN_LOSSES: Mapping[str, PlainLoss] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
@@ -115,6 +128,7 @@ PLAIN_LOSSES: Mapping[str, PlainLoss] = {
     "cispo": _cispo,
     "dro": _dro,
     "gspo": _gspo,
+    "stable_reinforce": _stable_reinforce,
 }
 
 

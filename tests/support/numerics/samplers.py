@@ -87,9 +87,11 @@ class Sampling:
         return [result.sequences for result in results]
 
 
-def sampling(model: Path, num_slots: int = 16, num_blocks: int = 400, **limits: Any) -> Sampling:
+def sampling(
+    model: Path, num_slots: int = 16, num_blocks: int = 400, dtype: str = "float32", **limits: Any
+) -> Sampling:
     """Return a sampler with `num_blocks` key-value blocks."""
-    driver = Driver(model, num_slots=num_slots)
+    driver = Driver(model, num_slots=num_slots, dtype=dtype)
     return Sampling(driver, make_sampler(driver, num_blocks, **limits))
 
 
@@ -148,7 +150,7 @@ def naive_sample(model: NaiveModel, wanted: SampleRequest, index: int) -> tuple[
     for position in range(params.max_tokens):
         logits = model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach()
         tokens.append(draw(logits.numpy(), params, uniform(params.seed, index, position)))
-        logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
+        logprobs.append(float((logits.double() / (params.temperature or 1)).log_softmax(-1)[tokens[-1]]))
         if tokens[-1] in params.stop_tokens:
             break
     return tokens[len(wanted.prompt) :], logprobs

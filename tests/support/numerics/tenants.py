@@ -19,6 +19,7 @@ TENANTS = (
     ),
     Tenant(spec=make_spec("many", 8), passes=[make_data("cross_entropy", [12, 30], num_targets=3)], num_chunks=2),
     Tenant(spec=make_spec("most", 8), passes=[make_data("cross_entropy", [256], num_targets=200)]),
+    Tenant(spec=make_spec("drawn", 4), loss_fn="stable_reinforce", passes=[make_data("stable_reinforce", [21, 80, 2])]),
     Tenant(spec=make_spec("cispo", 1), loss_fn="cispo", passes=[make_data("cispo", [300])]),
     Tenant(
         spec=make_spec("is", 64),

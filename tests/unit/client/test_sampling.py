@@ -30,8 +30,11 @@ def sampler(service: ServiceClient) -> SamplingClient:
 def test_samples_need_no_order_and_each_has_its_own_number(pool: FakePool, sampler: SamplingClient) -> None:
     pool.lost_replies = {"Sample": 1}
     responses = [sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)) for _ in range(300)]
+    results = [future.result(60).sequences for future in responses]
+    names = {sequence.sequence_id for sequences in results for sequence in sequences}
+    assert names == {f"{sampler.sampler_id}:{seq}:{index}" for seq in range(1, 301) for index in range(2)}
     expected = SampledSequence(stop_reason="length", tokens=[0, 1, 2], logprobs=[-1, -1, -1])
-    assert all(future.result(60).sequences == [expected, expected] for future in responses)
+    assert all(sequences == [expected, expected] for sequences in results)
     assert {request.seq for request in pool.requests("Sample")} == set(range(1, 301))
     with pytest.raises(ValueError, match="num_samples"):
         sampler.sample(PROMPT, 0, SamplingParams())

@@ -138,7 +138,6 @@ def test_the_refused_arguments_are_checked_where_they_are_taken(service: Service
         lambda: service.create_training_client_from_state(path, optimizer=anything),
         lambda: service.create_training_client_from_state_with_optimizer(path, weights_access_token=anything),
         lambda: service.create_sampling_client(base_model="toy", retry_config=anything),
-        lambda: service.create_sampling_client(base_model="toy", record_stability_info=True),
         lambda: service.copy_weights(path, weights_access_token=anything),
         lambda: client.load_state(path, anything),
         lambda: client.load_state_with_optimizer(path, anything),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.base.config import DATUMS_MAX, ELEMENTS_MAX
 from coordinator.payloads.elements import TooManyElements, count_elements, parse, parse_head
+from tests.support.recorded import SAMPLED_KIND, span
 from tests.support.toy_pool import datum
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import to_tensor
@@ -135,6 +136,14 @@ def test_the_largest_honest_pass_is_decoded() -> None:
     message = Pass(adapter_id="a", seq=1, data=[types_pb2.Datum(tokens=array, loss_inputs=inputs)] * DATUMS_MAX)
     assert parse(Pass, message.SerializeToString()) == message
     assert count_elements(Pass, message.SerializeToString()) < ELEMENTS_MAX / 2
+
+
+def test_a_full_pass_of_conversations_of_eight_turns_that_name_their_samples_is_decoded() -> None:
+    spans = [span(SAMPLED_KIND, f"session:sample:0:{number}:0", 1, 2) for number in range(16)]
+    inputs = dict.fromkeys(("target_tokens", "logprobs", "advantages"), to_tensor(np.zeros(32, np.float32)))
+    datum = types_pb2.Datum(tokens=inputs["advantages"], loss_inputs=inputs, token_spans=spans, target_spans=spans)
+    message = Pass(adapter_id="a", seq=1, data=[datum] * DATUMS_MAX)
+    assert parse(Pass, message.SerializeToString()) == message
 
 
 def test_the_head_of_a_malformed_message_is_empty() -> None:

@@ -16,6 +16,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.payloads import passes as payloads
 from coordinator.payloads.canonical import digest
 from tests.support.memory import memory_of
+from tests.support.recorded import SAMPLED_KIND, span
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import datum, pass_request
 from tinkerpool.convert import to_tensor
@@ -150,7 +151,10 @@ def passes(draw: st.DrawFn) -> Pass:
             else:
                 array = np.full(shape, draw(finite), draw(st.sampled_from([np.float32, np.int32, np.int64])))
             inputs[name] = to_tensor(array)
-        data.append(types_pb2.Datum(tokens=to_tensor(tokens), loss_inputs=inputs))
+        spans = [span(SAMPLED_KIND, "s:sample:0:1:0", 0, length)] if rule.recorded else []
+        data.append(
+            types_pb2.Datum(tokens=to_tensor(tokens), loss_inputs=inputs, token_spans=spans, target_spans=spans)
+        )
     options = {name: draw(finite) for name in draw(st.permutations(sorted(rule.options))) if draw(st.booleans())}
     return request(*data, loss=loss.upper(), **options)
 

@@ -11,10 +11,12 @@ import numpy as np
 from tinkerpool import types
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.errors import Code, OperationFailed
-from tinkerpool.names import CheckpointPath
+from tinkerpool.names import CheckpointPath, sequence_id
 from tinkerpool.v1 import operations_pb2, sampling_pb2, types_pb2
 
 _LOSS_PREFIX = "LOSS_FUNCTION_"
+SPAN_BYTES = 80
+"""Of a span in a request, about: most of it is the id of its sequence."""
 LOSS_FN_OUTPUT_TYPE = "TorchLossReturn"
 
 
@@ -40,6 +42,19 @@ def add_datum(data: Any, datum: types.Datum, loss_fn: str) -> None:
         if name == "target_tokens":
             array = types.as_tokens(array, "target_tokens")  # half the bytes
         message.loss_inputs[name].CopyFrom(to_tensor(array))
+    if loss_fn == "stable_reinforce":  # the others ignore where tokens come from
+        message.token_spans.extend(map(_span, datum.model_input_spans or ()))
+        message.target_spans.extend(map(_span, datum.loss_fn_input_spans or ()))
+
+
+def _span(span: types.PromptProvenanceSpan | types.SampledProvenanceSpan) -> types_pb2.ProvenanceSpan:
+    is_prompt = isinstance(span, types.PromptProvenanceSpan)
+    return types_pb2.ProvenanceSpan(
+        kind=types_pb2.PROVENANCE_KIND_PROMPT if is_prompt else types_pb2.PROVENANCE_KIND_SAMPLED,
+        sequence_id=span.sequence_id,
+        offset=span.offset,
+        length=span.length,
+    )
 
 
 def has_ignored_targets(datum: types.Datum) -> bool:
@@ -73,7 +88,9 @@ def _loss_inputs(datum: types.Datum, loss_fn: str) -> Mapping[str, types.TensorD
 
 def datum_bytes(datum: types.Datum) -> int:
     """Return approximately how many bytes a datum takes in a request."""
-    return 4 * datum.model_input.length + sum(tensor.data.nbytes for tensor in datum.loss_fn_inputs.values())
+    num_spans = len(datum.model_input_spans or ()) + len(datum.loss_fn_input_spans or ())
+    num_input_bytes = sum(tensor.data.nbytes for tensor in datum.loss_fn_inputs.values())
+    return 4 * datum.model_input.length + num_input_bytes + SPAN_BYTES * num_spans
 
 
 def adam_params(params: types.AdamParams | None) -> types_pb2.AdamParams:
@@ -155,7 +172,9 @@ def sample_response(operation: operations_pb2.Operation) -> types.SampleResponse
             logprobs=types.TensorData(from_tensor(drawn.logprobs)),
         )
     return types.SampleResponse(
-        sequences=[_sequence(sequence) for sequence in result.sequences],
+        sequences=[
+            _sequence(sequence, sequence_id(operation.name, index)) for index, sequence in enumerate(result.sequences)
+        ],
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs_np=_topk(result.topk_prompt) if result.HasField("topk_prompt") else None,
         target_prompt_logprobs=target_logprobs,
@@ -182,13 +201,14 @@ def sampled_token(token: sampling_pb2.SampledToken) -> types.SampledToken:
     return types.SampledToken(sequence_index=token.sequence_index, token=token.token, logprob=token.logprob)
 
 
-def _sequence(sequence: operations_pb2.SampledSequence) -> types.SampledSequence:
+def _sequence(sequence: operations_pb2.SampledSequence, name: str) -> types.SampledSequence:
     is_stop = sequence.stop_reason == operations_pb2.STOP_REASON_STOP
     return types.SampledSequence(
         stop_reason="stop" if is_stop else "length",
         tokens=from_tensor(sequence.tokens).tolist(),
         logprobs=from_tensor(sequence.logprobs).tolist(),
         topk_logprobs_np=_topk(sequence.topk) if sequence.HasField("topk") else None,
+        sequence_id=name,
     )
 
 

@@ -13,7 +13,6 @@ INSTEAD = {
     "destination_project_id": "a pool has tenants instead of projects: a copy belongs to the tenant of the key",
     "optimizer": "every adapter trains with AdamW: pass AdamParams to optim_step",
     "project_id": "a pool has tenants instead of projects: a listing has all that the tenant of the key has",
-    "record_stability_info": "the loss stable_reinforce, which reads it, is missing: use importance_sampling or ppo",
     "retry_config": "ServiceClient(retry_timeout_s=...) says for how long calls are tried again, samples among them",
     "weights_access_token": "publish the checkpoint, or use a key of its tenant",
 }
