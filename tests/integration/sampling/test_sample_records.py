@@ -6,13 +6,13 @@ import pytest
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
-from coordinator.base.tenant_limits import TenantLimits
 from coordinator.payloads.provenance import record_bytes
+from coordinator.tenants.principals import Role
 from tests.support.database import query
 from tests.support.recorded import PROMPT, recorded_data, recorded_datum, recorded_sample, submit_pass
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool, tokens_of
+from tinkerpool.v1 import limits_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import PassItem
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
@@ -191,7 +191,7 @@ async def test_a_record_lives_a_day_and_each_use_begins_the_day_again(tmp_path: 
         assert passed.state == SUCCEEDED
         await time.advance(1.1 * DAY_S)
         await time.until(lambda: num_records(tmp_path) == [0, 0], DAY_S / 4)
-        assert pool.core.holdings.num_bytes((await pool.principal()).tenant_id) == 0
+        assert pool.checkpoint_bytes((await pool.principal()).tenant_id) == 0
 
 
 async def test_records_end_with_the_session_of_their_sampler(tmp_path: Path) -> None:
@@ -217,30 +217,39 @@ async def test_a_sample_that_ends_after_its_session_leaves_no_record(tmp_path: P
         [finished] = await pool.wait(name)
         assert finished.state == SUCCEEDED
         assert num_records(tmp_path) == [0, 0]
-        assert pool.core.ceilings.stored_bytes(tenant_id) == 0
+        assert pool.checkpoint_bytes(tenant_id) == 0
 
 
 async def test_records_count_as_stored_bytes_and_a_ceiling_refuses_a_sample_before_it_runs(tmp_path: Path) -> None:
-    ceiling = record_bytes(2, 100)
-    async with running_pool(tmp_path, tenant_limits=TenantLimits(stored_bytes_max=ceiling)) as pool:
+    async with running_pool(tmp_path) as pool:
         sampler, _ = await sampler_and_adapter(pool)
         tenant_id = (await pool.principal()).tenant_id
         pool.hold()
-        name = await pool.sample(sampler, 1, record_stability_info=True, num_samples=2, max_tokens=50)
-        assert pool.core.ceilings.stored_bytes(tenant_id) == ceiling
-        refused = await refusal(pool.sample(sampler, 2, record_stability_info=True, max_tokens=1))
+        before = pool.core.ceilings.stored_bytes(tenant_id)
+        await pool.sample(sampler, 1, num_samples=2, max_tokens=50)
+        without = pool.core.ceilings.stored_bytes(tenant_id)
+        name = await pool.sample(sampler, 2, record_stability_info=True, num_samples=2, max_tokens=50)
+        recorded = pool.core.ceilings.stored_bytes(tenant_id)
+        assert 0 < (recorded - without) - (without - before) - record_bytes(2, 100) < 100, "beside its longer request"
+        await set_stored_bytes_max(pool, recorded)
+        refused = await refusal(pool.sample(sampler, 3, record_stability_info=True, max_tokens=1))
         assert (refused.code, refused.reason) == (Code.FAILED_PRECONDITION, "STORAGE_QUOTA")
-        assert "finish sessions with recorded samples" in refused.message
-        await pool.sample(sampler, 2, max_tokens=1)
+        assert "finish sessions" in refused.message
         await pool.release()
         [finished] = await pool.wait(name)
         stored = record_bytes(2, sum(map(len, tokens_of(finished))))
-        assert pool.core.ceilings.stored_bytes(tenant_id) == stored
+        assert pool.checkpoint_bytes(tenant_id) == stored
     async with running_pool(tmp_path) as pool:
-        assert pool.core.ceilings.stored_bytes(tenant_id) == stored
+        assert pool.checkpoint_bytes(tenant_id) == stored
         await pool.take_over()
         await pool.finish_session(sampler)
-        assert pool.core.ceilings.stored_bytes(tenant_id) == 0
+        assert pool.checkpoint_bytes(tenant_id) == 0
+
+
+async def set_stored_bytes_max(pool: ToyPool, num_bytes: int) -> None:
+    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
+    request = limits_pb2.SetTenantLimitsRequest(tenant="alice", limits={"stored_bytes_max": str(num_bytes)})
+    await pool.service.set_tenant_limits(pool.coordinator.authenticator.authenticate(key), request)
 
 
 async def test_a_train_step_and_a_forward_use_records_too(tmp_path: Path) -> None:
