@@ -49,7 +49,14 @@ async def outcomes(
     If the call is cancelled, because its client has left, cancels them unless `is_kept`. Raises ServiceError if a
     sample is refused or fails.
     """
-    await _submit(call, requests, is_kept=is_kept)
+    submitting = asyncio.ensure_future(_submit(call, requests, is_kept=is_kept))
+    try:
+        await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        await asyncio.wait((submitting,))  # what is being accepted could not be cancelled
+        if not is_kept:
+            await _cancel(call, requests)
+        raise
     must_cancel = not is_kept
     try:
         async with kept_alive(call, sampler.session_id):
