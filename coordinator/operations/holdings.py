@@ -1,12 +1,12 @@
-"""What tenants store: checkpoints, records of samples, states of adapters, rows; and what is being made (claims).
+"""What tenants store: checkpoints, states of adapters, rows; and what is being made (claims).
 
 A ceiling counts what is stored and what was claimed, so that operations that are accepted together never exceed it
 together. An operation's claim ends in the moment in which its outcome becomes visible; what it stored counts from the
 same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
 
-Uploads count what they will become. Rows (metadata, requests, results, samplers with their files) are counted by the
-database itself. An adapter counts the state that it will have as soon as it exists, because a snapshot of it cannot be
-refused.
+Uploads count what they will become. Rows (metadata, requests, results, records of samples, samplers with their files)
+are counted by the database itself. An adapter counts the state that it will have as soon as it exists, because a
+snapshot of it cannot be refused.
 
 Depends on rows and on facts of base models; not on limits, or on when a state is written. Main invariant: the numbers
 of a tenant are those of its rows, from the moment in which it sees the commit.
@@ -72,8 +72,6 @@ class Holdings:
         self._num_bytes: Counter[str] = Counter()
         for tenant_id, (num_checkpoints, num_bytes) in store.checkpoints.totals().items():
             self._num_checkpoints[tenant_id], self._num_bytes[tenant_id] = num_checkpoints, num_bytes
-        for tenant_id, num_bytes in store.records.totals().items():
-            self._num_bytes[tenant_id] += num_bytes
 
     def num_checkpoints(self, tenant_id: str) -> int:
         """Return the number of a tenant's checkpoints."""
@@ -128,7 +126,7 @@ class Holdings:
         self._count(tenant_id, sign * claim.num_checkpoints, sign * claim.num_bytes)
 
     def resize(self, tenant_id: str, num_bytes: int) -> None:
-        """Count these bytes more, or less: of a checkpoint whose file is written, of records stored or dropped."""
+        """Count these bytes more, or less: the size of a checkpoint is known once its file is written."""
         self._count(tenant_id, 0, num_bytes)
 
     def _count(self, tenant_id: str, number: int, num_bytes: int) -> None:

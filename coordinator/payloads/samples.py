@@ -77,7 +77,7 @@ class DecodedSample:
 
     @property
     def num_result_bytes_max(self) -> int:
-        """The most bytes of its result: a token and a log-probability are 8, as is each requested one beside them."""
+        """The most bytes of its result: 8 for each token with its log-probability, drawn or only requested."""
         num_sampled = self.num_samples * self.params.max_tokens
         num_prompt = self.topk_prompt_logprobs + self.prompt_alt_tokens_k + self.prompt_logprobs
         num_targets = self.prompt_targets.size if self.prompt_targets is not None else 0

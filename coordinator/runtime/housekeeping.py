@@ -8,8 +8,6 @@ wall clock do not count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
 from itertools import count
 
 from coordinator.base.config import CoordinatorConfig
@@ -49,7 +47,6 @@ class Housekeeping:
         self._registry = registers.registry
         self._sessions = registers.sessions
         self._admission = registers.admission
-        self._holdings = registers.holdings
         self._finished_samples = registers.finished_samples
         self._states = states
         self._samples = samples
@@ -74,8 +71,7 @@ class Housekeeping:
                     fetched_before=now - self._config.fetched_retention_s,
                     finished_before=now - self._config.result_retention_s,
                 )
-                unused_since = now - self._config.record_retention_s
-                await self._drop_records(partial(self._store.records.drop_unused, unused_since))
+                await self._store.records.drop_unused(now - self._config.record_retention_s)
                 await self._delete_leftovers(now - self._config.ended_retention_s)
             except StorageError as error:
                 logger.warning("the database refuses writes: %s; retrying later", error)
@@ -93,13 +89,7 @@ class Housekeeping:
             self._samples.end_sampler(sampler_id)
         self._finished_samples.forget(frozenset(sampler_ids))
         await self._states.end_session(session_id)
-        await self._drop_records(partial(self._store.records.drop_session, session_id))
-
-    async def _drop_records(self, drop_some: Callable[[], Awaitable[dict[str, int]]]) -> None:
-        """Drop records of samples, slice by slice, until no more are found. Raises StorageError."""
-        while freed := await drop_some():
-            for tenant_id, num_bytes in freed.items():
-                self._holdings.resize(tenant_id, -num_bytes)
+        await self._store.records.drop_session(session_id)
 
     async def _delete_leftovers(self, before: float) -> None:
         """Delete rows that nothing has needed since `before`: of samplers, then adapters, then sessions.

@@ -30,7 +30,7 @@ def make_sample_scheduler(
         SamplerVersions(store, registers.registry, states),
         Placement(fleet, context.config.samples_per_worker_max, scheduling.turns),
         SampleQueues(scheduling),
-        SampleCommits(store, registers.in_flight, registers.holdings, streams),
+        SampleCommits(store, registers.in_flight, streams),
         streams,
         scheduling.losses,
         context.failure,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.fleet.fleet import Flight, Incarnation
-from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage, decided_row, item_error
 from coordinator.payloads.provenance import record_bytes
@@ -179,10 +178,9 @@ class TokenStreams:
 class SampleCommits:
     """Commits the samples of all base models."""
 
-    def __init__(self, store: Store, in_flight: InFlightTable, holdings: Holdings, streams: TokenStreams) -> None:
+    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams) -> None:
         self._store = store
         self._in_flight = in_flight
-        self._holdings = holdings
         self._streams = streams
 
     async def commit(self, sample: Sample) -> None:
@@ -194,8 +192,6 @@ class SampleCommits:
         lost = await self._store.cycles.persist(commit)
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
-        for record in commit.stored_records:
-            self._holdings.resize(record.tenant_id, record.num_bytes)
         self._in_flight.finish(operation)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)

@@ -86,8 +86,6 @@ class CycleCommit:
     file_uses: list[FileUse] = field(default_factory=list)
     records: list[SampleRecord] = field(default_factory=list)
     """Of samples in `finished`."""
-    stored_records: list[SampleRecord] = field(default_factory=list)
-    """Those of them that the commit has stored: the sessions of the others have ended."""
 
 
 class Cycles:
@@ -132,9 +130,9 @@ class Cycles:
                 if use.adapter_id not in lost:
                     add_file_use(db, use)
             _store_states(db, commit.states, lost)
-            commit.stored_records[:] = [
-                each for each in commit.records if each.target_id not in lost and put_record(db, each, now)
-            ]
+            for record in commit.records:
+                if record.target_id not in lost:
+                    put_record(db, record, now)
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:

@@ -68,6 +68,6 @@ UPDATE tenants SET row_bytes = found.num_bytes FROM (
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
-    7: _ROW_BYTES + RECORDS,
+    7: RECORDS + _ROW_BYTES,
 }
 """Schema version to the statements that make the next version of it."""

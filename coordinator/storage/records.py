@@ -32,48 +32,38 @@ class Records(Table[SequenceRow]):
             (target_id, seq, index, tenant_id),
         )
 
-    def totals(self) -> dict[str, int]:
-        """Return the bytes of each tenant's records."""
-        sql = "SELECT tenant_id, SUM(num_bytes) AS num_bytes FROM sample_records GROUP BY tenant_id"
-        return {row["tenant_id"]: int(row["num_bytes"]) for row in self._database.read(sql)}
+    async def drop_session(self, session_id: str) -> None:
+        """Drop the records of a session that has ended."""
+        await self._drop("session_id = ?", session_id)
 
-    async def drop_session(self, session_id: str) -> dict[str, int]:
-        """Drop some records of a session that has ended; return the freed bytes by tenant, none at the end."""
-        return await self._drop("session_id = ?", session_id)
+    async def drop_unused(self, before: float) -> None:
+        """Drop the records last used before this moment of service time."""
+        await self._drop("used_service_s < ?", before)
 
-    async def drop_unused(self, before: float) -> dict[str, int]:
-        """Drop some records last used before this moment of service time; return as `drop_session` does."""
-        return await self._drop("used_service_s < ?", before)
-
-    async def _drop(self, condition: str, value: object) -> dict[str, int]:
+    async def _drop(self, condition: str, value: object) -> None:
         found = f"FROM sample_records WHERE {condition}"
-        if self._database.read_one(f"SELECT 1 {found}", (value,)) is None:
-            return {}  # without a write, which would be a sync to disk in every sweep
+        deletion = (
+            "DELETE FROM sample_records WHERE (target_id, seq) IN"  # noqa: S608 (our names)
+            f" (SELECT target_id, seq {found} LIMIT ?)"
+        )
 
-        def write(db: Connection) -> dict[str, int]:
-            sql = (
-                "DELETE FROM sample_records WHERE (target_id, seq) IN"  # noqa: S608 (our names)
-                f" (SELECT target_id, seq {found} LIMIT ?) RETURNING tenant_id, num_bytes"
-            )
-            freed: dict[str, int] = {}
-            for row in db.execute(sql, (value, DROPPED_MAX)).fetchall():
-                freed[row["tenant_id"]] = freed.get(row["tenant_id"], 0) + row["num_bytes"]
-            return freed
+        def write(db: Connection) -> None:
+            db.execute(deletion, (value, DROPPED_MAX))
 
-        return await self._database.write(write, is_deletion=True)
+        while self._database.read_one(f"SELECT 1 {found}", (value,)) is not None:
+            await self._database.write(write, is_deletion=True)
 
 
-def put_record(db: Connection, record: SampleRecord, now: float) -> bool:
-    """Store the record of a sample, unless its session has ended; return whether it was stored. `now`: service time."""
+def put_record(db: Connection, record: SampleRecord, now: float) -> None:
+    """Store the record of a sample, unless its session has ended. `now`: service time."""
     live = db.execute(
         "SELECT 1 FROM sessions WHERE session_id = ? AND ended_at IS NULL", (record.session_id,)
     ).fetchone()
     if live is None:
-        return False
+        return
     insert(db, "sample_records", record, without=("sequences",), used_service_s=now)
     for index, sequence in enumerate(record.sequences):
         _put_sequence(db, record, index, sequence)
-    return True
 
 
 def renew_records(db: Connection, keys: Iterable[tuple[str, int]], now: float) -> None:

@@ -105,7 +105,7 @@ CREATE TABLE probations (
 """The tenants whose operations killed workers, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
-"""What a row counts beside its texts and blobs."""
+"""What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
 
 
 def _counting(table: str, row_bytes: str) -> str:
@@ -144,6 +144,7 @@ ROW_COUNTS = (
     + _counting("adapters", f"{_METADATA} + length(R.payload)")
     + _counting("checkpoints", _METADATA)
     + _counting("samplers", f"{ROW_BYTES} + length(R.payload) + R.file_bytes")
+    + _counting("sample_records", "R.num_bytes")
     + _OPERATION_COUNTS
 )
 """Keep `tenants.row_bytes`: what all rows of a tenant have, also for databases that a migration gives the triggers."""
@@ -237,7 +238,7 @@ CREATE TABLE tenants (
     suspended_at REAL,                    -- its calls are refused; NULL: it is not suspended
     suspension_reason TEXT NOT NULL DEFAULT '', -- as told to its users
     deletion_at REAL,                     -- everything of it is being deleted, at last this row; NULL: it stays
-    row_bytes INTEGER NOT NULL DEFAULT 0  -- of its rows: metadata, requests, results; and of its samplers' files
+    row_bytes INTEGER NOT NULL DEFAULT 0  -- of its rows: metadata, requests, results, records; and of samplers' files
 );
 {API_KEYS}CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
@@ -345,4 +346,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{ROW_COUNTS}{LISTED}{RECORDS}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{RECORDS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)

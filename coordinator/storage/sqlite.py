@@ -1,6 +1,6 @@
 """SQLite: connections to a database file, and the errors of its statements. The only module that imports SQLite.
 
-Opens a database for its one writer, for readers beside it, and for copies. Does not depend on any table but `meta`.
+Opens a database for its one writer, for its readers, and for copies. Does not depend on any table but `meta`.
 Main invariant: a commit on a connection of `open_connection` is durable when it returns.
 """
 

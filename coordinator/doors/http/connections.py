@@ -53,7 +53,7 @@ class Client:
         self._has_left = False
 
     def leave(self) -> None:
-        """Cancel the running call: nobody reads its response."""
+        """Cancel the running call, whose response has no reader any more."""
         self._has_left = True
         if self._call is not None:
             self._call.cancel()

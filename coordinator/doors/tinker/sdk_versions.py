@@ -1,6 +1,6 @@
 """What the version of the SDK that sends a call knows and does. Every call of the SDK names its version in a header.
 
-Main invariant: nothing is assumed of a client that names no version, or one that nobody has tried.
+Main invariant: the order in which parts of a batch arrive is used only for versions that `make sdk-versions` has tried.
 """
 
 from __future__ import annotations
