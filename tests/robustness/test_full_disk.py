@@ -1,6 +1,6 @@
 """Pools whose disk is full when they start: they serve reads, results and deletions, and take work once there is room.
 
-The data directory is on a file system of 80 MB; the rest of the pool has its files elsewhere.
+The data directory is on a file system of 80 MB; the rest of the pool, Ray's folder included, has its files elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import tinkerpool
 from tests.support.database import query
-from tests.support.serving import TOY, Terminal
+from tests.support.serving import TOY, TOY_ON_RAY, Terminal
 from tests.support.small_disk import FOREIGN_FILE, fill, small_disk
 from tests.support.waiting import wait_until
 from tinkerpool import types
@@ -76,8 +76,8 @@ class Pool:
 
 
 @contextmanager
-def served(terminal: Terminal, disk: Path) -> Iterator[Pool]:
-    with terminal.serve(*TOY, "--data-dir", str(disk / "pool"), "--disk-free-min", "0") as (process, serving):
+def served(terminal: Terminal, disk: Path, options: tuple[str, ...] = TOY) -> Iterator[Pool]:
+    with terminal.serve(*options, "--data-dir", str(disk / "pool"), "--disk-free-min", "0") as (process, serving):
         pool = Pool(terminal, serving, process)
         try:
             yield pool
@@ -91,12 +91,16 @@ def step(training: tinkerpool.TrainingClient) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [pytest.param(signal.SIGKILL, TOY_ON_RAY, marks=pytest.mark.ray), (signal.SIGTERM, TOY)],
+    ids=["killed, on Ray", "stopped"],
+)
 def test_a_pool_that_ended_on_a_full_disk_starts_again_and_takes_work_once_there_is_room(
-    tmp_path: Path, disk: Path, end: signal.Signals
+    tmp_path: Path, disk: Path, end: signal.Signals, options: tuple[str, ...]
 ) -> None:
     terminal = Terminal(tmp_path / "home")
-    with served(terminal, disk) as pool:
+    with served(terminal, disk, options) as pool:
         path = trained_and_saved(terminal)
         fill(disk, left_bytes=1 << 20)
         session_ids: list[str] = []
@@ -107,7 +111,7 @@ def test_a_pool_that_ended_on_a_full_disk_starts_again_and_takes_work_once_there
         wait_until(lambda: pool.health() != SERVING)
         pool.process.send_signal(end)
         pool.process.wait(60)
-    check_start(terminal, disk, path, session_ids)
+    check_start(terminal, disk, path, session_ids, options)
 
 
 @pytest.mark.slow
@@ -130,9 +134,11 @@ def trained_and_saved(terminal: Terminal) -> str:
         return training.save_state("first").result(60).path
 
 
-def check_start(terminal: Terminal, disk: Path, path: str, session_ids: list[str]) -> None:
+def check_start(
+    terminal: Terminal, disk: Path, path: str, session_ids: list[str], options: tuple[str, ...] = TOY
+) -> None:
     """Check that a pool starts on the full disk, deletes, and takes work once the foreign file is removed."""
-    with served(terminal, disk) as pool:
+    with served(terminal, disk, options) as pool:
         assert "MB free: only reads, results and deletions are served" in pool.output()
         assert pool.health() != SERVING
         assert "Problem: the pool's disk has" in terminal.run("status").stdout
