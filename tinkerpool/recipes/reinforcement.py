@@ -152,6 +152,9 @@ def train(
 ) -> str:
     """Train, and return the path of the trained weights. `reward` replaces the one that the settings name."""
     score = reward or named_reward(settings.reward)
+    run = Run(settings)
+    if (trained_weights := run.finished()) is not None:
+        return trained_weights
     service = service or ServiceClient()
     base_model = find_base_model(settings, service)
     tokenizer = service.get_tokenizer(base_model.model_name)
@@ -161,7 +164,6 @@ def train(
 
     batches, num_steps = Batches(read(settings.data), settings.batch_size, seed=settings.seed), settings.num_steps
     test_tasks = read(settings.test_data) if settings.test_data else []
-    run = Run(settings)
     client = run.training_client(service)
 
     def sample(sampler: SamplingClient, step: int, *, is_test: bool = False) -> list[APIFuture[SampleResponse]]:
@@ -201,7 +203,7 @@ def train(
             progress.report(done, metrics)
             run.record(done, saved)
 
-        path = client.save_weights_for_sampler("final").result().path
+        path = run.finish(client)
         progress.say(f"trained weights: {path}")
     return path
 

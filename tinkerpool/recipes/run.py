@@ -1,8 +1,10 @@
 """A run's folder, and how a run that was interrupted continues.
 
-The folder holds `settings.json` and, after the first save, `checkpoint.json`: the number of steps done and the path of
-the state in the pool. Data, learning rates and seeds are functions of the settings and the step. So a run that
-continues at a checkpoint takes the steps that it would have taken, with the same bits where the pool promises them.
+The folder holds `settings.json` from the moment when the adapter exists: a pool that refuses an adapter leaves the
+folder free for other settings. After the first save it also has `checkpoint.json`: the number of steps done, the path
+of the state in the pool and, of a finished run, the path of the trained weights. Data, learning rates and seeds are
+functions of the settings and the step. So a run that continues at a checkpoint takes the steps that it would have
+taken, with the same bits where the pool promises them.
 """
 
 from __future__ import annotations
@@ -43,24 +45,40 @@ class Run:
     """One run: its folder, its adapter, its schedule and its checkpoints."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Open the folder, or create it. Raises ValueError if it has a run with other settings or data."""
+        """Read the folder, if there is one. Raises ValueError if it has a run with other settings or data."""
         self.settings = settings
         self.start_step = 0
         """Steps done before this process."""
-        self._path = settings.start_from
+        self._checkpoint: dict[str, Any] = {}
+        """As `checkpoint.json` has it."""
         self._folder = settings.log_dir
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is no folder: choose another --log-dir")
+        self._found = self._found_settings()
         self._check_settings()
-        saved = self._folder / "checkpoint.json"
-        if saved.exists():
-            checkpoint = json.loads(saved.read_text(encoding="utf-8"))
-            self.start_step, self._path = checkpoint["step"], checkpoint["path"]
+        if self._saved.exists():
+            self._checkpoint = json.loads(self._saved.read_text(encoding="utf-8"))
+            self.start_step = self._checkpoint["step"]
+
+    def finished(self) -> str | None:
+        """Return the path of a finished run's trained weights, and say that nothing is left to do; else None."""
+        trained_weights: str | None = self._checkpoint.get("trained_weights")
+        if trained_weights is not None:
+            print(
+                f"{self._folder} has a run that finished with step {self.start_step}: nothing is left to do. "
+                f"Another run needs another --log-dir.\ntrained weights: {trained_weights}"
+            )
+        return trained_weights
 
     def training_client(self, service: ServiceClient) -> TrainingClient:
-        """Return the client of the run's adapter: of the last checkpoint, of `start_from`, or new."""
-        if self.start_step and self._path:
-            return service.create_training_client_from_state_with_optimizer(self._path)
-        return self.new_client(service)
+        """Return the client of the run's adapter, of the last checkpoint or as `new_client`. Takes the folder."""
+        if self._checkpoint:
+            client = service.create_training_client_from_state_with_optimizer(self._checkpoint["path"])
+        else:
+            client = self.new_client(service)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(self._folder / "settings.json", self._found)
+        return client
 
     def new_client(self, service: ServiceClient) -> TrainingClient:
         """Return the client of another adapter, with the weights that the run began with."""
@@ -90,17 +108,35 @@ class Run:
     def record(self, done: int, saved: APIFuture[types.SaveWeightsResponse] | None) -> None:
         """Wait for a save, and continue there if the run is interrupted from now on."""
         if saved is not None:
-            _write(self._folder / "checkpoint.json", {"step": done, "path": saved.result().path})
+            self._write_checkpoint({"step": done, "path": saved.result().path})
 
-    def _check_settings(self) -> None:
+    def finish(self, client: TrainingClient) -> str:
+        """Save the weights for sampling, record that the run is finished, and return their path."""
+        path = str(client.save_weights_for_sampler("final").result().path)
+        self._write_checkpoint(self._checkpoint | {"trained_weights": path})
+        return path
+
+    def _write_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+        _write(self._saved, checkpoint)
+
+    @property
+    def _saved(self) -> Path:
+        return self._folder / "checkpoint.json"
+
+    def _found_settings(self) -> dict[str, Any]:
+        """Return the settings as `settings.json` has them, with the digests of the data files."""
         paths = {name: value for name, value in asdict(self.settings).items() if isinstance(value, Path)}
         files = {name: path for name, path in paths.items() if name != "log_dir"}
         found = {name: str(value) if name in paths else value for name, value in asdict(self.settings).items()}
         found |= {f"{name}_sha256": hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         del found["log_dir"]
-        path = self._folder / "settings.json"
+        return found
+
+    def _check_settings(self) -> None:
+        path, found = self._folder / "settings.json", self._found
         if not path.exists():
-            _write(path, found)
+            return
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [
             f"{name} was {before.get(name)!r}, is {found.get(name)!r}"

@@ -47,6 +47,9 @@ class Settings(RunSettings):
 
 def train(settings: Settings, service: ServiceClient | None = None, on_metrics: OnMetrics | None = None) -> str:
     """Train, and return the path of the trained weights. `on_metrics` replaces the table at the terminal."""
+    run = Run(settings)
+    if (trained_weights := run.finished()) is not None:
+        return trained_weights
     service = service or ServiceClient()
     base_model = find_base_model(settings, service)
     tokenizer = service.get_tokenizer(base_model.model_name)
@@ -57,7 +60,6 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
 
     batches = Batches(read(settings.data), settings.batch_size, seed=settings.seed)
     test_data = read(settings.test_data) if settings.test_data else []
-    run = Run(settings)
     client = run.training_client(service)
     num_steps = batches.num_steps(settings.epochs)
 
@@ -88,7 +90,7 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
         while in_flight:
             finish(*in_flight.popleft())
 
-        path = client.save_weights_for_sampler("final").result().path
+        path = run.finish(client)
         progress.say(f"trained weights: {path}")
     return path
 

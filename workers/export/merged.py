@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
     prefix = f"{PEFT_PREFIX}{plan.unembedding}"
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}.lora_")}
     whole = {f"{prefix}.weight": plan.merged_unembedding()}
-    safetensors.torch.save_file(kept | whole, adapter_directory / WEIGHTS, {"format": "pt"})
+    _save(kept | whole, adapter_directory / WEIGHTS)
 
 
 class _MergePlan:
@@ -106,7 +107,7 @@ class _MergePlan:
                     self._adapter.add_to(module, weight)
         if self._has_own_file:
             whole = {f"{self.unembedding}.weight": self.merged_unembedding()}
-            safetensors.torch.save_file(whole, out / names[""], {"format": "pt"})
+            _save(whole, out / names[""])
         if len(names) > 1:
             self._write_index(out, names)
 
@@ -125,6 +126,14 @@ class _MergePlan:
         total = sum((out / name).stat().st_size for name in names.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of tensors with the mode of any other file: safetensors' own is 0600, whatever the umask."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def _new_names(files: list[str], *, has_own_file: bool) -> dict[str, str]:

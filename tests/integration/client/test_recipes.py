@@ -19,6 +19,7 @@ import pytest
 from tests.support.pages import run_page
 from tests.support.served_pool import ServedPool, shipped_pool
 from tinkerpool import ServiceClient
+from tinkerpool.errors import InvalidArgument
 from tinkerpool.recipes import dpo, reinforcement, supervised
 
 pytestmark = pytest.mark.slow
@@ -207,6 +208,37 @@ def test_a_wrong_file_is_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists(), "the corrected file can use the same folder"
 
 
+def test_a_run_that_the_pool_refused_leaves_its_folder_for_other_settings(pool: ServedPool, tmp_path: Path) -> None:
+    data = file_of(tmp_path / "train.jsonl", [{"text": "In the beginning"}])
+    refused = supervised.Settings(data=data, log_dir=tmp_path / "run", rank=100)
+    with pool.client("guesses-a-rank") as service:
+        with pytest.raises(InvalidArgument, match="rank"):
+            supervised.train(refused, service)
+        supervised.train(replace(refused, rank=8), service)
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
+    pool: ServedPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = file_of(tmp_path / "train.jsonl", [{"text": "In the beginning"}])
+    settings = supervised.Settings(data=data, log_dir=tmp_path / "run", rank=8)
+
+    def state(service: ServiceClient) -> tuple[object, ...]:
+        rest = service.create_rest_client()
+        runs, checkpoints = rest.list_training_runs().result(), rest.list_user_checkpoints().result()
+        return runs, checkpoints, [path.read_bytes() for path in sorted((tmp_path / "run").iterdir())]
+
+    with pool.client("starts-again") as service:
+        path = supervised.train(settings, service)
+        before = state(service)
+        capsys.readouterr()
+        assert supervised.train(settings, service) == path
+        assert state(service) == before
+    shown = capsys.readouterr().out
+    assert "a run that finished with step 1" in shown
+    assert path in shown
+
+
 @pytest.fixture
 def reader(
     pool: ServedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -259,3 +291,11 @@ def test_a_recipe_runs_at_the_command_line_and_reports_a_mistake_in_one_line(
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("error: run has a run with other settings")
     assert len(wrong.stderr.splitlines()) == 1
+
+
+def test_the_package_lists_its_recipes() -> None:
+    listed = subprocess.run([sys.executable, "-m", "tinkerpool.recipes"], capture_output=True, text=True, check=True)
+    found = re.findall(r"python -m (tinkerpool\.recipes\.\w+) --help", listed.stdout)
+    assert found == [f"tinkerpool.recipes.{name}" for name in ("supervised", "dpo", "reinforcement", "arithmetic")]
+    for module in found:
+        subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, check=True)

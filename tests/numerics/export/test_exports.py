@@ -52,6 +52,10 @@ def facts(directory: Path) -> dict[str, Any]:
     return found
 
 
+def modes(directory: Path) -> set[int]:
+    return {path.stat().st_mode for path in directory.iterdir()}
+
+
 def test_a_merged_model_has_the_engines_log_probabilities_of_every_architecture(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
@@ -87,6 +91,7 @@ def test_a_merged_model_keeps_dtype_and_shards_of_the_base_model(
     export(files, tmp_path / "merged", format="merged", base_model=str(base))
     shards = sorted((tmp_path / "merged").glob("*.safetensors"))
     assert len(shards) == num_shards + 1, "the untied unembedding has a file of its own"
+    assert len(modes(tmp_path / "merged")) == 1
     tensors = [tensor for shard in shards for tensor in safetensors.torch.load_file(shard).values()]
     assert {tensor.dtype for tensor in tensors} == {dtype}
     assert difference(load(tmp_path / "merged", dtype="auto"), expected) < 0.3
@@ -174,6 +179,7 @@ def test_peft_merges_an_adapter_with_a_whole_unembedding_right_and_saves_it(
     directory, files, expected = trained
     exporter = export(files, tmp_path / "peft", base_model=str(directory), whole_unembedding=True)
     assert exporter.notes == []
+    assert len(modes(tmp_path / "peft")) == 1
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
     assert difference(model, expected) < 1e-4
     merged = model.merge_and_unload()

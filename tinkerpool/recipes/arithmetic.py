@@ -1,0 +1,102 @@
+"""Problems with checkable answers, to try the recipes on: sums and differences of two numbers from 10 to 99.
+
+Writes four files into --folder, with no problem in two of them:
+
+  shown.jsonl       worked problems to learn from by supervised fine-tuning, as chats
+  shown_test.jsonl  worked problems to evaluate that on
+  train.jsonl       problems with their answers alone, for reinforcement
+  test.jsonl        problems with their answers, to evaluate on
+
+For example:
+
+  python -m tinkerpool.recipes.arithmetic --folder arithmetic
+  python -m tinkerpool.recipes.reinforcement --data arithmetic/train.jsonl --test-data arithmetic/test.jsonl \\
+      --reward tinkerpool.recipes.arithmetic:is_right --log-dir runs/arithmetic
+
+The reward is 1 if the last number of the reply is the answer, else 0. The same seed writes the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SYSTEM = {"role": "system", "content": "Calculate."}
+"""Short: a model's own system prompt is often longer than the problem."""
+NUM_SHOWN, NUM_SHOWN_TEST, NUM_TEST = 200, 50, 200
+Problem = tuple[int, str, int]
+"""The numbers, and + or - between them."""
+
+
+def problems(seed: int) -> list[Problem]:
+    """Return every problem once, in random order. No difference is negative."""
+    numbers = range(10, 100)
+    found = [(a, sign, b) for a in numbers for b in numbers for sign in "+-" if sign == "+" or a >= b]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def answer(problem: Problem) -> int:
+    """Return the answer."""
+    a, sign, b = problem
+    return a + b if sign == "+" else a - b
+
+
+def chat(problem: Problem) -> list[dict[str, str]]:
+    """Return the messages that ask for the answer."""
+    a, sign, b = problem
+    return [SYSTEM, {"role": "user", "content": f"What is {a} {sign} {b}?"}]
+
+
+def worked(problem: Problem) -> dict[str, Any]:
+    """Return a line for `supervised`."""
+    a, sign, b = problem
+    reply = {"role": "assistant", "content": f"{a} {sign} {b} = {answer(problem)}"}
+    return {"messages": [*chat(problem), reply]}
+
+
+def task(problem: Problem) -> dict[str, Any]:
+    """Return a line for `reinforcement`."""
+    return {"prompt": chat(problem), "answer": answer(problem)}
+
+
+def is_right(record: Mapping[str, Any], reply: str) -> float:
+    """Return 1 if the last number of a reply is the line's answer, else 0."""
+    return float(re.findall(r"\d+", reply)[-1:] == [str(record["answer"])])
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    """Write the files."""
+    rest = iter(problems(seed))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "shown.jsonl", (worked(next(rest)) for _ in range(NUM_SHOWN)))
+    _write(folder / "shown_test.jsonl", (worked(next(rest)) for _ in range(NUM_SHOWN_TEST)))
+    _write(folder / "test.jsonl", (task(next(rest)) for _ in range(NUM_TEST)))
+    _write(folder / "train.jsonl", (task(problem) for problem in rest))
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def main() -> None:
+    """Write the files that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tinkerpool.recipes.arithmetic",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the files (required)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the problems (default: 0)")
+    arguments = parser.parse_args()
+    write(arguments.folder, arguments.seed)
+    print(*sorted(str(path) for path in arguments.folder.glob("*.jsonl")), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
