@@ -26,8 +26,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinkerpool import ModelInput, SamplingClient, SamplingParams
+from tinkerpool.data import encode_prompt, read_jsonl
+
 SYSTEM = {"role": "system", "content": "Calculate."}
 """Short: a model's own system prompt is often longer than the problem."""
+MAX_TOKENS = 64
+"""Of a reply that `accuracy` judges: room for the explanations of a model that has seen no worked problem."""
 NUM_SHOWN, NUM_SHOWN_TEST, NUM_TEST = 200, 50, 200
 Problem = tuple[int, str, int]
 """The numbers, and + or - between them."""
@@ -68,6 +73,17 @@ def task(problem: Problem) -> dict[str, Any]:
 def is_right(record: Mapping[str, Any], reply: str) -> float:
     """Return 1 if the last number of a reply is the line's answer, else 0."""
     return float(re.findall(r"\d+", reply)[-1:] == [str(record["answer"])])
+
+
+def accuracy(sampler: SamplingClient, tasks: Path) -> float:
+    """Return the share of the problems in a file, such as test.jsonl, whose likeliest reply is right."""
+    tokenizer, params = sampler.get_tokenizer(), SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
+    lines = read_jsonl(tasks, dict)
+    prompts = [ModelInput.from_ints(encode_prompt(tokenizer, line["prompt"])) for line in lines]
+    futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
+    replies = [future.result().sequences[0].tokens for future in futures]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in replies]
+    return sum(is_right(line, text) for line, text in zip(lines, texts, strict=True)) / len(lines)
 
 
 def write(folder: Path, seed: int = 0) -> None:

@@ -21,6 +21,7 @@ from tinkerpool.data import Schedule
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option
 
+CHECKPOINT, SETTINGS = "checkpoint.json", "settings.json"
 KEPT_S = 30 * 24 * 3600
 """The pool deletes the checkpoints during a run after this time; the last one stays."""
 
@@ -31,7 +32,9 @@ class RunSettings:
 
     log_dir: Path = option("folder of the run; the same command with the same folder continues it")
     base_model: str | None = option("base model; needed if the pool has several", None)
-    start_from: str | None = option("tinker:// path of a saved state to start from, instead of a new adapter", None)
+    start_from: str | None = option(
+        "saved state to start from, instead of a new adapter: a tinker:// path, or the folder of another run", None
+    )
     rank: int = option("LoRA rank of a new adapter, a power of two", 32)
     learning_rate: float = option("highest learning rate", 1e-3)
     schedule: ScheduleKind = option("decay of the learning rate", "linear")
@@ -56,8 +59,8 @@ class Run:
             raise ValueError(f"{self._folder} is no folder: choose another --log-dir")
         self._found = self._found_settings()
         self._check_settings()
-        if self._saved.exists():
-            self._checkpoint = json.loads(self._saved.read_text(encoding="utf-8"))
+        if (self._folder / CHECKPOINT).exists():
+            self._checkpoint = _read_checkpoint(self._folder)
             self.start_step = self._checkpoint["step"]
 
     def finished(self) -> str | None:
@@ -77,13 +80,13 @@ class Run:
         else:
             client = self.new_client(service)
         self._folder.mkdir(parents=True, exist_ok=True)
-        _write(self._folder / "settings.json", self._found)
+        _write(self._folder / SETTINGS, self._found)
         return client
 
     def new_client(self, service: ServiceClient) -> TrainingClient:
         """Return the client of another adapter, with the weights that the run began with."""
-        if self.settings.start_from:
-            return service.create_training_client_from_state(self.settings.start_from)
+        if (state := start_state(self.settings)) is not None:
+            return service.create_training_client_from_state(state)
         return service.create_lora_training_client(
             self.settings.base_model, rank=self.settings.rank, seed=self.settings.seed
         )
@@ -118,11 +121,7 @@ class Run:
 
     def _write_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint
-        _write(self._saved, checkpoint)
-
-    @property
-    def _saved(self) -> Path:
-        return self._folder / "checkpoint.json"
+        _write(self._folder / CHECKPOINT, checkpoint)
 
     def _found_settings(self) -> dict[str, Any]:
         """Return the settings as `settings.json` has them, with the digests of the data files."""
@@ -131,10 +130,10 @@ class Run:
         found = {name: str(value) if name in paths else value for name, value in asdict(self.settings).items()}
         found |= {f"{name}_sha256": hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         del found["log_dir"]
-        return found
+        return found | {"start_from": start_state(self.settings)}
 
     def _check_settings(self) -> None:
-        path, found = self._folder / "settings.json", self._found
+        path, found = self._folder / SETTINGS, self._found
         if not path.exists():
             return
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -155,11 +154,21 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
     return done == num_steps or (every > 0 and done % every == 0)
 
 
+def start_state(settings: RunSettings) -> str | None:
+    """Return the path of the state that a run starts from; None: a new adapter. Raises ValueError if it has none."""
+    start = settings.start_from
+    if start is None or start.startswith("tinker://"):
+        return start
+    if not (Path(start) / CHECKPOINT).is_file():
+        raise ValueError(f"start_from is {start!r}: expected a tinker:// path, or the folder of a run that has saved")
+    return str(_read_checkpoint(Path(start))["path"])
+
+
 def find_base_model(settings: RunSettings, service: ServiceClient) -> types.SupportedModel:
     """Return the base model of a run, before anything is made. Raises NotFound, and ValueError if it is not clear."""
     name = settings.base_model
-    if settings.start_from:
-        name = service.create_rest_client().get_checkpoint(settings.start_from).result().base_model
+    if (state := start_state(settings)) is not None:
+        name = service.create_rest_client().get_checkpoint(state).result().base_model
     models = service.get_server_capabilities().supported_models
     found = [model for model in models if name in {None, model.model_name}]
     if len(found) != 1:
@@ -172,6 +181,11 @@ def check_length(num_tokens: int, base_model: types.SupportedModel) -> None:
     """Raise ValueError for a line that is longer than the base model's longest sequence."""
     if num_tokens > base_model.max_context_length:
         raise ValueError(f"{num_tokens} tokens, but {base_model.model_name} takes {base_model.max_context_length}")
+
+
+def _read_checkpoint(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))
+    return found
 
 
 def _write(path: Path, value: Any) -> None:

@@ -1,0 +1,7 @@
+"""`python -m scripts.tutorial`."""
+
+import sys
+
+from scripts.tutorial.run import main
+
+sys.exit(main())
