@@ -12,6 +12,8 @@ COOKBOOK_VERSION := 0.6.1
 BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
+DOCS_PORT ?= 8000
+MKDOCS = NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
 KILLS ?= 200
 ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares loops
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
@@ -59,7 +61,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs real-model clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -166,9 +168,13 @@ ci-extra: ## run the short forms of what needs other clients
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
 
-docs: $(DOCS_READY) ## build the pages of docs/ as a site, into build/docs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
-	@echo "build/docs/index.html"
+docs: $(DOCS_READY) ## build the pages of docs/ as a site, into build/docs, and check every link
+	@$(MKDOCS) build --quiet --strict
+	@echo "file://$(CURDIR)/build/docs/index.html"
+
+docs-serve: $(DOCS_READY) ## serve the site on this machine, and build it again after each edit (DOCS_PORT=8000)
+	@echo "http://127.0.0.1:$(DOCS_PORT)/ (Ctrl-C stops it)"
+	@$(MKDOCS) serve --quiet --livereload --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook .venv-docs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

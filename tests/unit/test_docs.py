@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from coordinator.base.config import CoordinatorConfig
+from scripts import docs_site
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
@@ -58,24 +59,57 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+def links(page: str) -> list[str]:
+    """Return the links of a page to what is in the repository."""
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)) if not re.match(r"https?://", target)]
+
+
 @pytest.mark.parametrize("page", pages())
 def test_every_relative_link_of_a_page_resolves(page: str) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
-        if re.match(r"https?://", target):
-            continue
+    for target in links(page):
         path, _, anchor = target.partition("#")
         linked = (ROOT / page).parent / path if path else ROOT / page
         assert linked.exists(), f"{page} links {target}"
         assert not anchor or anchor in anchors(linked), f"{page} links {target}, which has no such heading"
 
 
+def pages_of_the_site() -> list[str]:
+    return [page for page in pages() if page.startswith("docs/") or page in docs_site.PAGES.values()]
+
+
+@pytest.mark.parametrize("page", pages_of_the_site())
+def test_every_link_of_a_page_of_the_site_leads_to_what_the_site_has(page: str) -> None:
+    folder = ROOT / "docs"
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")} | docs_site.PAGES.keys()
+    for target in links(page):
+        path, _, _ = docs_site.in_site(page, target).partition("#")
+        assert not path or path in names, f"{page} links {target}: scripts/docs_site.py says what else the site has"
+
+
+@pytest.mark.parametrize(
+    "link", ["gone.html", "guide", "guide/", "../outside.html", "guide.html#gone", "#gone", "/guide.html"]
+)
+def test_a_link_of_the_built_site_that_is_dead_without_a_server_is_found(link: str, tmp_path: Path) -> None:
+    (tmp_path / "outside.html").write_text("")
+    site = tmp_path / "site"
+    (site / "guide").mkdir(parents=True)
+    (site / "guide.html").write_text('<h2 id="start">Start</h2><a href="index.html">back</a>')
+    page = site / "index.html"
+    page.write_text('<p id="here"><a href="guide.html#start"></a><a href="#here"></a><a href="https://a.b/c"></a></p>')
+    assert docs_site.dead_links(site) == []
+    page.write_text(f'<a href="{link}"></a>')
+    [found] = docs_site.dead_links(site)
+    assert found.startswith(f"index.html links {link}, ")
+
+
 def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    in_site = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    in_index = re.findall(r"^\| \[.*?\]\((\w+\.md)\)", text_of("docs/index.md"), flags=re.MULTILINE)
-    assert in_site[0] == "index.md"
-    assert in_site[1:] == in_index
-    assert set(in_index) == pages
+    in_nav = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    in_index = re.findall(r"^\| \[.*?\]\(([\w./]+\.md)\)", text_of("docs/index.md"), flags=re.MULTILINE)
+    names = [docs_site.in_site("docs/index.md", target) for target in in_index]
+    assert in_nav[0] == "index.md"
+    assert in_nav[1:] == names
+    assert set(names) == pages | docs_site.PAGES.keys()
 
 
 def commands(page: str) -> Iterator[list[str]]:
