@@ -10,9 +10,19 @@ import pytest
 
 from tests.support.pages import ROOT, run_page
 from tests.support.served_pool import ServedPool, shipped_pool
+from tinkerpool import Datum
 from workers.contract.loss_inputs import LOSS_RULES
 
-PAGES = ("docs/concepts.md", "docs/losses.md", "docs/checkpoints.md", "docs/grpc.md", "docs/sampling.md")
+PAGES = (
+    "docs/index.md",
+    "docs/concepts.md",
+    "docs/losses.md",
+    "docs/tuning.md",
+    "docs/checkpoints.md",
+    "docs/grpc.md",
+    "docs/sampling.md",
+    "docs/async.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +58,17 @@ def test_the_table_of_losses_has_every_loss_with_its_inputs_and_options() -> Non
         assert names(required) == rule.required
         assert names(optional) == rule.optional | rule.filled.keys()
         assert {option: float(value) for option, value in re.findall(r"`(\w+)` ([\d.]+)", options)} == rule.options
+
+
+@pytest.mark.slow
+def test_the_tables_of_metrics_have_every_metric_of_a_pass_and_of_a_step_and_no_other(pool: ServedPool) -> None:
+    def table(page: str, heading: str) -> set[str]:
+        _, _, section = (ROOT / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+        return set(re.findall(r"^\| `(\w+:\w+)` \|", section.partition("\n## ")[0], flags=re.MULTILINE))
+
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+    with pool.client("metrics") as service:
+        client = service.create_lora_training_client(rank=8)
+        result = client.train_step([Datum([1, 2], inputs)], "ppo").result()
+    assert table("docs/tuning.md", "Metrics") == result.optim_step.metrics.keys()
+    assert table("docs/losses.md", "What comes back") == result.forward_backward.metrics.keys()
