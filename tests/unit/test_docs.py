@@ -23,7 +23,10 @@ from tinkerpool.credentials import DEFAULT_PORT
 from workers.contract.messages import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMISES = ("README.md", "docs/promises.md", "docs/sampling.md", "docs/reliability.md")
+PROMISES = ("README.md", "docs/promises.md", "docs/reliability.md")
+FOR_ENGINEERS = {
+    *("architecture.md", "benchmarks.md", "decisions.md", "glossary.md", "promises.md", "reliability.md", "security.md")
+}
 FOLDERS = ("coordinator", "workers", "tinkerpool", "scripts", "tests", "docs", "protos")
 
 PACKAGES = ("coordinator", "workers", "tinkerpool")
@@ -156,20 +159,35 @@ def test_the_page_on_configuration_has_every_environment_variable() -> None:
 
 
 def test_the_page_on_models_has_every_family_of_the_tests() -> None:
-    shown = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", text_of("docs/models.md"), flags=re.MULTILINE)
+    [row] = re.findall(
+        r"^\| The families of .* load and train: (.*?) \|", text_of("docs/promises.md"), flags=re.MULTILINE
+    )
     tried = re.search(r"ids=\[([^\]]+)\]", (ROOT / "tests/numerics/model/test_architectures.py").read_text())
     assert tried is not None
     families = {each for each in re.findall(r'"([^"]+)"', tried[1]) if " " not in each} | set(get_args(Architecture))
-    assert {name for cell in shown for name in re.findall(r"`([^`]+)`", cell)} == families
+    assert set(re.findall(r"`([^`]+)`", row)) == families
+    for_users = re.findall(r"^\| ([A-Z][^|]+?) \| ", text_of("docs/models.md"), flags=re.MULTILINE)
+    assert [name.strip() for name in re.findall(r"(?:^|\), )([^(]+) \(", row)] == for_users
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_a_page_for_users_names_no_test(page: str) -> None:
+    if page not in FOR_ENGINEERS:
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        assert not re.findall(r"\btests/|`test_\w+\.py`", text)
+        assert not set(re.findall(r"`(test_\w+)`", text)) & names_of_tests()
+
+
+@cache
+def names_of_tests() -> frozenset[str]:
+    return frozenset(
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    )
 
 
 @pytest.mark.parametrize("page", PROMISES)
 def test_every_test_that_a_promise_names_exists(page: str) -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8")))
-    defined = {
-        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
-    }
-    assert not named - defined
+    assert not set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))) - names_of_tests()
 
 
 @pytest.mark.parametrize("page", pages())
