@@ -168,13 +168,13 @@ ci-extra: ## run the short forms of what needs other clients
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
 
+# Not --quiet: warnings, which --strict counts, would be dropped before they are counted.
 docs: $(DOCS_READY) ## build the pages of docs/ as a site, into build/docs, and check every link
-	@$(MKDOCS) build --quiet --strict
+	@$(MKDOCS) build --strict
 	@echo "file://$(CURDIR)/build/docs/index.html"
 
 docs-serve: $(DOCS_READY) ## serve the site on this machine, and build it again after each edit (DOCS_PORT=8000)
-	@echo "http://127.0.0.1:$(DOCS_PORT)/ (Ctrl-C stops it)"
-	@$(MKDOCS) serve --quiet --livereload --dev-addr 127.0.0.1:$(DOCS_PORT)
+	@$(MKDOCS) serve --livereload --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook .venv-docs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
