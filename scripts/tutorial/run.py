@@ -44,7 +44,7 @@ def supervised_settings(data: Path, runs: Path) -> supervised.Settings:
         log_dir=runs / "shown",
         batch_size=8,
         epochs=2,
-        learning_rate=5e-4,
+        learning_rate=1e-3,
         eval_every=10,
     )
 
@@ -59,7 +59,7 @@ def reinforcement_settings(data: Path, runs: Path) -> reinforcement.Settings:
         start_from=str(runs / "shown"),
         batch_size=16,
         group_size=8,
-        max_tokens=16,
+        max_tokens=32,
         learning_rate=2e-4,
         eval_every=10,
         num_steps=220,

@@ -2,8 +2,8 @@
 
 Writes four files into --folder, with no problem in two of them:
 
-  shown.jsonl       worked problems to learn from by supervised fine-tuning, as chats
-  shown_test.jsonl  worked problems to evaluate that on
+  shown.jsonl       problems worked digit by digit, to learn from by supervised fine-tuning
+  shown_test.jsonl  problems worked in the same way, to evaluate that on
   train.jsonl       problems with their answers alone, for reinforcement
   test.jsonl        problems with their answers, to evaluate on
 
@@ -58,11 +58,24 @@ def chat(problem: Problem) -> list[dict[str, str]]:
     return [SYSTEM, {"role": "user", "content": f"What is {a} {sign} {b}?"}]
 
 
+def steps(problem: Problem) -> str:
+    """Return how the answer is found, digit by digit from the right: `7 + 5 = 12, 4 + 8 + 1 = 13, so 132`."""
+    a, sign, b = problem
+    (a_tens, a_units), (b_tens, b_units) = divmod(a, 10), divmod(b, 10)
+    if sign == "+":
+        units = a_units + b_units
+        carried = " + 1" if units > 9 else ""
+        tens = a_tens + b_tens + (units > 9)
+        return f"{a_units} + {b_units} = {units}, {a_tens} + {b_tens}{carried} = {tens}, so {answer(problem)}"
+    is_borrowed = a_units < b_units
+    a_units, a_tens = a_units + 10 * is_borrowed, a_tens - is_borrowed
+    units, tens = a_units - b_units, a_tens - b_tens
+    return f"{a_units} - {b_units} = {units}, {a_tens} - {b_tens} = {tens}, so {answer(problem)}"
+
+
 def worked(problem: Problem) -> dict[str, Any]:
     """Return a line for `supervised`."""
-    a, sign, b = problem
-    reply = {"role": "assistant", "content": f"{a} {sign} {b} = {answer(problem)}"}
-    return {"messages": [*chat(problem), reply]}
+    return {"messages": [*chat(problem), {"role": "assistant", "content": steps(problem)}]}
 
 
 def task(problem: Problem) -> dict[str, Any]:

@@ -21,6 +21,24 @@ def test_no_problem_is_in_two_files_and_the_same_seed_writes_the_same(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("problem", "worked"),
+    [
+        ((30, "+", 86), "0 + 6 = 6, 3 + 8 = 11, so 116"),
+        ((47, "+", 85), "7 + 5 = 12, 4 + 8 + 1 = 13, so 132"),
+        ((58, "-", 26), "8 - 6 = 2, 5 - 2 = 3, so 32"),
+        ((63, "-", 27), "13 - 7 = 6, 5 - 2 = 3, so 36"),
+        ((40, "-", 38), "10 - 8 = 2, 3 - 3 = 0, so 2"),
+    ],
+)
+def test_a_problem_is_worked_digit_by_digit(problem: arithmetic.Problem, worked: str) -> None:
+    assert arithmetic.steps(problem) == worked
+
+
+def test_every_worked_problem_ends_with_its_answer() -> None:
+    assert all(arithmetic.is_right(arithmetic.task(p), arithmetic.steps(p)) for p in arithmetic.problems(seed=0))
+
+
+@pytest.mark.parametrize(
     ("reply", "reward"), [("30 + 86 = 116", 1), ("116", 1), ("30 + 86 = 16", 0), ("116 = 30 + 86", 0), ("", 0)]
 )
 def test_a_reply_is_right_if_its_last_number_is_the_answer(reply: str, reward: float) -> None:
