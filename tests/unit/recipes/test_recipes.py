@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -64,6 +65,7 @@ def test_a_folder_continues_only_the_same_settings_and_data(tmp_path: Path) -> N
     settings = supervised.Settings(data=data, log_dir=tmp_path / "run")
     run = Run(settings)
     assert run.start_step == 0
+    run.training_client(MagicMock())
     run.record(30, Done(TensorPath("tinker://a/weights/step-000030")))  # type: ignore[arg-type]
     run.record(35, None)
     assert Run(settings).start_step == 30
@@ -72,6 +74,20 @@ def test_a_folder_continues_only_the_same_settings_and_data(tmp_path: Path) -> N
     data.write_text("{} ")
     with pytest.raises(ValueError, match="data_sha256 was"):
         Run(settings)
+
+
+def test_a_run_starts_from_the_folder_of_another(tmp_path: Path) -> None:
+    data, service = tmp_path / "a.jsonl", MagicMock()
+    data.write_text("{}")
+    first = supervised.Settings(data=data, log_dir=tmp_path / "first")
+    second = dataclasses.replace(first, log_dir=tmp_path / "second", start_from=str(first.log_dir))
+    with pytest.raises(ValueError, match="the folder of a run that has saved"):
+        Run(second)
+    run = Run(first)
+    run.training_client(service)
+    run.record(30, Done(TensorPath("tinker://a/weights/step-000030")))  # type: ignore[arg-type]
+    Run(second).training_client(service)
+    service.create_training_client_from_state.assert_called_once_with("tinker://a/weights/step-000030")
 
 
 @dataclasses.dataclass
