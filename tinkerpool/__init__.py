@@ -17,20 +17,48 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from tinkerpool import errors, types
-from tinkerpool.errors import OperationFailed, TinkerpoolError
+from tinkerpool.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    OperationFailed,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestFailedError,
+    TinkerError,
+    TinkerpoolError,
+    UnprocessableEntityError,
+)
+from tinkerpool.foreign_names import no_attribute
 from tinkerpool.types import (
+    AdamOptimizerConfig,
     AdamParams,
+    Checkpoint,
+    CheckpointType,
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
+    ModelID,
     ModelInput,
+    ModelInputChunk,
+    OptimParams,
     OptimStepResponse,
+    ParsedCheckpointTinkerPath,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
     SampledSequence,
     SampleResponse,
     SamplingParams,
+    StopReason,
     TensorData,
+    TensorDtype,
+    TrainingRun,
 )
 
 if TYPE_CHECKING:
@@ -43,15 +71,34 @@ if TYPE_CHECKING:
 __version__ = version("tinkerpool")
 
 __all__ = [
+    "APIConnectionError",
+    "APIError",
     "APIFuture",
+    "APIStatusError",
+    "APITimeoutError",
+    "AdamOptimizerConfig",
     "AdamParams",
+    "AuthenticationError",
+    "BadRequestError",
+    "Checkpoint",
+    "CheckpointType",
+    "ConflictError",
     "Datum",
     "EncodedTextChunk",
     "ForwardBackwardOutput",
+    "InternalServerError",
+    "ModelID",
     "ModelInput",
+    "ModelInputChunk",
+    "NotFoundError",
     "OperationFailed",
+    "OptimParams",
     "OptimStepResponse",
+    "ParsedCheckpointTinkerPath",
+    "PermissionDeniedError",
     "PromptProvenanceSpan",
+    "RateLimitError",
+    "RequestFailedError",
     "RestClient",
     "SampleResponse",
     "SampledProvenanceSpan",
@@ -59,9 +106,14 @@ __all__ = [
     "SamplingClient",
     "SamplingParams",
     "ServiceClient",
+    "StopReason",
     "TensorData",
+    "TensorDtype",
+    "TinkerError",
     "TinkerpoolError",
     "TrainingClient",
+    "TrainingRun",
+    "UnprocessableEntityError",
     "errors",
     "types",
 ]
@@ -80,7 +132,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     def __getattr__(name: str) -> Any:
         if name in _CLIENTS:
             return getattr(importlib.import_module(_CLIENTS[name]), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_attribute(__name__, name)
 
     def __dir__() -> list[str]:
         return __all__

@@ -1,35 +1,47 @@
-"""The errors that the client raises.
+"""The errors that the client raises. The Tinker SDK's names are classes of the same tree.
 
-    TinkerpoolError
-    ├── ConfigurationError (ValueError)     no key, a malformed URL
-    ├── ExportError (ValueError)            a checkpoint cannot be exported in this format, or the result is wrong
-    ├── NotImportable (ValueError)          a directory has no adapter that can be imported
-    ├── ClientClosed                        the client was closed, or belongs to another process
-    ├── ApiError                            the service refused a call; one class for each canonical code
-    │   ├── InvalidArgument (ValueError)
-    │   ├── NotFound (LookupError)
-    │   ├── AlreadyExists
-    │   ├── FailedPrecondition
-    │   ├── PermissionDenied
-    │   ├── Unauthenticated
-    │   ├── ResourceExhausted
-    │   ├── Unavailable (ConnectionError)
-    │   ├── DeadlineExceeded (TimeoutError)
-    │   ├── Cancelled
-    │   ├── DataLoss
-    │   └── InternalError                   every other code: INTERNAL, UNKNOWN, ...
-    ├── OrderBroken                         an earlier refusal broke the sequence numbers of a training client
-    └── OperationFailed                     an accepted operation ended in an error
+    TinkerpoolError                             TinkerError in the SDK
+    ├── ConfigurationError (ValueError)         no key, a malformed URL
+    ├── ExportError (ValueError)                a checkpoint cannot be exported in this format, or the result is wrong
+    ├── NotImportable (ValueError)              a directory has no adapter that can be imported
+    ├── ClientClosed                            the client was closed, or belongs to another process
+    ├── ApiError                                APIError: a call failed; one class for each canonical code
+    │   ├── APIStatusError                      the service refused the call
+    │   │   ├── BadRequestError
+    │   │   │   ├── InvalidArgument (ValueError)
+    │   │   │   ├── AlreadyExists               also ConflictError
+    │   │   │   └── Cancelled
+    │   │   ├── Unauthenticated                 AuthenticationError
+    │   │   ├── PermissionDeniedError
+    │   │   │   └── PermissionDenied
+    │   │   ├── NotFound (LookupError)          NotFoundError
+    │   │   ├── DataLoss                        UnprocessableEntityError
+    │   │   ├── FailedPrecondition              also BadRequestError; PermissionDeniedError if a ceiling is met
+    │   │   ├── ResourceExhausted               also RateLimitError if waiting helps, else BadRequestError
+    │   │   └── InternalError                   InternalServerError; every other code: INTERNAL, UNKNOWN, ...
+    │   └── APIConnectionError
+    │       ├── Unavailable (ConnectionError)
+    │       └── DeadlineExceeded (TimeoutError) APITimeoutError
+    ├── RequestFailedError                      an operation did not happen, and its sequence number is used
+    │   └── OperationFailed                     an accepted operation ended in an error
+    └── OrderBroken                             an earlier refusal broke the sequence numbers of a training client
+
+A refusal has the class that the SDK raises for it, in addition to that of its code: in an ended session, for example,
+it is a PermissionDeniedError, too. The refusal of an operation is also a RequestFailedError. So `except` clauses that
+were written for the SDK catch the same failures.
 
 The client retries errors that may pass, and never raises them. The exception is `Unavailable` after a while, if no
-service has ever replied. `Code` is the one table of status codes, which the coordinator uses too. This module does not
-depend on grpc: the transport passes codes and details.
+service has ever replied. `Code` is the one table of status codes, and `http_status` that of HTTP, which the coordinator
+uses too. This module does not depend on grpc: the transport passes codes and details.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import IntEnum
+from enum import IntEnum, StrEnum, auto
+from functools import cache
+from http import HTTPStatus
+from typing import Any, ClassVar
 
 
 class Code(IntEnum):
@@ -58,8 +70,69 @@ class Code(IntEnum):
         return cls(value) if value in cls._value2member_map_ else cls.UNKNOWN
 
 
+class RequestErrorCategory(StrEnum):
+    """Who can mend a failed operation."""
+
+    Unknown = auto()
+    Server = auto()
+    User = auto()
+
+
+_USER_CODES = frozenset(
+    {
+        Code.CANCELLED,
+        Code.INVALID_ARGUMENT,
+        Code.NOT_FOUND,
+        Code.ALREADY_EXISTS,
+        Code.PERMISSION_DENIED,
+        Code.FAILED_PRECONDITION,
+        Code.ABORTED,
+    }
+)
+"""Failures that the user can mend."""
+_STATUS = {
+    Code.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
+    Code.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
+    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
+    Code.UNKNOWN: HTTPStatus.INTERNAL_SERVER_ERROR,
+    Code.UNIMPLEMENTED: HTTPStatus.NOT_IMPLEMENTED,
+    Code.DATA_LOSS: HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+_REASON_STATUS = {
+    "SESSION_ENDED": HTTPStatus.FORBIDDEN,
+    "SESSION_GONE": HTTPStatus.GONE,
+    "PROMISE_GONE": HTTPStatus.GONE,
+    "REQUEST_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "RESULT_TOO_LARGE": HTTPStatus.NOT_ACCEPTABLE,
+    "SESSION_UNKNOWN": HTTPStatus.FORBIDDEN,
+}
+
+
+def category_of(code: Code) -> RequestErrorCategory:
+    """Return who can mend an operation that failed with this code."""
+    return RequestErrorCategory.User if code in _USER_CODES else RequestErrorCategory.Server
+
+
+def http_status(code: Code, reason: str, *, is_ceiling: bool) -> int:
+    """Return the HTTP status of a refusal that no waiting clears. `is_ceiling`: it is for a used-up quota.
+
+    OpenAI's client retries 408, 409, 429 and everything from 500 on a few times, and the Tinker SDK for minutes. So
+    these statuses are for refusals of calls that may succeed later; a permanent refusal gets another 4xx.
+    """
+    if is_ceiling:
+        return HTTPStatus.FORBIDDEN
+    return _REASON_STATUS.get(reason) or _STATUS.get(code, HTTPStatus.BAD_REQUEST)
+
+
 class TinkerpoolError(Exception):
     """Base class of the client's errors."""
+
+    _kinds: ClassVar[tuple[type[TinkerpoolError], ...]] = ()
+    """Of a class that `_all_of` made: what it was made of."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._kinds or (type(self),), self.args), self.__dict__
 
 
 class ConfigurationError(TinkerpoolError, ValueError):
@@ -83,7 +156,7 @@ class OrderBroken(TinkerpoolError):
 
 
 class ApiError(TinkerpoolError):
-    """The service refused a call.
+    """A call failed: the service refused it, or could not be reached.
 
     Attributes:
         code: canonical status code.
@@ -109,59 +182,116 @@ class ApiError(TinkerpoolError):
         self.metadata = dict(metadata or {})
         self.retry_delay_s = retry_delay_s
 
-    def __str__(self) -> str:
-        return f"{self.code.name}: {self.message}"
+
+class APIStatusError(ApiError):
+    """The service refused a call."""
+
+    @property
+    def status_code(self) -> int:
+        """The HTTP status with which the pool refuses the same call of the Tinker SDK."""
+        if self.retry_delay_s is not None:
+            return HTTPStatus.TOO_MANY_REQUESTS
+        return http_status(self.code, self.reason, is_ceiling="maximum" in self.metadata)
 
 
-class InvalidArgument(ApiError, ValueError):
+class APIConnectionError(ApiError):
+    """No reply of the service."""
+
+
+class BadRequestError(APIStatusError):
+    """The request, or the state of its object, forbids the call (HTTP 400)."""
+
+
+class ConflictError(APIStatusError):
+    """The name or number is in use (HTTP 409 at Tinker; at a pool 400, because the SDK repeats what gets a 409)."""
+
+
+class PermissionDeniedError(APIStatusError):
+    """The key, a ceiling of the tenant or the end of the session forbids the call (HTTP 403)."""
+
+
+class RateLimitError(APIStatusError):
+    """The same call may succeed later (HTTP 429). Raised only with `ServiceClient(retry_timeout_s=...)`."""
+
+
+class InvalidArgument(BadRequestError, ValueError):
     """The request itself is wrong; the message names the field and the limit."""
 
 
-class NotFound(ApiError, LookupError):
+class NotFound(APIStatusError, LookupError):
     """The object does not exist or belongs to another tenant: the two look the same."""
 
 
-class AlreadyExists(ApiError):
+class AlreadyExists(BadRequestError, ConflictError):
     """The name, seq or request id was used with other contents: is a second client writing to the adapter?"""
 
 
-class FailedPrecondition(ApiError):
+class FailedPrecondition(APIStatusError):
     """The state of the object forbids the call: its session ended, its gradient window is closed."""
 
 
-class PermissionDenied(ApiError):
+class PermissionDenied(PermissionDeniedError):
     """The API key does not permit the call."""
 
 
-class Unauthenticated(ApiError):
+class Unauthenticated(APIStatusError):
     """The API key is missing, unknown or revoked."""
 
 
-class ResourceExhausted(ApiError):
+class ResourceExhausted(APIStatusError):
     """A quota is used up, or a message is too large. Overload is retried and never raised."""
 
 
-class Unavailable(ApiError, ConnectionError):
+class Unavailable(APIConnectionError, ConnectionError):
     """No service replies at the address."""
 
 
-class DeadlineExceeded(ApiError, TimeoutError):
+class DeadlineExceeded(APIConnectionError, TimeoutError):
     """The service did not reply to a call in time."""
 
 
-class Cancelled(ApiError):
+class Cancelled(BadRequestError):
     """The call was cancelled by the service."""
 
 
-class DataLoss(ApiError):
+class DataLoss(APIStatusError):
     """A stored file no longer matches its checksum."""
 
 
-class InternalError(ApiError):
+class InternalError(APIStatusError):
     """The service failed unexpectedly; its log says more."""
 
+    def __str__(self) -> str:
+        return self.message if self.code is Code.INTERNAL else f"{self.code.name}: {self.message}"
 
-class OperationFailed(TinkerpoolError):
+
+class RequestFailedError(TinkerpoolError):
+    """An operation did not happen: it was refused, or ended in an error. Its sequence number is used.
+
+    Attributes:
+        code: canonical status code.
+        reason: a constant for programs, `NON_FINITE`.
+        message: a sentence for people: what was wrong, and how to mend it.
+        operation: the operation's name.
+    """
+
+    code: Code
+    reason: str
+    message: str
+    operation: str
+
+    @property
+    def request_id(self) -> str:
+        """The operation's name, as the Tinker SDK calls it."""
+        return self.operation
+
+    @property
+    def category(self) -> RequestErrorCategory:
+        """Who can mend it: the user or the server."""
+        return category_of(self.code)
+
+
+class OperationFailed(RequestFailedError):
     """An accepted operation ended in an error. It changed nothing, and its sequence number is used.
 
     Attributes:
@@ -179,8 +309,17 @@ class OperationFailed(TinkerpoolError):
         self.operation = operation
 
     def __str__(self) -> str:
-        return f"{self.operation}: {self.code.name}: {self.message}"
+        return f"{self.operation}: {self.message}"
 
+
+# The Tinker SDK's names of classes that are here under another one.
+TinkerError = TinkerpoolError
+APIError = ApiError
+APITimeoutError = DeadlineExceeded
+AuthenticationError = Unauthenticated
+InternalServerError = InternalError
+NotFoundError = NotFound
+UnprocessableEntityError = DataLoss
 
 _CLASSES: dict[Code, type[ApiError]] = {
     Code.CANCELLED: Cancelled,
@@ -198,6 +337,14 @@ _CLASSES: dict[Code, type[ApiError]] = {
 }
 
 
+_SDK_CLASSES: dict[int, Any] = {
+    HTTPStatus.BAD_REQUEST: BadRequestError,
+    HTTPStatus.FORBIDDEN: PermissionDeniedError,
+    HTTPStatus.TOO_MANY_REQUESTS: RateLimitError,
+}
+"""By HTTP status, where the class of the code does not determine the SDK's class."""
+
+
 def api_error(
     code: Code,
     message: str,
@@ -206,6 +353,36 @@ def api_error(
     metadata: Mapping[str, str] | None = None,
     retry_delay_s: float | None = None,
 ) -> ApiError:
-    """Return an exception of the class for a canonical code."""
-    error_class = _CLASSES.get(code, InternalError)
-    return error_class(message, code=code, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+    """Return an exception of the class for a canonical code, and of the SDK's class if the service made it."""
+    error_class: Any = _CLASSES.get(code, InternalError)
+    error = APIStatusError(message, code=code, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+    if reason and (sdk_class := _SDK_CLASSES.get(error.status_code)):
+        error_class = _all_of(error_class, sdk_class)
+    made: ApiError = error_class(message, code=code, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+    return made
+
+
+def of_operation(refusal: ApiError, operation: str) -> ApiError:
+    """Return the refusal of an operation that used its sequence number: also a RequestFailedError."""
+    restore, (kinds, args), attributes = refusal.__reduce__()
+    error: ApiError = restore((*kinds, RequestFailedError), args)
+    error.__dict__.update(attributes, operation=operation)
+    return error
+
+
+@cache
+def _all_of(first: Any, *others: Any) -> Any:
+    """Return a class that is all of these classes, under the name of the first."""
+    more = [other for other in others if not issubclass(first, other)]
+    if not more:
+        return first
+    body = {"__doc__": first.__doc__, "__module__": first.__module__, "_kinds": (first, *others)}
+    return type(first.__name__, (first, *more), body)
+
+
+def _restored(kinds: tuple[Any, ...], args: tuple[Any, ...]) -> TinkerpoolError:
+    """Return an exception without its attributes, for copies and pickles."""
+    error_class = _all_of(*kinds)
+    error: TinkerpoolError = error_class.__new__(error_class)
+    error.args = args
+    return error

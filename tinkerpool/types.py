@@ -11,16 +11,29 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkerpool import errors, names
+from tinkerpool.foreign_names import no_attribute, with_hints
+
 TensorDtype = Literal["int64", "float32"]
 StopReason = Literal["stop", "length"]
 LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
-SamplerKind = Literal["snapshot", "inflight"]
+RequestErrorCategory = errors.RequestErrorCategory
+SamplingClientKind = Literal["snapshot", "inflight"]
+CheckpointType = Literal["training", "sampler", "external"]
+ModelID: TypeAlias = str
+RequestID: TypeAlias = str
 
+CHECKPOINT_TYPES: Mapping[str, CheckpointType] = {
+    names.TRAINING: "training",
+    names.SAMPLER: "sampler",
+    names.EXTERNAL: "external",
+}
+"""By the kind in a checkpoint's path."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -267,6 +280,10 @@ class ModelInput:
         return tokens
 
 
+ModelInputChunk: TypeAlias = EncodedTextChunk
+LossFnInputs: TypeAlias = dict[str, TensorData]
+LossFnOutput: TypeAlias = dict[str, TensorData]
+
 IGNORED_TARGET = -100
 """A target that does not count, as in transformers and torch: `cross_entropy` gives it weight 0."""
 INPUT_DTYPES: Mapping[str, TensorDtype] = {
@@ -383,6 +400,7 @@ def _loss_input(name: str, value: Any) -> TensorData:
         raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from None
 
 
+@with_hints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
     """AdamW (decoupled weight decay) for one step. The service checks the ranges.
@@ -404,6 +422,24 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
 
+OptimParams: TypeAlias = AdamParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamOptimizerConfig:
+    """The optimizer of every adapter.
+
+    Attributes:
+        type: Always.
+    """
+
+    type: Literal["adamw"] = "adamw"
+
+
+OptimizerConfig: TypeAlias = AdamOptimizerConfig
+
+
+@with_hints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings of the draws of a sample.
@@ -773,8 +809,9 @@ class Checkpoint:
     """A user's named, immutable state.
 
     Attributes:
-        checkpoint_id: `weights/<name>` or `sampler_weights/<name>`.
-        checkpoint_type: `training`: weights, moments and step count; `sampler`: weights.
+        checkpoint_id: `weights/<name>`, `sampler_weights/<name>` or `external_weights/<name>`.
+        checkpoint_type: `training`: weights, moments and step count; `sampler`: weights; `external`: weights that are
+            there to be exported.
         time: When it was saved, UTC.
         tinker_path: `tinker://<adapter id>/<checkpoint id>`.
         size_bytes: Bytes on disk; of the weights alone while the file of a sampler checkpoint is being written.
@@ -787,7 +824,7 @@ class Checkpoint:
     """
 
     checkpoint_id: str
-    checkpoint_type: Literal["training", "sampler"]
+    checkpoint_type: CheckpointType
     time: datetime
     tinker_path: str
     size_bytes: int
@@ -797,6 +834,34 @@ class Checkpoint:
     expires_at: datetime | None = None
     public: bool = False
     user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCheckpointTinkerPath:
+    """The parts of a checkpoint's path.
+
+    Attributes:
+        tinker_path: The path, `tinker://<adapter id>/<checkpoint id>`.
+        training_run_id: The adapter's id.
+        checkpoint_type: As of the checkpoint.
+        checkpoint_id: `weights/<name>`, `sampler_weights/<name>` or `external_weights/<name>`.
+    """
+
+    tinker_path: str
+    training_run_id: str
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> ParsedCheckpointTinkerPath:
+        """Return the parts of a path. Raises ValueError for a malformed one."""
+        path = names.CheckpointPath.parse(tinker_path)
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=path.adapter_id,
+            checkpoint_type=CHECKPOINT_TYPES[path.kind],
+            checkpoint_id=f"{path.kind}/{path.name}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -874,3 +939,11 @@ class SessionInfo:
     create_time: datetime
     is_live: bool
     user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+GetSessionResponse: TypeAlias = SessionInfo
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        raise no_attribute(__name__, name)

@@ -23,7 +23,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool import types
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.calls import methods, sdk_arguments
+from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
@@ -31,6 +31,7 @@ from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
 from tinkerpool.client.imports import Adapter, Import, OnProgress, import_adapter
 from tinkerpool.errors import ApiError
+from tinkerpool.foreign_names import refuse
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -87,12 +88,12 @@ class RestClient:
         self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned", project_id: None = None
     ) -> APIFuture[types.TrainingRunsResponse]:
         """List your adapters, newest first."""
-        sdk_arguments.refuse(access_scope=access_scope, project_id=project_id)
+        refuse(access_scope=access_scope, project_id=project_id)
         return self._start(self._list_training_runs(limit, offset))
 
     def get_training_run(self, training_run_id: str, access_scope: Owned = "owned") -> APIFuture[types.TrainingRun]:
         """Return an adapter. Raises NotFound."""
-        sdk_arguments.refuse(access_scope=access_scope)
+        refuse(access_scope=access_scope)
         return self._start(self._get_training_run(training_run_id))
 
     def get_training_run_by_tinker_path(
@@ -161,7 +162,7 @@ class RestClient:
 
         Raises NotFound, and InvalidArgument for any other checkpoint.
         """
-        sdk_arguments.refuse(destination_project_id=destination_project_id, weights_access_token=weights_access_token)
+        refuse(destination_project_id=destination_project_id, weights_access_token=weights_access_token)
         request = checkpoints_pb2.CopyCheckpointRequest(
             path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
         )
@@ -248,12 +249,12 @@ class RestClient:
         self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
     ) -> APIFuture[types.ListSessionsResponse]:
         """List the ids of your live sessions, newest first."""
-        sdk_arguments.refuse(access_scope=access_scope)
+        refuse(access_scope=access_scope)
         return self._start(self._list_sessions(limit, offset))
 
     def get_session(self, session_id: str, access_scope: Owned = "owned") -> APIFuture[types.SessionInfo]:
         """Return a session, live or not. Raises NotFound."""
-        sdk_arguments.refuse(access_scope=access_scope)
+        refuse(access_scope=access_scope)
         return self._start(self._get_session(session_id))
 
     def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
@@ -600,10 +601,9 @@ def _training_run(adapter: adapters_pb2.Adapter) -> types.TrainingRun:
 
 def _checkpoint(checkpoint: checkpoints_pb2.Checkpoint) -> types.Checkpoint:
     path = CheckpointPath.parse(checkpoint.path)
-    is_training = checkpoint.kind == checkpoints_pb2.CHECKPOINT_KIND_TRAINING
     return types.Checkpoint(
         checkpoint_id=f"{path.kind}/{path.name}",
-        checkpoint_type="training" if is_training else "sampler",
+        checkpoint_type=types.CHECKPOINT_TYPES[path.kind],
         time=_time(checkpoint.create_time),
         tinker_path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,

@@ -26,6 +26,7 @@ from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.convert import to_tensor
 from tinkerpool.errors import ApiError, TinkerpoolError
+from tinkerpool.foreign_names import with_hints
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2, sampling_pb2
 
@@ -97,6 +98,7 @@ class SamplingClient(Ready):
         """`<session id>:sample:<index>`."""
         return self._sampler_id
 
+    @with_hints
     def sample(
         self,
         prompt: types.ModelInput | Any,

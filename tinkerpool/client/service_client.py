@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from tinkerpool import types
-from tinkerpool.client.calls import methods, sdk_arguments
+from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import checkpoint_path, string_map
 from tinkerpool.client.calls.futures import APIFuture
@@ -22,6 +22,7 @@ from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.client.training_client import TrainingClient
+from tinkerpool.foreign_names import refuse, with_hints
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
@@ -31,6 +32,7 @@ _MakeRequest = Callable[..., adapters_pb2.CreateAdapterRequest]
 """Returns the request once base model, session and request id are known."""
 
 
+@with_hints
 class ServiceClient:
     """A client of one pool. The constructor makes no call: the session is created when it is first needed.
 
@@ -83,6 +85,7 @@ class ServiceClient:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ServiceClient cannot be pickled: make a new ServiceClient in the other process")
 
+    @with_hints
     def create_lora_training_client(
         self,
         base_model: str | None = None,
@@ -92,7 +95,7 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
-        optimizer: None = None,
+        optimizer: types.AdamOptimizerConfig | None = None,
         *,
         alpha: float | None = None,
     ) -> TrainingClient:
@@ -107,7 +110,7 @@ class ServiceClient:
             train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care: a line
                 in the log of this process says so, once for each base model.
             user_metadata: labels for the adapter.
-            optimizer: only None, as in the Tinker SDK's default: AdamW.
+            optimizer: only AdamW, which is the default in the Tinker SDK, too.
             alpha: LoRA scaling numerator. None: 32.
 
         Raises:
@@ -115,7 +118,7 @@ class ServiceClient:
             InvalidArgument: the rank is not allowed, or all three `train_*` are false.
             ValueError: no `base_model`, and the pool has several; or a rank below 1.
         """
-        sdk_arguments.refuse(optimizer=optimizer)
+        _check_optimizer(optimizer)
         make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
         return self._connection.start(self._create_adapter(make_request, base_model)).result()
 
@@ -128,12 +131,12 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
-        optimizer: None = None,
+        optimizer: types.AdamOptimizerConfig | None = None,
         *,
         alpha: float | None = None,
     ) -> TrainingClient:
         """`create_lora_training_client`, awaited."""
-        sdk_arguments.refuse(optimizer=optimizer)
+        _check_optimizer(optimizer)
         make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
         return await self._connection.start(self._create_adapter(make_request, base_model))
 
@@ -143,14 +146,15 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
-        optimizer: None = None,
+        optimizer: types.AdamOptimizerConfig | None = None,
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and fresh moments; return its client.
 
         `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
         model, and ValueError for a malformed path.
         """
-        sdk_arguments.refuse(weights_access_token=weights_access_token, optimizer=optimizer)
+        refuse(weights_access_token=weights_access_token)
+        _check_optimizer(optimizer)
         return self._from_state(path, base_model, user_metadata, with_optimizer=False).result()
 
     async def create_training_client_from_state_async(
@@ -159,10 +163,11 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
-        optimizer: None = None,
+        optimizer: types.AdamOptimizerConfig | None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state`, awaited."""
-        sdk_arguments.refuse(weights_access_token=weights_access_token, optimizer=optimizer)
+        refuse(weights_access_token=weights_access_token)
+        _check_optimizer(optimizer)
         return await self._from_state(path, base_model, user_metadata, with_optimizer=False)
 
     def create_training_client_from_state_with_optimizer(
@@ -177,7 +182,7 @@ class ServiceClient:
         `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
         model, and ValueError for a malformed path.
         """
-        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        refuse(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True).result()
 
     async def create_training_client_from_state_with_optimizer_async(
@@ -188,7 +193,7 @@ class ServiceClient:
         weights_access_token: None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state_with_optimizer`, awaited."""
-        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        refuse(weights_access_token=weights_access_token)
         return await self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
     def get_training_client(self, model_id: str) -> TrainingClient:
@@ -216,7 +221,7 @@ class ServiceClient:
 
         Raises NotFound, InvalidArgument if both are given, ValueError if neither is and the pool has several models.
         """
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return self._connection.start(
             self._create_sampler(model_path, base_model, is_recording=record_stability_info)
         ).result()
@@ -229,7 +234,7 @@ class ServiceClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return await self._connection.start(
             self._create_sampler(model_path, base_model, is_recording=record_stability_info)
         )
@@ -256,7 +261,7 @@ class ServiceClient:
 
         Raises NotFound, and InvalidArgument for any other checkpoint.
         """
-        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        refuse(weights_access_token=weights_access_token)
         return self._connection.start(self._copy_weights(path, ttl_seconds))
 
     def create_rest_client(self) -> RestClient:
@@ -352,6 +357,10 @@ def note_tied_unembedding(base_model: str) -> None:
         "train_unembed=False",
         base_model,
     )
+
+
+def _check_optimizer(optimizer: types.AdamOptimizerConfig | None) -> None:
+    refuse(optimizer=None if isinstance(optimizer, types.AdamOptimizerConfig) else optimizer)
 
 
 def _new_adapter(

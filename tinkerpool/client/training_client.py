@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args, overload
 
 from tinkerpool import types
-from tinkerpool.client.calls import encoding, methods, sdk_arguments
+from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, Ready
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
@@ -20,6 +20,7 @@ from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.client.training import custom_loss, passes
 from tinkerpool.client.training.sequence import AdapterSequence
+from tinkerpool.foreign_names import refuse
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
 
 
@@ -198,7 +199,7 @@ class TrainingClient(Ready):
         The pool deletes the checkpoint after `ttl_seconds`; None keeps it. Raises ValueError for an empty name; the
         future raises OperationFailed (ALREADY_EXISTS) if a checkpoint of that name exists.
         """
-        sdk_arguments.refuse(age_encryption_recipients=age_encryption_recipients)
+        refuse(age_encryption_recipients=age_encryption_recipients)
         if not name:
             raise ValueError("name is empty: weights that are saved for export need one")
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
@@ -211,7 +212,7 @@ class TrainingClient(Ready):
 
         Raises ValueError for a malformed path; the future raises NotFound.
         """
-        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        refuse(weights_access_token=weights_access_token)
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=encoding.checkpoint_path(path))
         return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
@@ -219,7 +220,7 @@ class TrainingClient(Ready):
         self, path: str, weights_access_token: None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
         """Replace weights, moments and step count by a checkpoint's, and discard the pending gradient."""
-        sdk_arguments.refuse(weights_access_token=weights_access_token)
+        refuse(weights_access_token=weights_access_token)
         request = training_pb2.LoadStateRequest(
             adapter_id=self.model_id, path=encoding.checkpoint_path(path), with_optimizer=True
         )
@@ -238,7 +239,7 @@ class TrainingClient(Ready):
         name: str | None = None,
         retry_config: None = None,
         record_stability_info: bool = False,
-        kind: types.SamplerKind = "snapshot",
+        kind: types.SamplingClientKind = "snapshot",
     ) -> SamplingClient:
         """Create a sampler of the weights as they are after all earlier calls, and wait for it.
 
@@ -249,14 +250,14 @@ class TrainingClient(Ready):
         record_stability_info: whether the pool keeps a record of every sampled sequence, for the loss
         `stable_reinforce`, until the session ends and for a day after its last use.
         """
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return self._sampling_client(name, kind, is_recording=record_stability_info).result()
 
     def create_sampling_client(
         self, model_path: str, retry_config: None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """Create a sampler of a checkpoint. Raises NotFound, InvalidArgument."""
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return self._connection.start(self._sampler_of(model_path, is_recording=record_stability_info)).result()
 
     def get_info(self) -> types.GetInfoResponse:
@@ -364,17 +365,17 @@ class TrainingClient(Ready):
         name: str | None = None,
         retry_config: None = None,
         record_stability_info: bool = False,
-        kind: types.SamplerKind = "snapshot",
+        kind: types.SamplingClientKind = "snapshot",
     ) -> SamplingClient:
         """`save_weights_and_get_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return await self._sampling_client(name, kind, is_recording=record_stability_info)
 
     async def create_sampling_client_async(
         self, model_path: str, retry_config: None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """`create_sampling_client`, awaited."""
-        sdk_arguments.refuse(retry_config=retry_config)
+        refuse(retry_config=retry_config)
         return await self._connection.start(self._sampler_of(model_path, is_recording=record_stability_info))
 
     async def get_info_async(self) -> types.GetInfoResponse:
@@ -432,10 +433,10 @@ class TrainingClient(Ready):
         return create_sampler(self._session, model_path=path, record_stability_info=is_recording)
 
     def _sampling_client(
-        self, name: str | None, kind: types.SamplerKind, *, is_recording: bool
+        self, name: str | None, kind: types.SamplingClientKind, *, is_recording: bool
     ) -> APIFuture[SamplingClient]:
-        if kind not in get_args(types.SamplerKind):
-            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(get_args(types.SamplerKind))}")
+        if kind not in get_args(types.SamplingClientKind):
+            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(get_args(types.SamplingClientKind))}")
         if name and kind == "inflight":
             raise ValueError("an inflight sampler follows its adapter and has no name; leave out name, or kind")
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(

@@ -20,40 +20,20 @@ from starlette.types import Receive, Scope, Send
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.door import ERROR_ID
 from coordinator.doors.http.request_ids import REQUEST_ID
+from tinkerpool.errors import http_status
 
 T = TypeVar("T")
 
-_STATUS = {
-    Code.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
-    Code.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
-    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
-    Code.DATA_LOSS: HTTPStatus.UNPROCESSABLE_ENTITY,
-}
-_REASON_STATUS = {
-    "SESSION_ENDED": HTTPStatus.FORBIDDEN,
-    "SESSION_GONE": HTTPStatus.GONE,
-    "PROMISE_GONE": HTTPStatus.GONE,
-    "REQUEST_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    "RESULT_TOO_LARGE": HTTPStatus.NOT_ACCEPTABLE,
-    "SESSION_UNKNOWN": HTTPStatus.FORBIDDEN,
-}
 RETRY_S_MAX = 60.0
 """Longest delay before a retry. The SDKs do not accept a longer one."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def status_of(error: ServiceError) -> int:
-    """Return the HTTP status of a refusal.
-
-    OpenAI's client retries 408, 409, 429 and everything from 500 on a few times, and the Tinker SDK for minutes. So
-    these statuses are for refusals of calls that may succeed later; a permanent refusal gets another 4xx.
-    """
+    """Return the HTTP status of a refusal."""
     if error.retry_delay_s is not None:
         return HTTPStatus.SERVICE_UNAVAILABLE if error.code is Code.UNAVAILABLE else HTTPStatus.TOO_MANY_REQUESTS
-    if error.quota is not None:
-        return HTTPStatus.FORBIDDEN
-    return _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
+    return http_status(error.code, error.reason, is_ceiling=error.quota is not None)
 
 
 def headers_of(error: ServiceError, num_retries: int = 0) -> dict[str, str]:

@@ -12,20 +12,8 @@ from starlette.responses import JSONResponse, Response
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.door import to_refusal
 from coordinator.doors.http.responses import headers_of, status_of
+from tinkerpool.errors import category_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
-
-_USER_CODES = frozenset(
-    {
-        Code.CANCELLED,
-        Code.INVALID_ARGUMENT,
-        Code.NOT_FOUND,
-        Code.ALREADY_EXISTS,
-        Code.PERMISSION_DENIED,
-        Code.FAILED_PRECONDITION,
-        Code.ABORTED,
-    }
-)
-"""Failures that the user can mend."""
 
 
 def error_response(error: Exception, where: str, retries: int = 0) -> Response:
@@ -47,5 +35,4 @@ def unsupported(what: str, instead: str) -> ServiceError:
 
 def failure(error: ops_pb.OperationError) -> dict[str, str]:
     """Return the result of a failed operation."""
-    category = "user" if error.code in _USER_CODES else "server"
-    return {"error": f"{error.reason}: {error.message}", "category": category}
+    return {"error": f"{error.reason}: {error.message}", "category": category_of(Code.of(error.code))}

@@ -14,7 +14,7 @@ from tinker import types
 import tinkerpool
 from coordinator.base.config import Limits
 from coordinator.doors.tinker import futures
-from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
+from tests.support.doors.sdk import LEAKS, Wire, collect_leaks, datum, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.waiting import wait_until
@@ -366,6 +366,47 @@ def test_an_ended_session_accepts_nothing_more(pool: RestartablePool, wired: Wir
             service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         with pytest.raises(tinker.PermissionDeniedError, match="has ended"):
             service.create_sampling_client(base_model="toy").result(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
+@pytest.mark.parametrize("library", [tinker, tinkerpool], ids=lambda library: library.__name__)
+def test_a_program_catches_the_same_classes_with_the_sdk_and_with_the_pools_own_client(
+    pool: RestartablePool, library: Any
+) -> None:
+    urls = {tinker: pool.http_url, tinkerpool: pool.url}
+    prefix = "tml-" if library is tinker else ""
+
+    def datum(token: int) -> Any:
+        inputs = {"target_tokens": [token], "weights": [1.0]}
+        return library.Datum(model_input=library.ModelInput.from_ints([token]), loss_fn_inputs=inputs)
+
+    with library.ServiceClient(base_url=urls[library], api_key=prefix + pool.key()) as service:
+        client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
+        sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+        client.save_state("mine").result(WAIT_S)
+        with pytest.raises(library.NotFoundError):
+            service.create_lora_training_client("gpt-7").result(WAIT_S)
+        with pytest.raises(library.BadRequestError):
+            service.create_lora_training_client("toy", rank=1000).result(WAIT_S)
+        with pytest.raises(library.BadRequestError):
+            sampler.sample(library.ModelInput.from_ints([1000]), 1, library.SamplingParams()).result(WAIT_S)
+        for failed in (
+            client.save_state("mine"),
+            client.load_state("tinker://a:train:0/weights/b"),
+            client.optim_step(library.AdamParams(beta1=2.0)),
+            client.forward([datum(1000)], "cross_entropy"),
+            client.forward([datum(POISON_TOKEN)], "cross_entropy"),
+        ):
+            with pytest.raises(library.RequestFailedError) as raised:
+                failed.result(WAIT_S)
+            assert raised.value.category == library.types.RequestErrorCategory.User
+            assert raised.value.request_id.startswith(client.model_id)
+    with (
+        pytest.raises(library.AuthenticationError),
+        library.ServiceClient(base_url=urls[library], api_key=f"{prefix}tp_000000000000_{'x' * 43}") as service,
+    ):
+        service.create_lora_training_client("toy").result(WAIT_S)
+    collect_leaks()
 
 
 def test_both_doors_train_the_same_adapter(pool: RestartablePool, client: Any) -> None:

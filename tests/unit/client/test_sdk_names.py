@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ import tinkerpool
 from tests.support.doors.fake_transport import FakePool
 from tinkerpool import ServiceClient, TensorData, types
 from tinkerpool.client.calls import encoding
-from tinkerpool.client.calls.sdk_arguments import INSTEAD, refuse
+from tinkerpool.foreign_names import INSTEAD, refuse
+from tinkerpool.foreign_names import MISSING as MISSING_IN_MODULES
 from tinkerpool.v1 import sampling_pb2
 
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "APIFuture")
@@ -95,6 +99,74 @@ def test_each_public_name_of_the_sdk_is_here_or_listed_with_a_reason() -> None:
         if not hasattr(getattr(tinkerpool, client), name)
     }
     assert missing == MISSING.keys()
+
+
+def test_each_public_name_of_the_sdks_modules_is_here_or_refused_with_what_to_use() -> None:
+    # Modules in `types` have the same names again.
+    in_types = {name for name, value in members(tinker.types).items() if not inspect.ismodule(value)}
+    missing = {name for name in members(tinker) if not hasattr(tinkerpool, name)}
+    missing |= {name for name in in_types if not hasattr(types, name)}
+    assert missing == MISSING_IN_MODULES.keys()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tinker.md").read_text(encoding="utf-8")
+    for name, instead in MISSING_IN_MODULES.items():
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': {re.escape(instead)}"):
+            getattr(tinkerpool if hasattr(tinker, name) else types, name)
+        assert not hasattr(tinker, name) or f"`{name}`" in page
+
+
+def test_each_name_that_is_here_and_in_both_modules_is_one_thing() -> None:
+    both = members(tinker).keys() & members(tinker.types).keys() - MISSING_IN_MODULES.keys()
+    assert {"AdamParams", "ParsedCheckpointTinkerPath"} <= both
+    assert all(getattr(tinkerpool, name) is getattr(types, name) for name in both)
+
+
+def test_a_checkpoints_path_has_the_parts_that_the_sdk_finds() -> None:
+    for kind in ("weights", "sampler_weights", "external_weights"):
+        path = f"tinker://s:train:0/{kind}/a"
+        theirs = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path)
+        ours = tinkerpool.ParsedCheckpointTinkerPath.from_tinker_path(path)
+        assert theirs.model_dump() == dataclasses.asdict(ours)
+    with pytest.raises(ValueError, match="expected tinker://"):
+        tinkerpool.ParsedCheckpointTinkerPath.from_tinker_path("tinker://a")
+
+
+def test_adamw_may_be_named_as_the_optimizer(service: ServiceClient) -> None:
+    service.create_lora_training_client("toy", optimizer=tinkerpool.AdamOptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "message"),
+    [
+        (types.AdamParams, "lr", "AdamParams has no argument 'lr': did you mean learning_rate?"),
+        (types.AdamParams, "betas", "AdamParams has no argument 'betas': did you mean beta1 and beta2?"),
+        (types.AdamParams, "max_tokens", "AdamParams has no argument 'max_tokens': it takes learning_rate, beta1,"),
+        (types.SamplingParams, "max_new_tokens", "'max_new_tokens': did you mean max_tokens?"),
+        (types.SamplingParams, "temprature", "'temprature': did you mean temperature?"),
+        (ServiceClient, "url", "ServiceClient has no argument 'url': did you mean base_url?"),
+        (
+            ServiceClient.create_lora_training_client,
+            "lora_rank",
+            "ServiceClient.create_lora_training_client has no argument 'lora_rank': did you mean rank?",
+        ),
+        (
+            tinkerpool.SamplingClient.sample,
+            "max_new_tokens",
+            "'max_new_tokens': did you mean sampling_params=SamplingParams(max_tokens=...)?",
+        ),
+    ],
+)
+def test_an_argument_by_its_name_elsewhere_is_refused_with_its_name_here(
+    function: Callable[..., object], argument: str, message: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        function(**{argument: 1})
+
+
+def test_other_mistakes_in_a_call_are_said_as_python_says_them() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompt'"):
+        tinkerpool.SamplingClient.sample(None)  # type: ignore[call-arg,arg-type]
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        types.AdamParams(1e-3)  # type: ignore[call-arg]
 
 
 def test_each_argument_of_the_sdk_is_taken_or_listed_with_a_reason() -> None:

@@ -201,7 +201,7 @@ def test_clients_and_futures_show_their_id_base_model_and_state(pool: FakePool, 
     failed = client.optim_step()
     with pytest.raises(errors.OperationFailed):
         failed.result(60)
-    assert repr(failed) == "<APIFuture of 5e55:train:0:2: failed, OperationFailed: 5e55:train:0:2: INTERNAL: no>"
+    assert repr(failed) == "<APIFuture of 5e55:train:0:2: failed, OperationFailed: 5e55:train:0:2: no>"
     service.close()
     for each in (client, sampler, service, service.create_rest_client()):
         assert repr(each).endswith("closed>")

@@ -10,14 +10,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+import tinker
 from google.rpc import error_details_pb2
 from starlette.responses import Response
+from tinker._client import AsyncTinker
 
+import tinkerpool
 from coordinator.base.errors import Code, Quota, ServiceError, busy, over_ceiling
 from coordinator.doors.grpc.statuses import to_status
 from coordinator.doors.openai.errors import error_response as openai_response
 from coordinator.doors.tinker.errors import error_response as tinker_response
+from tinkerpool.errors import api_error
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "errors.md"
 WITH_DELAY = "Refusals with a retry delay"
@@ -86,6 +91,31 @@ def test_a_quota_is_a_429_that_names_limit_usage_and_delay_if_waiting_frees_it_e
     assert "delete some, or ask an administrator to raise it: tinkerpool tenant limit alice" in _text(refused)
     for error in (full, over):
         assert any(each.Is(error_details_pb2.QuotaFailure.DESCRIPTOR) for each in to_status(error).details)
+
+
+def sdk_error(response: Response) -> tinker.APIStatusError:
+    """Return what the SDK raises for a response. The function has no public name."""
+    received = httpx.Response(response.status_code, request=httpx.Request("POST", "http://pool"))
+    return AsyncTinker._make_status_error(None, "m", body=None, response=received)  # type: ignore[arg-type]
+
+
+@EACH
+def test_the_client_raises_the_class_that_the_sdk_raises_for_the_same_refusal(
+    reason: str, code: Code, may_wait: bool
+) -> None:
+    theirs = sdk_error(tinker_response(refusal(reason, code, may_wait), "a call"))
+    ours = api_error(code, "m", reason=reason, retry_delay_s=1.5 if may_wait else None)
+    assert isinstance(ours, getattr(tinkerpool, type(theirs).__name__))
+    assert isinstance(ours, tinkerpool.APIStatusError)
+    assert ours.status_code == theirs.status_code
+
+
+def test_a_ceiling_is_a_permission_error_of_the_client_as_of_the_sdk_and_no_bad_request() -> None:
+    over = over_ceiling("ADAPTER_QUOTA", Quota("adapters", 8, 8, "a command"), "delete some")
+    assert type(sdk_error(tinker_response(over, "a call"))) is tinker.PermissionDeniedError
+    ours = api_error(over.code, over.message, reason=over.reason, metadata=over.metadata)
+    assert isinstance(ours, tinkerpool.PermissionDeniedError)
+    assert not isinstance(ours, tinkerpool.BadRequestError | tinkerpool.errors.PermissionDenied)
 
 
 def _text(response: Response) -> str:

@@ -24,6 +24,7 @@ from tinkerpool.errors import (
     OrderBroken,
     PermissionDenied,
     Unauthenticated,
+    of_operation,
 )
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2
@@ -108,13 +109,15 @@ class AdapterSequence:
             if self._broken_by is not None:
                 raise OrderBroken(
                     f"an earlier request was refused without using its sequence number, so operation {seq} cannot run; "
-                    f"continue with ServiceClient.get_training_client. The refusal was: {self._broken_by}"
+                    f"continue with ServiceClient.get_training_client. The refusal was "
+                    f"{type(self._broken_by).__name__}: {self._broken_by}"
                 )
             return await self._connection.call(method, request)
         except (ApiError, ConfigurationError) as error:
-            if _leaves_a_gap(error) and self._broken_by is None:
-                self._broken_by = error
-            raise
+            if isinstance(error, ConfigurationError) or _leaves_a_gap(error):
+                self._broken_by = self._broken_by or error
+                raise
+            raise of_operation(error, operation_name(self._adapter_id, seq)) from None
         finally:
             self._window.leave(seq, num_seqs)
 
@@ -128,10 +131,8 @@ class AdapterSequence:
         return await self.outcome(response.operation)  # type: ignore[attr-defined]  # every such response has it
 
 
-def _leaves_a_gap(error: ApiError | ConfigurationError) -> bool:
+def _leaves_a_gap(error: ApiError) -> bool:
     """Return whether the refused seq stays unused, or belongs to another client. Other refusals are recorded there."""
-    if isinstance(error, ConfigurationError):
-        return True
     is_foreign, was_given_up = "expected_seq" in error.metadata, is_retryable(error)
     return (
         is_foreign
