@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import threading
 import time
 from typing import Any
@@ -34,6 +35,23 @@ def test_an_error_is_raised_at_every_read() -> None:
     for _ in range(2):
         with pytest.raises(KeyError):
             future.result()
+
+
+@pytest.mark.parametrize("name", ["forward_backward", "metrics", "path", "sequences"])
+def test_a_field_of_the_result_is_refused_with_the_call_that_was_forgotten(name: str) -> None:
+    future = start(5)
+    with pytest.raises(AttributeError, match=f"'{name}': call .result\\(\\), or await this future"):
+        getattr(future, name)
+    assert not hasattr(future, name)
+    assert future.result() == 5
+
+
+def test_names_that_protocols_look_for_are_missing_without_a_hint_and_a_copy_is_the_same_result() -> None:
+    future = start(5)
+    for name in ("__array__", "__getstate_of_a_library__", "_repr_html_"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'$"):
+            getattr(future, name)
+    assert copy.copy(future).result() == 5
 
 
 def test_a_timeout_does_not_stop_the_work() -> None:

@@ -19,7 +19,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from tinkerpool.errors import ClientClosed
 
@@ -148,6 +148,12 @@ class APIFuture(Awaitable[T], Generic[T]):
     def cancel(self) -> bool:
         """Cancel the work and the wait for it. Returns False, without effect, for training and for finished work."""
         return self._is_cancellable and self._future.cancel()
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("_") else ": call .result(), or await this future, for the result"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
