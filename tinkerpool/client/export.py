@@ -41,10 +41,10 @@ _VLLM_KEYS = ("base_model_name_or_path", "bias", "lora_alpha", "peft_type", "r",
 """What vLLM reads of a configuration, and what PEFT needs in it."""
 
 _TIED = (
-    "The base model {ties} its unembedding to its embedding, and this adapter trains the unembedding (lm_head) alone. "
-    "PeftModel and AutoPeftModelForCausalLM compute what the pool computed; {merging}merge_and_unload() does not, "
-    "because it adds the change of the unembedding to the embedding too. To merge, export with --format merged or "
-    "--whole-unembedding (format='merged' or whole_unembedding=True in Python)."
+    "The base model {ties} its unembedding (lm_head) to its embedding. This adapter changes the unembedding, and "
+    "leaves the embedding as it is. PeftModel and AutoPeftModelForCausalLM compute what the pool computed; "
+    "{merging}merge_and_unload() does not, because it changes the embedding, too. To merge, export with --format "
+    "merged or --whole-unembedding (format='merged' or whole_unembedding=True in Python)."
 )
 
 

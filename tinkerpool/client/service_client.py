@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -26,7 +25,6 @@ from tinkerpool.foreign_names import refuse, with_hints
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
-_log = logging.getLogger("tinkerpool")
 
 _MakeRequest = Callable[..., adapters_pb2.CreateAdapterRequest]
 """Returns the request once base model, session and request id are known."""
@@ -107,8 +105,8 @@ class ServiceClient:
             seed: of the initial weights. None: 0.
             train_mlp: adapt the MLP projections.
             train_attn: adapt the attention projections.
-            train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care: a line
-                in the log of this process says so, once for each base model.
+            train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care:
+                `export_checkpoint` says so.
             user_metadata: labels for the adapter.
             optimizer: only AdamW, which is the default in the Tinker SDK, too.
             alpha: LoRA scaling numerator. None: 32.
@@ -310,8 +308,6 @@ class ServiceClient:
             request_id=uuid.uuid4().hex,
         )
         response = await self._connection.call(methods.CREATE_ADAPTER, request)
-        if response.adapter.trains_tied_unembedding:
-            note_tied_unembedding(response.adapter.base_model)
         return TrainingClient(self._session, response.adapter)
 
     async def _attach(self, model_id: str) -> TrainingClient:
@@ -346,17 +342,6 @@ class ServiceClient:
     async def _close(self) -> None:
         await self._session.close()
         await self._connection.close()
-
-
-@cache  # one line a process, however many adapters a program creates
-def note_tied_unembedding(base_model: str) -> None:
-    """Log what training the unembedding of this base model means for merging."""
-    _log.warning(
-        "%s ties its unembedding to its embedding, and this adapter trains the unembedding alone: merge it with "
-        "`tinkerpool checkpoint export --format merged`, not with PEFT's merge_and_unload(), or create adapters with "
-        "train_unembed=False",
-        base_model,
-    )
 
 
 def _check_optimizer(optimizer: types.AdamOptimizerConfig | None) -> None:

@@ -14,7 +14,6 @@ import tinker
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
 from tinkerpool import ModelInput, SamplingParams, ServiceClient, errors
-from tinkerpool.client import service_client
 from tinkerpool.client import session as session_module
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -62,26 +61,13 @@ def test_a_lost_reply_makes_no_second_session_or_adapter(pool: FakePool, service
         assert first == second
 
 
-def test_a_tied_unembedding_is_noted_once_for_each_base_model(
+def test_a_new_adapter_says_nothing_about_merging(
     pool: FakePool, service: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service_client.note_tied_unembedding.cache_clear()  # other tests of this process may have seen the note
-    is_tied = True
-
-    def create(request: adapters_pb2.CreateAdapterRequest) -> adapters_pb2.CreateAdapterResponse:
-        adapter = adapters_pb2.Adapter(
-            adapter_id="s:train:0", base_model=request.base_model, trains_tied_unembedding=is_tied
-        )
-        return adapters_pb2.CreateAdapterResponse(adapter=adapter)
-
-    pool.handlers["CreateAdapter"] = create
-    for base_model in ("one", "one", "two"):
-        service.create_lora_training_client(base_model)
-    is_tied = False
-    service.create_lora_training_client("three")
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split()[0] for line in lines] == ["one", "two"]
-    assert all("--format merged" in line and "\n" not in line for line in lines)
+    adapter = adapters_pb2.Adapter(adapter_id="s:train:0", base_model="toy", trains_tied_unembedding=True)
+    pool.handlers["CreateAdapter"] = lambda request: adapters_pb2.CreateAdapterResponse(adapter=adapter)
+    service.create_lora_training_client("toy")
+    assert caplog.records == []
 
 
 def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
