@@ -43,7 +43,7 @@ def supervised_settings(data: Path, runs: Path) -> supervised.Settings:
         data=data / "shown.jsonl",
         test_data=data / "shown_test.jsonl",
         log_dir=runs / "shown",
-        batch_size=16,
+        batch_size=8,
         epochs=2,
         learning_rate=1e-3,
         eval_every=10,
@@ -61,9 +61,11 @@ def reinforcement_settings(data: Path, runs: Path) -> reinforcement.Settings:
         batch_size=16,
         group_size=8,
         max_tokens=32,
-        learning_rate=5e-5,
+        learning_rate=3e-4,
+        schedule="linear",
+        warmup_steps=10,
         eval_every=10,
-        num_steps=160,
+        num_steps=120,
     )
 
 

@@ -33,7 +33,7 @@ SYSTEM = {"role": "system", "content": "Calculate."}
 """Short: a model's own system prompt is often longer than the problem."""
 MAX_TOKENS = 64
 """Of a reply that `accuracy` judges: room for the explanations of a model that has seen no worked problem."""
-NUM_SHOWN, NUM_SHOWN_TEST, NUM_TEST = 500, 50, 200
+NUM_SHOWN, NUM_SHOWN_TEST, NUM_TEST = 200, 50, 200
 Problem = tuple[int, str, int]
 """The numbers, and + or - between them."""
 
