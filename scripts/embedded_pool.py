@@ -15,6 +15,7 @@ from coordinator.cli import process
 from scripts.terminal import uninterrupted
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import read_credentials
+from tinkerpool.serving import running_pid
 from tinkerpool.v1 import admin_pb2, admin_pb2_grpc
 
 START_TIMEOUT_S = 300.0
@@ -40,24 +41,24 @@ class EmbeddedPool:
 
     def check(self) -> None:
         """Raise PoolError if the pool has ended: clients would retry forever."""
-        if process.running_pid(self.data_dir) is None:
+        if running_pid(self.data_dir) is None:
             log = "".join(process.tail(self.data_dir, LOG_LINES, follow=False))
             raise PoolError(f"the pool has ended; the end of its log:\n{log}")
 
 
 @contextlib.contextmanager
 def embedded_pool(
-    serve_arguments: Sequence[str], on_wait: Callable[[str], None] = lambda line: None
+    serve_arguments: Sequence[str], on_line: Callable[[str], None] = lambda line: None
 ) -> Iterator[EmbeddedPool]:
     """Run `tinkerpool serve` with these arguments until the block ends. Raises PoolError if it does not start.
 
-    `on_wait` is called repeatedly with the last line of its log until the pool is ready.
+    `on_line` is called with each line of its log until the pool is ready.
     """
     with tempfile.TemporaryDirectory(prefix="tinkerpool-") as folder:
         data_dir = Path(folder) / "pool"
         os.environ["TINKERPOOL_HOME"] = folder  # do not overwrite the credentials of this user's other pools
         try:
-            serving = process.start(data_dir, ["--port", "0", *serve_arguments], on_wait, START_TIMEOUT_S)
+            serving = process.start(data_dir, ["--port", "0", *serve_arguments], on_line, START_TIMEOUT_S)
             credentials = read_credentials()
             assert credentials is not None
             yield EmbeddedPool(
@@ -67,7 +68,7 @@ def embedded_pool(
             raise PoolError(str(error)) from None
         finally:
             with uninterrupted():
-                if process.running_pid(data_dir) is not None:
+                if running_pid(data_dir) is not None:
                     process.stop(data_dir, STOP_TIMEOUT_S)
 
 

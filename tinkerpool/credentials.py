@@ -1,9 +1,9 @@
-"""Address and API key of a pool: from arguments, the environment, or the credentials file of this machine.
+"""The credentials files of this machine: addresses and API keys of its pools; and the certificates of clients.
 
 A pool that starts writes its address, an API key, its data directory and where its certificate is to
 `~/.tinkerpool/credentials.json`, readable by its owner only, and clients on this machine need no arguments; the file of
-another pool is kept next to it.
-`TINKERPOOL_HOME` names another folder. Does not depend on the client or the pool; both use it.
+another pool is kept next to it. `TINKERPOOL_HOME` names another folder. Which pool is meant is decided in
+`tinkerpool.pools`. Does not depend on the client or the pool; both use it.
 """
 
 from __future__ import annotations
@@ -133,16 +133,6 @@ def kept_credentials() -> Iterator[Credentials]:
         yield credentials
 
 
-def credentials_at(base_url: str) -> Credentials | None:
-    """Return the newest credentials of a pool at an address. Raises ConfigurationError for a malformed URL."""
-    target = parse_target(base_url)
-    for _, credentials in _kept():
-        with contextlib.suppress(ConfigurationError):
-            if parse_target(credentials.url) == target:
-                return credentials
-    return None
-
-
 def _kept() -> Iterator[tuple[Path, Credentials]]:
     others = sorted(home().glob(_KEPT_GLOB), key=_modification_ns, reverse=True)
     for path in (credentials_file(), *others):
@@ -177,7 +167,7 @@ def _read(path: Path) -> Credentials | None:
 
 
 def write_credentials(credentials: Credentials) -> Path:
-    """Write the credentials of the pool that was started last, readable by this user only; return the file.
+    """Write the credentials of the pool in use, readable by this user only; return the file.
 
     A different key in it is kept next to it.
     """
@@ -216,31 +206,6 @@ def _free_name(path: Path) -> Path:
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return kept
-
-
-def find_service(base_url: str | None, api_key: str | None) -> Credentials:
-    """Return address and key: each from its argument, else the environment, else this machine's credentials files.
-
-    The address is that of the pool that was started last. A key and a certificate from a file are for the address in
-    that file only. Raises ConfigurationError if there is no key.
-    """
-    base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
-    api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
-    if not (base_url and api_key):
-        try:
-            last = read_credentials()
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
-        base_url = base_url or (last.url if last else f"http://127.0.0.1:{DEFAULT_PORT}")
-    known = credentials_at(base_url)
-    if known is not None:
-        return dataclasses.replace(known, url=base_url, api_key=api_key or known.api_key)
-    if not api_key:
-        raise ConfigurationError(
-            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
-            f"`tinkerpool up`, which leaves its key in {credentials_file()}"
-        )
-    return Credentials(url=base_url, api_key=api_key)
 
 
 def find_client_certificate(

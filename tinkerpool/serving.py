@@ -1,8 +1,14 @@
-"""The ready file: address, process and base models of a pool that is ready, for scripts and for `tinkerpool up`."""
+"""What a pool on this machine tells other processes: its lock, the stages of its start, and the ready file.
+
+The lock that a coordinator holds on its data directory shows whether a pool runs there. A process id does not show it,
+because another process may have the same id by now. The ready file has address, process and base models of a pool that
+is ready.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,6 +16,10 @@ from tinkerpool.credentials import Certificate
 
 READY_FILE = "serving.json"
 """In the data directory, while the pool serves."""
+LOCK_FILE = "lock"
+"""In the data directory: the running coordinator holds its lock, and its content is the coordinator's process id."""
+STAGES = logging.getLogger("tinkerpool.start")
+"""Logs each stage of a start; `tinkerpool up` shows these lines of the pool's log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +60,18 @@ class Serving:
             return cls(**{**fields, "models": tuple(fields["models"]), "certificate": certificate})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+
+def running_pid(data_dir: Path) -> int | None:
+    """Return the process id of the coordinator on a data directory; None if there is none that this user can see."""
+    try:
+        with (data_dir / LOCK_FILE).open(encoding="utf-8") as lock:
+            import fcntl  # not on Windows, where no pool runs
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return int(lock.read().strip() or 0) or None
+    except (OSError, ValueError):
+        pass
+    return None

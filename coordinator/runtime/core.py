@@ -24,6 +24,7 @@ from coordinator.runtime.turns import Turns
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts
+from tinkerpool.serving import STAGES
 from workers.contract.protocols import Pool
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Core:
 
     async def start(self) -> None:
         """Take the data directory, recover, start the pool, begin cycles. Raises DataDirError."""
+        STAGES.info("opening the data")
         self._data_dir = DataDir(self.config, self.time, self.failure, self._seams)
         self.store = self._data_dir.store
         self.epoch = await self._data_dir.begin_epoch()
@@ -89,6 +91,7 @@ class Core:
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
         )
         self._publish(registers, self._runners)
+        STAGES.info("recovering what was acknowledged")
         Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
         self._runners.start(self.tasks, self.time)
         self.tasks.spawn(self._data_dir.keep_noting(self.time))

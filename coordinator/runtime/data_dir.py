@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
@@ -44,11 +45,13 @@ from coordinator.storage.identity import (
 )
 from coordinator.storage.sqlite import Connection, RetryLaterError, open_read_only, read_closed
 from coordinator.storage.store import Store
+from tinkerpool.serving import LOCK_FILE
 
 __all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
 
 logger = logging.getLogger(__name__)
-LOCK = "lock"
+LOCK_TRIES, LOCK_RETRY_S = 5, 0.02
+"""How often to try to take the lock: a process that asks whether a coordinator holds it has it for microseconds."""
 NOTE_S = 600.0
 """Seconds of service time between two notes of how far the database has come. An older copy of a killed pool's database
 shows if it lacks more than this; a note costs three syncs."""
@@ -56,7 +59,7 @@ RESERVE = "reserve"
 FAILED_SYNC = f"{DATABASE}-failed"
 """The note that a sync failed. The next start empties the log first, and removes it."""
 OURS = (
-    *(f"{DATABASE}*", SIDE_FILE, LOCK, RESERVE, *ROOTS, QUARANTINE, ".backup"),
+    *(f"{DATABASE}*", SIDE_FILE, LOCK_FILE, RESERVE, *ROOTS, QUARANTINE, ".backup"),
     *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
 )
 """Patterns of the names in a data directory that tinkerpool makes: only these are closed to other users."""
@@ -71,18 +74,16 @@ class DataDirLock:
 
     def __init__(self, data_dir: Path) -> None:
         """Take the lock. Raises DataDirInUse."""
-        descriptor = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
         self._file = os.fdopen(descriptor, "ab+", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._is_taken():
             self._file.seek(0)
             owner = self._file.read().decode().strip() or "unknown"
             self._file.close()
             raise DataDirInUse(
                 f"{data_dir} is in use by another tinkerpool (process {owner}): stop that one, or choose another data "
                 "directory"
-            ) from None
+            )
         with suppress(OSError):  # on a full disk the lock holds without the name of its owner
             self._file.truncate(0)
             self._file.write(str(os.getpid()).encode())
@@ -90,6 +91,14 @@ class DataDirLock:
     def release(self) -> None:
         """Release the data directory for another coordinator."""
         self._file.close()
+
+    def _is_taken(self) -> bool:
+        for _ in range(LOCK_TRIES):
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            sleep(LOCK_RETRY_S)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ class DataDir:
         check_local(path, seams.mounts())
         path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         reserve = Reserve(path / RESERVE, self._disk, config.disk_free_bytes_min)
-        if not (path / LOCK).exists():  # no coordinator can hold it, and a refusal must not make it
+        if not (path / LOCK_FILE).exists():  # no coordinator can hold it, and a refusal must not make it
             self._check(seams, reserve)
         self._lock = seams.lock(path)
         try:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.runtime.backup import NOT_BACKED_UP, UNFINISHED, Progress, Reporter, check_room, check_target
-from coordinator.runtime.data_dir import LOCK
 from coordinator.runtime.mounts import check_local, mount_table
 from coordinator.storage.copies import (
     NamedState,
@@ -46,6 +45,7 @@ from coordinator.storage.identity import (
     write_side_file,
 )
 from coordinator.storage.sqlite import Connection, open_connection, open_target, problems_of, writing_copy
+from tinkerpool.serving import LOCK_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def _epoch_seen(source: Path, database: Identity) -> int:
 def _held(source: Path) -> Iterator[None]:
     """Keep coordinators from starting on the source. Raises DataDirError if one runs there."""
     try:
-        lock = os.open(source / LOCK, os.O_RDONLY)
+        lock = os.open(source / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
         yield
         return

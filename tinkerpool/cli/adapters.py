@@ -8,7 +8,7 @@ import typer
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
-from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
 from tinkerpool.v1 import adapters_pb2
 
@@ -59,7 +59,7 @@ def list_adapters(
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def delete(
     target: Target,
     adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],

@@ -12,17 +12,19 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, tenants
+from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, pools, tenants
+from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
 """Each entry point is a function that adds commands to the application."""
 
 RUN_PANEL = "Run a pool on this machine"
+POOLS_PANEL = "Choose a pool of this machine"
 LOOK_PANEL = "Look into a pool"
 THINGS_PANEL = "Adapters and checkpoints"
 DATA_PANEL = "Back up, restore, check"
 ADMIN_PANEL = "Administer"
-PANELS = (RUN_PANEL, DATA_PANEL, LOOK_PANEL, THINGS_PANEL, ADMIN_PANEL)
+PANELS = (RUN_PANEL, POOLS_PANEL, DATA_PANEL, LOOK_PANEL, THINGS_PANEL, ADMIN_PANEL)
 """The groups of commands, in the order of `--help`."""
 
 HELP = "\n\n".join(
@@ -37,6 +39,17 @@ HELP = "\n\n".join(
         "  [cyan]tinkerpool down[/cyan]     stop it; everything is kept for the next [cyan]up[/cyan]",
         "[bold]Use a pool on another machine[/bold]",
         "  [cyan]export TINKERPOOL_BASE_URL=http://HOST:7600 TINKERPOOL_API_KEY=tp_...[/cyan]",
+    )
+)
+_WIDTH = max(map(len, OPTIONS_HELP))
+EPILOG = "\n\n".join(
+    (
+        "[bold]Which pool[/bold]",
+        "Every command that calls a pool takes these options. Without them it means the pool in use: the one that was "
+        "started last on this machine, or that `tinkerpool use` chose.",
+        "\n".join(f"  [cyan]{option:<{_WIDTH}}[/cyan]  {text}" for option, text in OPTIONS_HELP.items()),
+        "Or in the environment: TINKERPOOL_BASE_URL, TINKERPOOL_API_KEY, TINKERPOOL_CLIENT_CERTIFICATE and "
+        "TINKERPOOL_CLIENT_KEY.",
     )
 )
 
@@ -54,6 +67,7 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="tinkerpool",
         help=HELP,
+        epilog=EPILOG,
         cls=_Grouped,
         rich_markup_mode="rich",
         no_args_is_help=True,
@@ -64,6 +78,8 @@ def build() -> typer.Typer:
     app.callback()(_root)
     for entry_point in sorted(entry_points(group=COMMAND_GROUP), key=lambda found: found.name):
         entry_point.load()(app)
+    for command in (pools.pools, pools.use):
+        app.command(rich_help_panel=POOLS_PANEL)(command)
     for command in (pool.status, pool.watch, pool.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
     app.add_typer(adapters.app, name="adapter", help="Your adapters: list, delete.", rich_help_panel=THINGS_PANEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated
 
@@ -14,6 +15,9 @@ from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.keys import seconds_of
 from tinkerpool.client.calls.methods import LIST_AUDIT_ENTRIES
 from tinkerpool.v1 import admin_pb2
+
+_COUNTS = re.compile(r"num_.*|.*_(max|per_s|per_month)")
+"""Details that are numbers; ids and reasons may have only digits, too."""
 
 
 @calls_pool
@@ -52,10 +56,23 @@ def audit(
                 f"{entry.key_id} ({entry.tenant})" if entry.key_id else "operator",
                 entry.act,
                 entry.subject,
-                ", ".join(f"{name} {value}" for name, value in sorted(entry.details.items())),
+                ", ".join(_detail(name, value) for name, value in sorted(entry.details.items())),
             )
             for entry in response.entries
         ),
         right="entry",
     )
     note_rest(response, limit)
+
+
+def _detail(name: str, value: str) -> str:
+    """Return a detail for people: `ttl 90 days` for `ttl_seconds` 7776000. JSON has it as it was recorded."""
+    if not value:  # a limit that was set back
+        return f"{name} default"
+    if name.endswith("_seconds"):
+        return f"{name.removesuffix('_seconds')} {show.duration(float(value))}"
+    if name.endswith("_bytes_max") and value.isdecimal():
+        return f"{name} {show.size(int(value))}"
+    if _COUNTS.fullmatch(name) and value.isdecimal():
+        return f"{name} {show.count(int(value))}"
+    return f"{name} {value}"

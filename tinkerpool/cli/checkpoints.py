@@ -25,7 +25,7 @@ from tinkerpool.cli.connection import (
     note_rest,
     open_connection,
 )
-from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import (
@@ -232,7 +232,7 @@ def import_directory(
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def delete(
     target: Target,
     path: PathArgument,

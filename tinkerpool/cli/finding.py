@@ -4,7 +4,8 @@ The first of these that is given names the pool:
 
 1. `--data-dir DIR`: the pool with this data directory, at the address in its ready file.
 2. `--url URL`, then `TINKERPOOL_BASE_URL`: the pool at this address.
-3. The credentials file: the pool that was started last on this machine, with any `--data-dir`.
+3. The pool in use on this machine, with any `--data-dir`; see `tinkerpool.pools`. If it does not run, a command that
+   takes nothing away may call another one that does, and says so.
 4. The default data directory.
 
 Commands that call a pool need its address and a key, commands on files its data directory. What is not named is looked
@@ -18,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,82 +27,70 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from tinkerpool.cli import show
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
     Certificate,
     ClientCertificate,
     Credentials,
-    credentials_at,
     credentials_file,
     default_data_dir,
     find_client_certificate,
-    find_service,
     home,
-    kept_credentials,
-    read_credentials,
     start_command,
 )
 from tinkerpool.errors import ConfigurationError
+from tinkerpool.pools import credentials_at, credentials_of, find_service, meant_pool, ready_pools
 from tinkerpool.serving import READY_FILE, Serving
 
-_PANEL = "Which pool"
 DataDirOption = Annotated[
     Path | None,
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="The pool with this data directory. Default: the pool that was started last on this machine.",
+        help="The pool with this data directory. Default: the pool in use; see `tinkerpool pools`.",
         show_default=False,
-        rich_help_panel=_PANEL,
-        readable=False,  # `Place.folder` says more than typer would
+        readable=False,
     ),
 ]
-UrlOption = Annotated[
-    str,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="The pool at this address, http://HOST:PORT (https:// for TLS). Default: TINKERPOOL_BASE_URL, or else the "
-        "pool that was started last on this machine.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-KeyOption = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        help="API key. Default: TINKERPOOL_API_KEY, or else the one in this machine's credentials files.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-ClientCertificateOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Certificate of this client (PEM), for a pool that requires one. Default: TINKERPOOL_CLIENT_CERTIFICATE.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-ClientKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Its private key (PEM). Default: TINKERPOOL_CLIENT_KEY, or else in the certificate's file.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
+"""Of commands on the files of a pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """An option that names the pool to call. Hidden: `tinkerpool --help` has these options, once for all commands."""
+
+    type: Any
+    default: Any
+    metavar: str
+    help: str
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """Return the option as a parameter of a typer command."""
+        # Not readable: `Place.folder` says more of a folder than typer would.
+        option = typer.Option(_flag(name), metavar=self.metavar, help=self.help, hidden=True, readable=False)
+        annotation: Any = Annotated[self.type, option]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation)
+
+
 _OPTIONS = {
-    "data_dir": (DataDirOption, None),
-    "url": (UrlOption, ""),
-    "api_key": (KeyOption, ""),
-    "client_certificate": (ClientCertificateOption, None),
-    "client_key": (ClientKeyOption, None),
+    "data_dir": _Option(type=Path | None, default=None, metavar="DIR", help="The pool with this data directory."),
+    "url": _Option(type=str, default="", metavar="URL", help="The pool at this address: http(s)://HOST:PORT."),
+    "api_key": _Option(type=str, default="", metavar="KEY", help="Its API key, if the credentials files lack it."),
+    "client_certificate": _Option(
+        type=Path | None, default=None, metavar="FILE", help="Certificate (PEM), if the pool requires one."
+    ),
+    "client_key": _Option(type=Path | None, default=None, metavar="FILE", help="Its private key, if in another file."),
 }
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+OPTIONS_HELP = {f"{_flag(name)} {option.metavar}": option.help for name, option in _OPTIONS.items()}
+"""What `tinkerpool --help` says of the options that name a pool."""
+_OPTIONS_LINE = f"Which pool: {', '.join(map(_flag, _OPTIONS))}; see tinkerpool --help."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +126,14 @@ class Place:
             what, start = f"no pool is running{at} on {self.data_dir}", start_command(self.data_dir)
         else:
             what, start = f"there is no pool on {self.data_dir}", start_command(self.data_dir)
-        return CliError(
-            f"{what} ({self.source}): start it with `{start}`, or name another one with --data-dir (commands that call "
-            "a pool also take --url and --api-key)"
-        )
+        running = [
+            f"--data-dir {shlex.quote(pool.credentials.data_dir)} ({pool.credentials.url})" for pool in ready_pools()
+        ]
+        if running:
+            other = f"name one that runs: {', '.join(running)}; `tinkerpool use DIR` chooses it for all commands"
+        else:
+            other = "name another one with --data-dir (commands that call a pool also take --url and --api-key)"
+        return CliError(f"{what} ({self.source}): start it with `{start}`, or {other}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +156,11 @@ class Target:
         return f"the credentials files in {home()}" if self.is_key_stored else "--api-key or TINKERPOOL_API_KEY"
 
 
-def find_place(data_dir: Path | None, url: str = "") -> Place:
-    """Return the place of the pool that a command means, by the rule above. Raises CliError."""
+def find_place(data_dir: Path | None, url: str = "", *, falls_back: bool = False) -> Place:
+    """Return the place of the pool that a command means, by the rule above. Raises CliError.
+
+    `falls_back`: another pool may stand in for a pool in use that does not run; a line on stderr says so.
+    """
     if data_dir is not None and url:
         raise CliError("--data-dir and --url both name a pool: give one of them")
     if data_dir is not None:
@@ -175,12 +172,16 @@ def find_place(data_dir: Path | None, url: str = "") -> Place:
             return Place(
                 source="--url" if url else "TINKERPOOL_BASE_URL", data_dir=_data_dir_in(known), url=url or variable
             )
-        last = read_credentials()
+        meant = meant_pool(falls_back=falls_back)
     except ValueError as error:  # also ConfigurationError
         raise CliError(str(error)) from None
-    if last is not None:
-        source = f"the pool that was started last on this machine, by {credentials_file()}"
-        return Place(source=source, data_dir=_data_dir_in(last), url=last.url)
+    if meant.note:
+        show.note(f"Note: {meant.note}.")
+    if meant.credentials is not None:
+        source = (
+            "it runs on this machine" if meant.note else f"the pool in use on this machine, by {credentials_file()}"
+        )
+        return Place(source=source, data_dir=_data_dir_in(meant.credentials), url=meant.credentials.url)
     source = "the default data directory; no pool was started on this machine yet"
     return Place(source=source, data_dir=default_data_dir().absolute())
 
@@ -191,10 +192,15 @@ def find_target(
     api_key: str,
     client_certificate: Path | None = None,
     client_key: Path | None = None,
+    *,
+    falls_back: bool = False,
 ) -> Target:
-    """Return the pool that a command calls. Raises CliError."""
-    place = find_place(data_dir, url)
+    """Return the pool that a command calls. Raises CliError.
+
+    `falls_back`: as of `find_place`, unless a key is given: a key is for one pool.
+    """
     given = api_key or os.environ.get("TINKERPOOL_API_KEY", "")
+    place = find_place(data_dir, url, falls_back=falls_back and not given)
     try:
         own = find_client_certificate(client_certificate, client_key)
         found = find_service(place.url, given or None) if place.url else None
@@ -213,7 +219,8 @@ def find_target(
     serving = Serving.read(folder / READY_FILE)
     if serving is None:
         raise place.no_pool()
-    found_key = given or _key_of(folder)
+    known = credentials_of(folder)
+    found_key = given or (known.api_key if known is not None else "")
     if not found_key:
         raise CliError(
             f"no API key for the pool on {folder} in the credentials files in {home()}: give one with "
@@ -232,11 +239,19 @@ def find_target(
 
 def calls_pool(run: Callable[..., None]) -> Callable[..., None]:
     """Return a typer command with the options that name a pool; `run` takes the pool as its argument `target`."""
+    return _with_options(run, falls_back=True)
 
+
+def calls_no_other_pool(run: Callable[..., None]) -> Callable[..., None]:
+    """Return a command as `calls_pool`, for what takes something away: never from a pool that the user did not mean."""
+    return _with_options(run, falls_back=False)
+
+
+def _with_options(run: Callable[..., None], *, falls_back: bool) -> Callable[..., None]:
     @functools.wraps(run)
     def command(**values: Any) -> None:
         options = {name: values.pop(name) for name in _OPTIONS}
-        run(target=find_target(**options), **values)
+        run(target=find_target(**options, falls_back=falls_back), **values)
 
     hints = get_type_hints(run, include_extras=True)
     own = [
@@ -244,22 +259,11 @@ def calls_pool(run: Callable[..., None]) -> Callable[..., None]:
         for name, parameter in inspect.signature(run).parameters.items()
         if name != "target"
     ]
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _OPTIONS.items()
-    ]
+    options = [option.parameter(name) for name, option in _OPTIONS.items()]
     command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]  # typer reads it
+    command.__doc__ = f"{inspect.getdoc(run)}\n\n{_OPTIONS_LINE}"
     return command
 
 
 def _data_dir_in(credentials: Credentials | None) -> Path | None:
     return Path(credentials.data_dir) if credentials is not None and credentials.data_dir else None
-
-
-def _key_of(data_dir: Path) -> str:
-    """Return the newest key of the pool on a data directory in the credentials files; empty if there is none."""
-    wanted = data_dir.resolve()
-    for credentials in kept_credentials():
-        if credentials.data_dir and Path(credentials.data_dir).resolve() == wanted:
-            return credentials.api_key
-    return ""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, call, fetch_list, note_rest
-from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
 from tinkerpool.credentials import replace_key
 from tinkerpool.v1 import admin_pb2
@@ -104,7 +104,7 @@ def list_keys(target: Target, limit: LimitOption = 100, json: JsonOption = False
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def rotate(
     target: Target,
     key_id: Annotated[
@@ -138,7 +138,7 @@ def rotate(
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def revoke(
     target: Target,
     key_id: Annotated[str, typer.Argument(help="The id in `tinkerpool key list`, or a whole key.")],

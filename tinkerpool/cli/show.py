@@ -62,7 +62,9 @@ def json_line(message: Message) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as `850 us`, `12 ms`, `3.4 s`, `5 min`, `3.2 h` or `12 days`."""
+    """Return a duration as `0 s`, `850 us`, `12 ms`, `3.4 s`, `5 min`, `3.2 h` or `12 days`."""
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
-from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.cli.limits import limit, show_limits
 from tinkerpool.client.calls.methods import (
     CREATE_TENANT,
@@ -92,7 +92,7 @@ def show_tenant(target: Target, tenant: TenantArgument, json: JsonOption = False
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def suspend(
     target: Target,
     tenant: TenantArgument,
@@ -112,7 +112,7 @@ def resume(target: Target, tenant: TenantArgument) -> None:
 
 
 @app.command()
-@calls_pool
+@calls_no_other_pool
 def delete(target: Target, tenant: TenantArgument, yes: YesOption = False) -> None:
     """Delete a tenant with everything that it has: adapters, checkpoints, results, keys. It cannot be undone."""
     if not yes:

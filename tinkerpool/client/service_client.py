@@ -54,7 +54,8 @@ class ServiceClient:
 
         Args:
             base_url: `http://host:port`, `https://host:port` (TLS) or `host:port`. None: `$TINKERPOOL_BASE_URL`, else
-                the pool that was last started on this machine, else 127.0.0.1:7600.
+                the pool in use on this machine, which was started last or chosen by `tinkerpool use`; if it does not
+                run and no key is given, another one that does, with a warning in the log; else 127.0.0.1:7600.
             api_key: None: `$TINKERPOOL_API_KEY`, else the key of this address in this machine's credentials file.
             user_metadata: labels for the session.
             root_certificates: the authorities (PEM) to trust. Implies TLS. None: the certificate of this address in

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from coordinator.cli.process import running_pid
 from scripts.reliability.chaos import checks, report
 from scripts.reliability.chaos.killer import Killer, Record
 from scripts.reliability.chaos.pool import ServedPool, Violation
@@ -38,6 +37,7 @@ from scripts.reliability.chaos.steps import PROFILES
 from scripts.reliability.chaos.tenants import Progress, Tenant
 from scripts.terminal import interrupt_at_sigterm, shown_path, uninterrupted
 from tinkerpool import ServiceClient
+from tinkerpool.serving import running_pid
 
 FOLDER = Path(__file__).resolve().parents[3] / "chaos-run"
 POOLS = ("disturbed", "undisturbed")

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.options import RAY_FILE
-from coordinator.cli.process import POLL_S, running_pid
+from coordinator.cli.process import POLL_S
 from tests.support.serving import ROOT, TOY_ON_RAY, Terminal
 from tests.support.waiting import wait_until
+from tinkerpool.serving import running_pid
 from workers.pool.processes import find_marked
 from workers.pool.ray_host import Belongings
 

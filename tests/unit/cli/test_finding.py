@@ -7,16 +7,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from coordinator.base.config import GrpcConfig
+from coordinator.runtime.data_dir import DataDirLock
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
-from tinkerpool.cli.app import build
-from tinkerpool.cli.finding import DataDirOption, KeyOption, UrlOption, find_place, find_target
+from tinkerpool.cli.app import EPILOG, build
+from tinkerpool.cli.finding import OPTIONS_HELP, find_place, find_target
 from tinkerpool.cli.main import main
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
@@ -27,11 +29,11 @@ from tinkerpool.credentials import (
     home,
     write_credentials,
 )
-from tinkerpool.serving import READY_FILE, Serving
+from tinkerpool.serving import READY_FILE, Serving, running_pid
 from tinkerpool.v1 import admin_pb2
 
-START = {"serve", "up", "restore"}
-"""They make a pool, and find none."""
+NONE = {"serve", "up", "restore", "pools", "use", "version"}
+"""They make a pool, or mean no single one."""
 FILES = {"down", "logs", "backup", "doctor"}
 """They need a data directory; all others call a pool."""
 CALLS = (
@@ -45,8 +47,19 @@ CALLS = (
     ("tenant", "list"),
 )
 ON_FILES = (("down",), ("logs",), ("doctor",), ("backup", "new"))
+TAKE_AWAY = (
+    ("key", "rotate"),
+    ("key", "revoke", "k"),
+    ("tenant", "suspend", "bob"),
+    ("tenant", "delete", "bob", "--yes"),
+    ("adapter", "delete", "a", "--yes"),
+    ("checkpoint", "delete", "tinker://a:train:0/weights/x", "--yes"),
+)
+"""They must not take something away from a pool that the user did not mean."""
 
 Run = Callable[..., str]
+Say = Callable[..., tuple[str, str]]
+Holds = Callable[[Path], DataDirLock]
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +84,35 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run a command that succeeds; return what it prints, and its notes."""
+
+    def run_one(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["tinkerpool", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert not ended.value.code, captured.err
+        return captured.out, captured.err
+
+    return run_one
+
+
+@pytest.fixture
+def run_pool() -> Iterator[Holds]:
+    """Hold the lock of a data directory, as a coordinator does."""
+    held: list[DataDirLock] = []
+
+    def hold(data_dir: Path) -> DataDirLock:
+        held.append(DataDirLock(data_dir))
+        return held[-1]
+
+    yield hold
+    for lock in held:
+        lock.release()
+
+
+@pytest.fixture
 def pools(tmp_path: Path) -> tuple[Path, Path]:
     """Data directories of two pools that were started on this machine: the last one is the second."""
     found = tmp_path / "first", tmp_path / "second"
@@ -78,33 +120,38 @@ def pools(tmp_path: Path) -> tuple[Path, Path]:
         data_dir.mkdir()
         url = f"http://127.0.0.1:{number}"
         write_credentials(Credentials(url=url, api_key=f"tp_{number}", data_dir=str(data_dir)))
-        Serving(url=url, pid=1, data_dir=str(data_dir), models=()).write(data_dir / READY_FILE)
+        Serving(url=url, pid=1, data_dir=str(data_dir), models=("toy",)).write(data_dir / READY_FILE)
     return found
 
 
-def commands() -> Iterator[tuple[str, dict[str, str | None]]]:
-    """Yield each command with the help text of each of its options."""
+def commands() -> Iterator[tuple[str, Any]]:
+    """Yield each command with its name."""
 
-    def walk(command: object, path: str) -> Iterator[tuple[str, dict[str, str | None]]]:
+    def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
         children = getattr(command, "commands", {})
         for name, child in children.items():
             yield from walk(child, f"{path} {name}".strip())
         if not children:
-            yield path, {param.opts[0]: getattr(param, "help", None) for param in command.params}  # type: ignore[attr-defined]
+            yield path, command
 
     yield from walk(typer.main.get_command(build()), "")
 
 
-def test_every_command_has_the_same_options_that_name_a_pool() -> None:
-    def help_of(option: object) -> str:
-        return str(option.__metadata__[0].help)  # type: ignore[attr-defined]
-
-    named = {"--data-dir": help_of(DataDirOption), "--url": help_of(UrlOption), "--api-key": help_of(KeyOption)}
+def test_every_command_takes_the_same_options_that_name_a_pool_and_explains_them_in_one_place() -> None:
+    named = {option.split()[0]: text for option, text in OPTIONS_HELP.items()}
+    assert named.keys() == {"--data-dir", "--url", "--api-key", "--client-certificate", "--client-key"}
+    assert all(option in EPILOG and text in EPILOG for option, text in OPTIONS_HELP.items())
     found = dict(commands())
-    assert found.keys() > FILES | START
-    for name in found.keys() - START - {"version"}:
-        wanted = {"--data-dir"} if name in FILES else named.keys()
-        assert {option: found[name].get(option) for option in wanted} == {option: named[option] for option in wanted}
+    assert found.keys() > FILES | NONE
+    for name in found.keys() - NONE:
+        options = {param.opts[0]: param for param in found[name].params}
+        if name in FILES:
+            assert named["--data-dir"] in options["--data-dir"].help
+            assert not options.keys() & (named.keys() - {"--data-dir"})
+        else:
+            assert {option: options[option].help for option in named} == named
+            assert all(options[option].hidden for option in named), "they are not repeated for each command"
+            assert f"Which pool: {', '.join(named)}; see tinkerpool --help." in found[name].help
 
 
 def test_the_first_of_option_variable_memory_and_default_names_the_pool(
@@ -202,8 +249,124 @@ def test_the_same_message_says_for_every_command_that_the_pool_does_not_run(
     named = ("--data-dir", str(second)) if option else ()
     messages = {run(*command, *named) for command in (*CALLS, ("down",))}
     [message] = messages
-    assert f"on {second} ({'--data-dir' if option else 'the pool that was started last on this machine'}" in message
+    assert f"on {second} ({'--data-dir' if option else 'the pool in use on this machine'}" in message
     assert f"start it with `tinkerpool up --data-dir {second}`" in message
+
+
+def test_a_command_calls_the_pool_in_use_if_it_runs_whatever_else_does(
+    pools: tuple[Path, Path], run_pool: Holds
+) -> None:
+    first, second = pools
+    for data_dir in (first, second):
+        run_pool(data_dir)
+    assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
+    assert find_place(None, falls_back=True).data_dir == second
+
+
+def test_commands_call_another_pool_only_if_the_pool_in_use_does_not_run_and_say_so(
+    pools: tuple[Path, Path], run_pool: Holds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = pools
+    run_pool(first)
+    found = find_target(None, "", "", falls_back=True)
+    assert (found.url, found.api_key, found.is_key_stored) == ("http://127.0.0.1:1", "tp_1", True)
+    note = capsys.readouterr().err
+    assert note == (
+        f"Note: the pool in use, on {second}, does not run: using the one at http://127.0.0.1:1, on {first} "
+        f"(`tinkerpool use {first}` chooses it).\n"
+    )
+    held = run_pool(second)
+    assert find_target(None, "", "", falls_back=True).api_key == "tp_2"
+    held.release()
+    (first / READY_FILE).unlink()  # it is still starting
+    assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
+
+
+def test_a_pool_that_is_named_by_option_environment_or_key_is_never_replaced(
+    pools: tuple[Path, Path], run_pool: Holds, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    first, second = pools
+    run_pool(first)
+    assert find_target(second, "", "", falls_back=True).url == "http://127.0.0.1:2"
+    assert find_target(None, "http://127.0.0.1:2", "", falls_back=True).api_key == "tp_2"
+    assert find_target(None, "", "tp_given", falls_back=True).url == "http://127.0.0.1:2"
+    for name, value in (("TINKERPOOL_BASE_URL", "http://127.0.0.1:2"), ("TINKERPOOL_API_KEY", "tp_given")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
+    (second / READY_FILE).unlink()
+    assert f"no pool is running on {second} (--data-dir)" in run("status", "--data-dir", str(second))
+
+
+@pytest.mark.parametrize("command", [("down",), *TAKE_AWAY])
+def test_what_stops_or_takes_away_never_falls_back_and_says_what_runs_and_how_to_name_it(
+    pools: tuple[Path, Path], run_pool: Holds, run: Run, command: tuple[str, ...]
+) -> None:
+    first, second = pools
+    held = run_pool(first)
+    message = run(*command)
+    assert f"no pool is running at http://127.0.0.1:2 on {second} (the pool in use" in message
+    assert f"name one that runs: --data-dir {first} (http://127.0.0.1:1); `tinkerpool use DIR` chooses it" in message
+    assert message.count("\n") == 1
+    assert running_pid(first) == os.getpid()
+    held.release()
+
+
+def test_files_are_those_of_the_pool_in_use_also_if_another_one_runs(
+    pools: tuple[Path, Path], run_pool: Holds, run: Run
+) -> None:
+    first, second = pools
+    run_pool(first)
+    assert f"there is no log at {second}" in run("logs")
+    assert find_place(None).data_dir == second
+
+
+def test_two_pools_that_had_the_same_address_have_their_own_keys(tmp_path: Path, run_pool: Holds) -> None:
+    url = "http://127.0.0.1:7600"
+    for name in ("running", "last"):
+        (tmp_path / name).mkdir()
+        write_credentials(Credentials(url=url, api_key=f"tp_{name}", data_dir=str(tmp_path / name)))
+    assert find_target(None, url, "").api_key == "tp_last"
+    run_pool(tmp_path / "running")
+    assert find_target(None, url, "").api_key == "tp_running"
+
+
+def test_pools_lists_the_known_pools_and_use_chooses_one(
+    pools: tuple[Path, Path], run_pool: Holds, say: Say, run: Run
+) -> None:
+    first, second = pools
+    run_pool(first)
+    (second / READY_FILE).unlink()
+    write_credentials(Credentials(url="http://127.0.0.1:3", api_key="tp_3", data_dir="/no/such/folder"))
+    write_credentials(Credentials(url="http://127.0.0.1:2", api_key="tp_2", data_dir=str(second)))
+
+    def listed() -> list[tuple[Any, ...]]:
+        found = json.loads(say("pools", "--json")[0])["pools"]
+        return [(each["url"], each["data_dir"], each["state"], each["models"], each["is_in_use"]) for each in found]
+
+    nothing: list[str] = []
+    one = ("http://127.0.0.1:1", str(first), "running", ["toy"])
+    two = ("http://127.0.0.1:2", str(second), "stopped", nothing)
+    gone = ("http://127.0.0.1:3", "/no/such/folder", "deleted", nothing)
+    assert listed() == [(*two, True), (*gone, False), (*one, False)]
+    rows = [line.split() for line in say("pools")[0].splitlines()[2:]]
+    assert rows[0] == ["*", "stopped", "http://127.0.0.1:2", str(second)]
+    assert rows[2] == ["running", "http://127.0.0.1:1", str(first), "toy"]
+
+    out, err = say("use", str(first))
+    assert (f"http://127.0.0.1:1, on {first}" in out, err) == (True, "")
+    assert sorted(listed()) == sorted([(*two, False), (*gone, False), (*one, True)])
+    assert find_place(None).data_dir == first
+    out, err = say("use", "127.0.0.1:2")
+    assert f"start it with `tinkerpool up --data-dir {second}`" in err
+    assert find_target(None, "", "").api_key == "tp_2"
+    assert f"know no pool elsewhere: give one of these: {second}" in run("use", "elsewhere")
+
+
+def test_pools_and_use_say_what_to_do_before_the_first_start(say: Say, run: Run) -> None:
+    assert "`tinkerpool up` starts one" in say("pools")[0]
+    assert json.loads(say("pools", "--json")[0]) == {"pools": []}
+    assert "start one with `tinkerpool up`" in run("use", "pool")
 
 
 def test_commands_on_files_refuse_a_pool_that_is_not_of_this_machine(

@@ -1,19 +1,24 @@
 import os
 import stat
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tinkerpool import errors
+from coordinator.runtime.data_dir import DataDirLock
+from tinkerpool import ServiceClient, errors
+from tinkerpool.client.calls.transport import Endpoint
 from tinkerpool.credentials import (
     Certificate,
     Credentials,
     credentials_file,
-    find_service,
     kept_credentials,
     parse_target,
     read_credentials,
     write_credentials,
 )
+from tinkerpool.pools import find_service
+from tinkerpool.serving import READY_FILE, Serving
 
 
 def found(base_url: str | None = None, api_key: str | None = None) -> tuple[str, str]:
@@ -121,3 +126,49 @@ def test_addresses_are_parsed(url: str, target: tuple[str, bool]) -> None:
 def test_a_malformed_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(errors.ConfigurationError, match=r"http://127\.0\.0\.1:7600"):
         parse_target(url)
+
+
+@pytest.fixture
+def two_pools(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Data directories of two pools; the second is in use, and only the first runs."""
+    found = tmp_path / "first", tmp_path / "second"
+    for number, data_dir in enumerate(found, 1):
+        data_dir.mkdir()
+        url = f"http://127.0.0.1:{number}"
+        write_credentials(Credentials(url=url, api_key=f"tp_{number}", data_dir=str(data_dir)))
+        Serving(url=url, pid=1, data_dir=str(data_dir), models=()).write(data_dir / READY_FILE)
+    lock = DataDirLock(found[0])
+    yield found
+    lock.release()
+
+
+def test_a_program_calls_another_pool_if_the_one_in_use_does_not_run_with_its_key_and_a_warning(
+    two_pools: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = two_pools
+    assert found() == ("http://127.0.0.1:1", "tp_1")
+    [warning] = [record.message for record in caplog.records if record.name == "tinkerpool"]
+    assert f"the pool in use, on {second}, does not run: using the one at http://127.0.0.1:1, on {first}" in warning
+
+
+def test_a_program_that_names_a_pool_or_gives_a_key_gets_no_other_pool(
+    two_pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = "http://127.0.0.1:2"
+    assert found(second) == (second, "tp_2")
+    assert found(None, "given") == (second, "given")
+    for name, value, key in (("BASE_URL", second, "tp_2"), ("API_KEY", "given", "given")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"TINKERPOOL_{name}", value)
+            assert found() == (second, key)
+    assert not caplog.records
+
+
+def test_a_running_program_keeps_its_pool_when_another_one_is_chosen(two_pools: tuple[Path, Path]) -> None:
+    endpoint = Endpoint.find()
+    with ServiceClient() as client:
+        lock = DataDirLock(two_pools[1])
+        assert found() == ("http://127.0.0.1:2", "tp_2"), "the pool in use wins as soon as it runs"
+        assert "127.0.0.1:1" in repr(client)
+        assert (endpoint.base_url, endpoint.api_key) == ("http://127.0.0.1:1", "tp_1")
+        lock.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import sqlite3
@@ -20,6 +21,7 @@ from coordinator.storage.identity import DATABASE, SIDE_FILE, Identity, read_sid
 from tests.support.faults import failing
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import FakeTime
+from tinkerpool.serving import LOCK_FILE
 from workers.contract.messages import AdapterSpec, AdapterState
 
 SPEC = AdapterSpec(
@@ -228,6 +230,17 @@ def test_a_data_directory_on_a_network_file_system_is_refused_before_it_is_made(
     with pytest.raises(DataDirError, match=r"network file system \(nfs4, mounted at .*disk of this machine"):
         DataDir(CoordinatorConfig(data_dir=tmp_path / "pool"), FakeTime(), Failure(), Seams(mounts=lambda: table))
     assert not (tmp_path / "pool").exists()
+
+
+async def test_a_start_succeeds_while_another_process_asks_whether_a_pool_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = opened(tmp_path)
+    await data_dir.close()
+    with (tmp_path / LOCK_FILE).open() as asking:  # as `running_pid` does
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        monkeypatch.setattr("coordinator.runtime.data_dir.sleep", lambda _: fcntl.flock(asking, fcntl.LOCK_UN))
+        await opened(tmp_path).close()
 
 
 async def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:

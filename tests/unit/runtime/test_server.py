@@ -17,11 +17,10 @@ import httpx
 import pytest
 
 from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig, ServerConfig
-from coordinator.cli.process import running_pid
 from coordinator.server import LOCAL_KEY_NOTE, Server, StartError
 from tests.support.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
-from tinkerpool.serving import READY_FILE, Serving
+from tinkerpool.serving import READY_FILE, Serving, running_pid
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.pool.local import LocalPool
 

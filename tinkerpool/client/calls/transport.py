@@ -23,13 +23,12 @@ from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, U
 from tinkerpool.credentials import (
     Certificate,
     ClientCertificate,
-    credentials_at,
     find_client_certificate,
-    find_service,
     parse_target,
     start_command,
 )
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
+from tinkerpool.pools import credentials_at, find_service
 
 SEND_BYTES_MAX = 16 << 20
 """Largest request."""
