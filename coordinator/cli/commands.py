@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -13,11 +14,14 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import process
+from coordinator.cli.checks import check_start
 from coordinator.cli.options import Settings
 from tinkerpool.cli import show
 from tinkerpool.cli.finding import DataDirOption, find_place
 from tinkerpool.cli.show import CliError
-from tinkerpool.credentials import credentials_file, data_dir_option, kept_credentials
+from tinkerpool.credentials import credentials_file, data_dir_option
+from tinkerpool.pools import credentials_of, meant_pool
+from tinkerpool.serving import STAGES
 
 _log = logging.getLogger(__name__)
 PRIVATE_UMASK = 0o077
@@ -40,17 +44,17 @@ print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().s
 
 def serve(settings: Settings, _arguments: Sequence[str]) -> None:
     """Run the pool until a signal stops it. Raises CliError if it cannot start, or fails."""
+    check_start(settings)
+    os.umask(PRIVATE_UMASK)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    STAGES.setLevel(logging.INFO)
+    show.say(_starting(settings))
+    STAGES.info("loading libraries")
     from coordinator.server import Server, StartError
     from workers.pool.factory import make_pool
 
-    os.umask(PRIVATE_UMASK)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config, pool = settings.server, settings.pool
-    names = ", ".join(model.name for model in pool.models)
-    workers = f"{pool.num_workers} worker{'s' if pool.num_workers > 1 else ''}"
-    show.say(f"Starting a pool: {names}; {workers} ({pool.kind}); data in {config.coordinator.data_dir}")
     try:
-        asyncio.run(Server(config, make_pool(pool), show.say).run())
+        asyncio.run(Server(settings.server, make_pool(settings.pool), show.say).run())
     except StartError as error:
         _log.debug("the pool did not start", exc_info=error)
         raise CliError(str(error)) from None
@@ -61,16 +65,26 @@ def serve(settings: Settings, _arguments: Sequence[str]) -> None:
 
 def up(settings: Settings, arguments: Sequence[str]) -> None:
     """Start the pool in the background, and print how to use it. Raises CliError."""
+    began_s = time.monotonic()
+    check_start(settings)
     os.umask(PRIVATE_UMASK)
-    with Console(stderr=True, highlight=False).status("Starting a pool ...") as spinner:
+    show.say(_starting(settings))
+    with show.console.status("Starting ...") as spinner:
 
-        def on_wait(line: str) -> None:
-            spinner.update(f"Starting a pool ... [dim]{line[:90]}[/dim]")
+        def say_stage(text: str) -> None:
+            show.say(f"{time.monotonic() - began_s:6.1f} s  {text}")
+            spinner.update(f"{text} ...")
 
-        serving = process.start(settings.data_dir, arguments, on_wait, settings.pool.start_timeout_s + 60)
+        def on_line(line: str) -> None:
+            _, is_stage, text = line.partition(f" {STAGES.name}: ")
+            if is_stage:
+                say_stage(text)
+
+        serving = process.start(settings.data_dir, arguments, on_line, settings.pool.start_timeout_s + 60)
+        say_stage("ready")
     this_pool = data_dir_option(settings.data_dir)
-    keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
-    key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
+    known = credentials_of(settings.data_dir)
+    key = known.api_key if known is not None and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
     for line in (
         f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.",
         *serving.sdk_lines(key),
@@ -81,17 +95,26 @@ def up(settings: Settings, arguments: Sequence[str]) -> None:
         show.say(line)
 
 
+def _starting(settings: Settings) -> str:
+    return f"Starting a pool: {settings.pool.summary} ({settings.pool.kind}); data in {settings.data_dir}"
+
+
 def down(
     data_dir: DataDirOption = None,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for it.")] = 120.0,
 ) -> None:
     """Stop the pool on this machine: it finishes its cycle and keeps everything for the next start."""
+    place = find_place(data_dir)
     with Console(stderr=True, highlight=False).status("Stopping the pool ..."):
-        place = find_place(data_dir)
         pid = process.stop(place.folder(), timeout)
     if pid is None:
         raise place.no_pool()
     show.say(f"Stopped (process {pid}).")
+    if (other := meant_pool(falls_back=True)).note and other.credentials is not None:
+        show.note(
+            f"Note: another pool runs at {other.credentials.url}, on {other.credentials.data_dir}. Commands and "
+            "programs that name no pool mean it until the one in use is started again."
+        )
 
 
 def logs(

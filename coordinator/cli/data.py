@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from coordinator.cli.process import running_pid
 from tinkerpool.cli import show
 from tinkerpool.cli.finding import DataDirOption, find_place
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import start_command
+from tinkerpool.serving import running_pid
 
 if TYPE_CHECKING:
     from coordinator.runtime.backup import Progress

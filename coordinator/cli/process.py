@@ -1,13 +1,8 @@
-"""The process of a pool in the background: start it, find it, stop it, read its log.
-
-The lock that a coordinator holds on its data directory shows whether a pool runs there. A process id does not show it,
-because another process may have the same id by now.
-"""
+"""The process of a pool in the background: start it, stop it, read its log."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -19,8 +14,7 @@ from pathlib import Path
 
 from coordinator.cli.options import RAY_FILE
 from tinkerpool.cli.show import CliError
-from tinkerpool.credentials import data_dir_option
-from tinkerpool.serving import READY_FILE, Serving
+from tinkerpool.serving import READY_FILE, Serving, running_pid
 from workers.pool.factory import remove_leftovers
 
 LOG_FILE = "serve.log"
@@ -32,32 +26,18 @@ STOP_TIMEOUT_S = 30.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def running_pid(data_dir: Path) -> int | None:
-    """Return the process id of the coordinator on a data directory; None if there is none."""
-    try:
-        with (data_dir / "lock").open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return int(lock.read().strip() or 0) or None
-    except (FileNotFoundError, ValueError):
-        pass
-    return None
-
-
-def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str], None], timeout_s: float) -> Serving:
+def start(data_dir: Path, serve_arguments: Sequence[str], on_line: Callable[[str], None], timeout_s: float) -> Serving:
     """Start `tinkerpool serve` in a session of its own and wait until it is ready. Raises CliError.
 
-    While it waits, it calls `on_wait` with the last line of the log. A signal ends the wait, and the pool with it.
+    No pool runs on the data directory. While it waits, it calls `on_line` with each new line of the log. A signal ends
+    the wait, and the pool with it.
     """
-    if (pid := running_pid(data_dir)) is not None:
-        serving = Serving.read(data_dir / READY_FILE)
-        where = f"at {serving.url} " if serving else ""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
         raise CliError(
-            f"a pool is already running {where}on {data_dir} (process {pid}); stop it with "
-            f"`tinkerpool down{data_dir_option(data_dir)}`, or give another --data-dir and --port"
-        )
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            f"cannot make the folder {data_dir} ({error.strerror}): give another data directory with --data-dir"
+        ) from None
     ready_file = data_dir / READY_FILE
     ready_file.unlink(missing_ok=True)
     log_file = _fresh_log(data_dir)
@@ -72,13 +52,15 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
                 start_new_session=True,
             )
         deadline = time.monotonic() + timeout_s
+        lines = _lines_from(log_file, log_start)
         try:
             while time.monotonic() < deadline and not num_signals():
+                for line in next(lines):
+                    on_line(line)
                 if (serving := Serving.read(ready_file)) is not None and serving.pid == process.pid:
                     return serving
                 if process.poll() is not None:
                     raise CliError(_start_failure(log_file, log_start, process.returncode))
-                on_wait(_last_line(log_file, log_start))
                 time.sleep(POLL_S)
         except BaseException:
             _end(process, data_dir, num_signals)
@@ -140,9 +122,14 @@ def _fresh_log(data_dir: Path) -> Path:
     return path
 
 
-def _last_line(log_file: Path, start: int) -> str:
-    lines = _text_from(log_file, start).split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _lines_from(log_file: Path, start: int) -> Iterator[list[str]]:
+    """Yield, each time, the whole lines that the log has got since the last time, without empty ones."""
+    with log_file.open(encoding="utf-8", errors="replace") as log:
+        log.seek(start)
+        rest = ""
+        while True:
+            *lines, rest = (rest + log.read()).split("\n")
+            yield [line.strip() for line in lines if line.strip()]
 
 
 def _start_failure(log_file: Path, start: int, returncode: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -65,6 +66,17 @@ def listen_error(host: str, port: int, error: OSError, option: str) -> DoorError
         f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; stop the process that uses "
         f"it, or choose another port with {option} (0 takes any free one)"
     )
+
+
+def check_free(host: str, port: int, option: str) -> None:
+    """Bind and release a port, for the reason of a failure: grpc reports none. Raises DoorError as `listen_error`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise listen_error(host, port, error, option) from error
 
 
 def to_refusal(error: Exception, where: str) -> ServiceError:

@@ -152,6 +152,12 @@ class PoolConfig:
         """Return the number of workers of all models together."""
         return sum(model.num_workers for model in self.models)
 
+    @property
+    def summary(self) -> str:
+        """Return what the workers serve, for people: `kjv-2m on 2 workers`."""
+        workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}"
+        return f"{', '.join(model.name for model in self.models)} on {workers}"
+
     def engines(self) -> dict[str, EngineSettings]:
         """Return the settings of each worker's engine, by worker id."""
         models = [model for model in self.models for _ in range(model.num_workers)]

@@ -26,7 +26,8 @@ from tinkerpool.errors import ExportError
 from workers.bank.state_files import PEFT_PREFIX
 from workers.export.adapter import WEIGHTS, ExportedAdapter
 from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
-from workers.model.pretrained import TOKENIZER_FILES, load_pretrained, logprob_difference
+from workers.model.files import TOKENIZER_FILES
+from workers.model.pretrained import load_pretrained, logprob_difference
 
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""

@@ -39,12 +39,13 @@ from torch.nn import functional as F
 from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
+from workers.model.files import find_directory, tokenizer_files
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
-from workers.model.pretrained import Probe, eos_token_ids, find_directory, load_pretrained, tokenizer_files
+from workers.model.pretrained import Probe, eos_token_ids, load_pretrained
 from workers.model.replacement import decoder_layers, replace_layers
 from workers.model.segments import Segment
 

@@ -23,16 +23,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 PROBE_LENGTHS = (24, 11)
 """Tokens of the probe's two sequences, unless the model takes fewer."""
 TOLERANCE = 1e-4
@@ -50,25 +40,6 @@ class UnsupportedModelError(ValueError):
     """The model has a feature that the fused pass would compute wrongly."""
 
 
-def find_directory(path: Path | str) -> Path:
-    """Return a model directory: `path` itself, or the directory in the local hub cache of a model with that name.
-
-    Raises FileNotFoundError, which has the command that downloads the model, if it is not in the cache.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(path), local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise FileNotFoundError(
-            f"the model {path} is not in this machine's hub cache, and a pool downloads nothing: run `hf download "
-            f"{path}` first, or give a directory that has it"
-        ) from None
-
-
 def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     """Return transformers' model, frozen, in this dtype on this device. Raises UnsupportedModelError, OSError."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -83,12 +54,6 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
             attn_implementation="sdpa",
         )
     return model.to(device).eval().requires_grad_(requires_grad=False)
-
-
-def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the files of a model directory from which clients make the tokenizer, by name."""
-    files = [directory / name for name in TOKENIZER_FILES]
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers.contract.protocols import Pool
+from workers.contract.protocols import Pool, PoolStartError
 from workers.contract.settings import PoolConfig
+from workers.host.gpus import gpu_problem
+from workers.model.files import check_files
 from workers.pool.environment import ray_environment, thread_environment
 from workers.pool.loop import engine_factory
 
@@ -35,6 +37,24 @@ def make_pool(config: PoolConfig) -> Pool:
     factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
     num_slots = next(settings.num_slots for settings in engines.values())
     return LocalPool(factories, num_slots=num_slots, device=config.device)
+
+
+def check_host(config: PoolConfig) -> None:
+    """Raise PoolStartError for what the workers lack on this machine, as far as it shows without torch and Ray.
+
+    The nodes of a cluster have their own models and GPUs: nothing is checked then.
+    """
+    if config.ray_address is not None:
+        return
+    for model in config.models:
+        try:
+            check_files(model.path)
+        except (OSError, ValueError) as error:  # ValueError: no name of the hub
+            raise PoolStartError(str(error)) from None
+    if config.device.startswith("cuda") and (problem := gpu_problem()):
+        raise PoolStartError(
+            f"workers on {config.device} need a GPU: {problem}; or leave out --gpus and --device, to run on CPUs"
+        )
 
 
 def _add_to_environment(variables: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import EngineFactory, PoolStartError, WorkerLost
 from workers.pool.environment import new_incarnation
@@ -59,6 +60,7 @@ class LocalPool:
 
     async def start(self) -> None:
         """Make every engine. Raises PoolStartError."""
+        STAGES.info("loading the base models of %s", ", ".join(self._factories))
         begun = await asyncio.gather(*(self._begin(worker_id) for worker_id in self._factories), return_exceptions=True)
         for worker_id, error in zip(self._factories, begun, strict=True):
             if isinstance(error, BaseException):

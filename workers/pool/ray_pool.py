@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, num_cores
@@ -51,8 +52,10 @@ class RayPool:
         """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
         assert self._host is None, "the pool has been started already"
         try:
+            STAGES.info("starting Ray" if self._config.ray_address is None else "joining Ray's cluster")
             await self._start_ray()
             self._check_room()
+            STAGES.info("loading %s", self._config.summary)
             async with asyncio.TaskGroup() as beginning:
                 for worker_id in self._engines:
                     beginning.create_task(self._begin(worker_id))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 
 import grpc
 
 from coordinator.base.config import GrpcConfig
-from coordinator.doors.door import Backend, DoorError, listen_error
+from coordinator.doors.door import Backend, DoorError, check_free
 from coordinator.doors.grpc.calls import SERVICES, Calls
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
@@ -53,7 +52,7 @@ class GrpcDoor:
         """Bind the port, on the running loop. Raises DoorError if it is in use or not available."""
         config = self._config
         self._server = grpc.aio.server(options=_options(config))
-        _check_free(config.host, config.port)
+        check_free(config.host, config.port, "--port")
         address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         try:
             if config.is_tls:
@@ -101,17 +100,6 @@ class GrpcDoor:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             self._public.set_health(is_serving=backend.health())
-
-
-def _check_free(host: str, port: int) -> None:
-    """Bind and release the port, for the reason of a failure: grpc reports none. Raises DoorError."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise listen_error(host, port, error, "--port") from error
 
 
 def _credentials(files: TlsFiles) -> grpc.ServerCredentials:

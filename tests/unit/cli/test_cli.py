@@ -322,6 +322,38 @@ def test_audit_lists_acts_with_filters_and_pages(run: Run, service: FakeService)
     assert len(json.loads(run("audit", "-n", "2", "--json").out)["entries"]) == 2
 
 
+def test_audit_shows_details_for_people_and_json_as_they_were_recorded(run: Run, service: FakeService) -> None:
+    details = {
+        "ttl_seconds": "7776000",
+        "grace_seconds": "0",
+        "engine_seconds": "5400",
+        "num_tokens": "1234567",
+        "stored_bytes_max": "5000000000",
+        "queued_bytes_max": "1GiB",
+        "tokens_per_month": "1000000",
+        "weight": "",
+        "successor": "012345678901",
+        "reason": "20260101",
+    }
+    response = admin_pb2.ListAuditEntriesResponse(entries=[admin_pb2.AuditEntry(entry_id=1, act="a", details=details)])
+    service.responses["list_audit_entries"] = response
+    shown = " ".join(run("audit").out.split())
+    for detail in (
+        "ttl 90 days",
+        "grace 0 s",
+        "engine 1.5 h",
+        "num_tokens 1,234,567",
+        "stored_bytes_max 5.0 GB",
+        "queued_bytes_max 1GiB",
+        "tokens_per_month 1,000,000",
+        "weight default",
+        "successor 012345678901",
+        "reason 20260101",
+    ):
+        assert detail in shown, shown
+    assert json.loads(run("audit", "--json").out)["entries"][0]["details"] == details
+
+
 def test_tenant_create_says_how_to_make_its_first_key(run: Run, service: FakeService) -> None:
     service.responses["create_tenant"] = admin_pb2.CreateTenantResponse()
     done = run("tenant", "create", "bob")

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,12 +21,11 @@ import pytest
 
 from coordinator.base_models import resolve_model
 from coordinator.cli import process
-from coordinator.cli.process import running_pid
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import ROOT, TOY, TOY_ON_RAY, Terminal
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import FILE_NAME
-from tinkerpool.serving import READY_FILE
+from tinkerpool.serving import READY_FILE, running_pid
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 pytestmark = pytest.mark.slow
@@ -225,6 +226,91 @@ def test_invalid_options_are_refused_in_one_sentence_before_anything_starts(
     assert error.startswith(f"Error: {sentence}"), error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_start_lacks_is_refused_in_one_sentence_before_anything_starts(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "file").write_text("x")
+    model = tmp_path / "model"
+    shutil.copytree(SHIPPED_MODELS_DIR / "kjv-2m", model)
+    (model / "tokenizer.json").unlink()
+    missing = tmp_path / "no.pem"
+    home, before = tmp_path / "home", sorted(tmp_path.rglob("*"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        cases = (
+            (["--data-dir", str(tmp_path / "file")], f"{tmp_path / 'file'} is a file, and the data directory a folder"),
+            (["--data-dir", str(tmp_path / "file" / "pool")], f"{tmp_path / 'file'} is a file, and the data directory"),
+            (["--port", port], f"cannot listen on port {port} of 127.0.0.1: address already in use"),
+            (["--http-port", port], f"cannot listen on port {port} of 127.0.0.1: address already in use"),
+            (["--tls-cert", str(missing), "--tls-key", str(missing)], f"cannot read {missing}: no such file"),
+            (["--model", str(model)], f"{model} is no complete model directory: there is no tokenizer"),
+            (["--model", "nobody/nothing"], "the model nobody/nothing is not in this machine's hub cache"),
+            (["--device", "cuda"], "workers on cuda need a GPU: "),
+        )
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where there is a GPU
+        for command in ("up", "serve"):
+            for options, sentence in cases:
+                code, out, error = here(home, command, *TOY, *options)
+                assert (code, out, error.count("\n")) == (1, "", 1), error
+                assert error.startswith(f"Error: {sentence}"), error
+    monkeypatch.setattr(os, "access", lambda *_: False)  # patched, because root may write everywhere
+    assert f"Error: this user may not write to {tmp_path}" in here(home, "up", *TOY).err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_up_says_each_stage_with_its_time_also_in_a_pipe(terminal: Terminal) -> None:
+    up = terminal.run("up", *TOY, "--log-level", "error")
+    assert up.returncode == 0, up.stderr
+    first, *lines = up.stdout.splitlines()
+    assert first == f"Starting a pool: kjv-2m on 1 worker (local); data in {terminal.data_dir}"
+    stages = [re.fullmatch(r" *(\d+\.\d) s  (.*)", line) for line in lines[:5]]
+    assert [stage[2] for stage in stages if stage] == [
+        "loading libraries",
+        "opening the data",
+        "loading the base models of w0",
+        "recovering what was acknowledged",
+        "ready",
+    ]
+    times = [float(stage[1]) for stage in stages if stage]
+    assert times == sorted(times)
+    assert "\x1b" not in up.stdout + up.stderr
+
+
+def test_after_the_second_pool_goes_down_commands_and_programs_use_the_first_until_it_comes_back(
+    terminal: Terminal, here: Here
+) -> None:
+    first, second = terminal.home / "first", terminal.home / "second"
+    program = "import tinkerpool; print(tinkerpool.ServiceClient().get_server_capabilities().version)"
+    for data_dir in (first, second):
+        up = terminal.run("up", *TOY, "--data-dir", str(data_dir))
+        assert up.returncode == 0, up.stderr
+    down = terminal.run("down")
+    assert down.stdout.startswith("Stopped")
+    assert f"on {first}. Commands and programs that name no pool mean it" in down.stderr
+
+    status = here(terminal.home, "status")
+    assert status.code == 0, status.err
+    assert status.err.startswith(
+        f"Note: the pool in use, on {second}, does not run: using the one at http://127.0.0.1:"
+    )
+    ran = terminal.python("-c", program)
+    assert ran.returncode == 0, ran.stderr
+    assert f"the pool in use, on {second}, does not run" in ran.stderr
+    refused = terminal.run("down")
+    assert (refused.returncode, f"name one that runs: --data-dir {first}" in refused.stderr) == (1, True)
+    assert running_pid(first) is not None
+
+    assert terminal.run("up", *TOY, "--data-dir", str(second)).returncode == 0
+    status = here(terminal.home, "status")
+    assert (status.code, status.err) == (0, "")
+    assert here(terminal.home, "use", str(first)).code == 0
+    assert terminal.run("down").returncode == 0
+    assert (running_pid(first), running_pid(second) is None) == (None, False)
 
 
 @pytest.mark.xdist_group("cli_run")

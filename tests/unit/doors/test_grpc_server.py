@@ -357,7 +357,7 @@ async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
 
 async def test_two_doors_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     # private: the check before would refuse the port, too, except when two doors bind at the same time
-    monkeypatch.setattr("coordinator.doors.grpc.server._check_free", lambda host, port: None)
+    monkeypatch.setattr("coordinator.doors.grpc.server.check_free", lambda *_: None)
     first = GrpcDoor(GrpcConfig(port=0))
     first.bind()
     with pytest.raises(DoorError, match=str(first.port)):

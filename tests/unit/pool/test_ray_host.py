@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,8 +12,8 @@ import pytest
 
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, PoolModel
-from workers.model.pretrained import find_directory
 from workers.pool import ray_head
+from workers.pool.factory import check_host
 from workers.pool.ray_host import Belongings, RayHost
 
 MODELS = (PoolModel(name="m", path="m", num_workers=2),)
@@ -87,9 +88,8 @@ async def test_a_server_of_grpc_and_an_address_that_is_rays_to_resolve_are_left_
     await server.stop(0)
 
 
-def test_a_model_that_is_not_in_the_hub_cache_is_refused_with_the_command_that_downloads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="run `hf download nobody/nothing` first"):
-        find_directory("nobody/nothing")
+def test_the_models_and_gpus_of_a_cluster_are_not_looked_for_on_this_machine() -> None:
+    config = PoolConfig(models=(PoolModel(name="big", path="nobody/nothing"),), device="cuda", num_gpus=1.0)
+    with pytest.raises(PoolStartError, match="nobody/nothing is not in this machine's hub cache"):
+        check_host(config)
+    check_host(replace(config, ray_address="head:6379"))

@@ -1,0 +1,80 @@
+"""The files of a base model: where they are, and whether they are complete. Imports neither torch nor transformers.
+
+Main invariant: a model is looked for in local directories and the local hub cache, and never fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A tokenizer has one of these."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_INDEX = "model.safetensors.index.json"
+"""Names the files of weights, if there are several."""
+
+
+def find_directory(path: Path | str) -> Path:
+    """Return a model directory: `path` itself, or the directory in the local hub cache of a model with that name.
+
+    Raises FileNotFoundError, which has the command that downloads the model, if it is not in the cache.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise FileNotFoundError(
+            f"the model {path} is not in this machine's hub cache, and a pool downloads nothing: run `hf download "
+            f"{path}` first, or give a directory that has it"
+        ) from None
+
+
+def check_files(path: Path | str) -> None:
+    """Raise FileNotFoundError if a model is not there, or lacks a file that a worker or a client needs."""
+    directory = find_directory(path)
+    missing = _missing(directory)
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} is no complete model directory: there is no {', and no '.join(missing)} in it. Copy the "
+            "missing files into it, or give another model with --model"
+        )
+
+
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of a model directory from which clients make the tokenizer, by name."""
+    files = [directory / name for name in TOKENIZER_FILES]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def _missing(directory: Path) -> list[str]:
+    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
+        missing.append("tokenizer (tokenizer.json)")
+    if (directory / _INDEX).is_file():
+        missing += [name for name in _indexed(directory / _INDEX) if not (directory / name).is_file()]
+    elif not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        missing.append("file of weights (model.safetensors)")
+    return missing
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the files that an index names; none if it has another form, which is for the loader to report."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []
