@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from coordinator.cli import process
-from coordinator.cli.checks import check_start
 from coordinator.cli.options import Settings
 from tinkerpool.cli import show
 from tinkerpool.cli.finding import DataDirOption, find_place
@@ -44,6 +43,8 @@ print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().s
 
 def serve(settings: Settings, _arguments: Sequence[str]) -> None:
     """Run the pool until a signal stops it. Raises CliError if it cannot start, or fails."""
+    from coordinator.cli.checks import check_start
+
     check_start(settings)
     os.umask(PRIVATE_UMASK)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -65,6 +66,8 @@ def serve(settings: Settings, _arguments: Sequence[str]) -> None:
 
 def up(settings: Settings, arguments: Sequence[str]) -> None:
     """Start the pool in the background, and print how to use it. Raises CliError."""
+    from coordinator.cli.checks import check_start
+
     began_s = time.monotonic()
     check_start(settings)
     os.umask(PRIVATE_UMASK)

@@ -93,7 +93,8 @@ def test_a_paused_coordinator_continues_and_keeps_its_data_directory_and_port(
             os.kill(process.pid, signal.SIGCONT)
         step(training)
     assert on_data.returncode != 0
-    assert f"in use by another tinkerpool (process {process.pid})" in on_data.stderr
+    assert f"a pool is already running at {serving.url} on" in on_data.stderr
+    assert f"(process {process.pid})" in on_data.stderr
     assert on_port.returncode != 0
     assert f"cannot listen on port {port}" in on_port.stderr
     assert "Traceback" not in on_data.stderr + on_port.stderr

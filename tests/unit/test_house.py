@@ -112,6 +112,11 @@ driver.install(make_spec("a"))
 _, step = driver.train(driver.backward("a", make_data("cross_entropy", [5])), driver.step("a"))
 print(step.metrics["update_norm:last"])
 """
+LIST_COMMANDS = """
+import typer
+from tinkerpool.cli.app import build
+print(*typer.main.get_command(build()).commands)
+"""
 COLLECT_GPU_TESTS = """
 import pytest
 sys.exit(pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "tests/gpu"]))
@@ -137,6 +142,13 @@ def run_without(libraries: str, program: str, *args: str) -> str:
 def test_engine_trains_without_ray_and_grpc(tmp_path: Path) -> None:
     model = build_mini_model(tmp_path / "model", "qwen3")
     assert float(run_without("ray,grpc,coordinator", TRAIN_A_STEP, str(model))) > 0
+
+
+@pytest.mark.slow
+def test_the_command_line_has_all_commands_without_the_libraries_of_a_pool() -> None:
+    libraries = "grpc_health,grpc_reflection,ray,safetensors,starlette,tokenizers,torch,transformers,uvicorn,zstandard"
+    listed = run_without(libraries, LIST_COMMANDS).split()
+    assert {"up", "down", "pools", "use", "status", "key"} <= set(listed)
 
 
 @pytest.mark.slow
