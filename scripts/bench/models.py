@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import argparse
 import contextlib
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from coordinator.base_models import shipped_models
+from coordinator.base_models import DEFAULT_MODEL, shipped_models
 from scripts.bench.gpu.cases import write_model
 from workers.contract.messages import Datum
 from workers.contract.settings import SHIPPED_MODELS_DIR
@@ -96,8 +97,14 @@ def _path(name: str, folder: Path) -> Path:
     if name in shipped_models():
         return SHIPPED_MODELS_DIR / name
     if name in LARGE_SHAPES:
-        return write_model(name, folder / name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return write_random_model(name, folder / name) if name in SHAPES else Path(name)
+        path = write_model(name, folder / name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    elif name in SHAPES:
+        path = write_random_model(name, folder / name)
+    else:
+        return Path(name)
+    # A pool serves no model without a tokenizer. Benchmarks send tokens, so any tokenizer will do.
+    shutil.copy(SHIPPED_MODELS_DIR / DEFAULT_MODEL / "tokenizer.json", path)
+    return path
 
 
 def write_random_model(shape: str, path: Path, *, vocab_size: int | None = None) -> Path:
