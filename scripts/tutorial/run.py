@@ -61,11 +61,12 @@ def reinforcement_settings(data: Path, runs: Path) -> reinforcement.Settings:
         batch_size=16,
         group_size=8,
         max_tokens=32,
+        temperature=1.5,
         learning_rate=3e-4,
         schedule="linear",
-        warmup_steps=10,
+        warmup_steps=5,
         eval_every=10,
-        num_steps=120,
+        num_steps=90,
     )
 
 
