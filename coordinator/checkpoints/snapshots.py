@@ -83,8 +83,8 @@ class Snapshots:
         """Return whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""
         if adapter.adapter_id in self._writing:
             return False
-        is_ahead = bool(adapter.worker_id) and adapter.copy.applied_seq > adapter.snapshot_seq
-        return is_ahead and adapter.is_between_operations and adapter.is_as_committed
+        has_run = bool(adapter.worker_id) and adapter.copy.applied_seq > adapter.snapshot_seq
+        return has_run and adapter.is_between_operations and adapter.is_as_committed
 
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""

@@ -185,7 +185,6 @@ class Committer:
         Raises StorageError.
         """
         for log in self._planning.ready.dirty():
-            log.advance()
             cycle.finish(log.take_decided())
         message = cycle.as_message(self._planning.base_model)
         has_run = bool(cycle.entries)

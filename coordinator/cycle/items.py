@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.copy import Ahead
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, service_error
 from coordinator.operations.windows import window_of
@@ -134,17 +135,17 @@ class ItemBuilder:
         batch = window.batch if window.has_gradient else None
         return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq), batch=batch)
 
-    async def decode_large(self, log: AdapterLog, num_chunks: int, bytes_max: float) -> dict[str, DecodedPass] | None:
+    async def decode_large(self, ahead: Ahead, num_chunks: int, bytes_max: float) -> dict[str, DecodedPass] | None:
         """Decode the large payloads among the next `num_chunks` chunks on a thread, by operation.
 
         Small ones, and those that are in memory decoded, are left to `pass_items`. Returns None if there are large ones
         of more than `bytes_max` bytes.
         """
         large: list[Operation] = []
-        for operation in log.ready_passes():
+        for operation in ahead.passes():
             if num_chunks <= 0:
                 break
-            num_chunks -= len(operation.chunks) - log.num_chunks_done(operation)
+            num_chunks -= len(operation.chunks) - ahead.copy.num_chunks_done(operation)
             if operation.decoded is None and operation.num_bytes > INLINE_BYTES_MAX:
                 large.append(operation)
         if large and sum(operation.num_bytes for operation in large) > bytes_max:
@@ -152,23 +153,23 @@ class ItemBuilder:
         return {each.name: await asyncio.to_thread(decode_pass, self._payload(each)) for each in large}
 
     def pass_items(
-        self, log: AdapterLog, num_chunks: int, decoded_ahead: Mapping[str, DecodedPass]
+        self, ahead: Ahead, num_chunks: int, decoded_ahead: Mapping[str, DecodedPass]
     ) -> list[tuple[Operation, PassItem]]:
         """Return the adapter's next `num_chunks` chunks, in order; `decoded_ahead` is from `decode_large`."""
         items: list[tuple[Operation, PassItem]] = []
-        prev_seq = log.copy.applied_seq
-        for operation in log.ready_passes():
+        copy, prev_seq = ahead.copy, ahead.copy.applied_seq
+        for operation in ahead.passes():
             decoded = self._decoded(operation, decoded_ahead.get(operation.name))
-            for index in range(log.num_chunks_done(operation), len(operation.chunks)):
+            for index in range(copy.num_chunks_done(operation), len(operation.chunks)):
                 if len(items) == num_chunks:
                     return items
                 chunk = operation.chunks[index]
                 item = PassItem(
                     op_id=operation.name,
-                    adapter_id=log.adapter_id,
+                    adapter_id=operation.target_id,
                     prev_seq=prev_seq,
                     seq=operation.seq,
-                    drop_gradient=log.copy.must_drop_gradient,
+                    drop_gradient=copy.must_drop_gradient,
                     chunk_index=index,
                     num_chunks=len(operation.chunks),
                     data=decoded.data[chunk.start : chunk.stop],
@@ -177,22 +178,22 @@ class ItemBuilder:
                     backward=operation.kind is Kind.FORWARD_BACKWARD,
                     batch=operation.batch,
                 )
-                log.took_gradient_drop()
+                copy.took_gradient_drop()
                 items.append((operation, item))
             prev_seq = operation.seq
         return items
 
-    async def read_load(self, log: AdapterLog, num_states: int) -> AdapterState | ServiceError | None:
+    async def read_load(self, ahead: Ahead, num_states: int) -> AdapterState | ServiceError | None:
         """Read the checkpoint of the load that `state_items` will have, if it has one, off the event loop.
 
         Returns the refusal of a load that cannot start.
         """
-        operation = next((each for each in _due(log, num_states) if each.kind is Kind.LOAD_STATE), None)
+        operation = next((each for each in _due(ahead, num_states) if each.kind is Kind.LOAD_STATE), None)
         if operation is None:
             return None
         path = training_pb2.LoadStateRequest.FromString(self._payload(operation)).path
         row = self._store.checkpoints.by_path(path)
-        if row is None or not (row.tenant_id == log.tenant_id or row.is_public):
+        if row is None or not (row.tenant_id == operation.tenant_id or row.is_public):
             return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {path!r} any more")
         try:
             return await asyncio.to_thread(self._folders.checkpoints.read, row.folder, row.sha256)
@@ -200,7 +201,7 @@ class ItemBuilder:
             return error
 
     def state_items(
-        self, log: AdapterLog, num_states: int, loaded: AdapterState | ServiceError | None
+        self, log: AdapterLog, ahead: Ahead, num_states: int, loaded: AdapterState | ServiceError | None
     ) -> list[tuple[Operation, Item]]:
         """Return the items that the step phase runs for the adapter, with at most `num_states` saves and loads.
 
@@ -211,7 +212,7 @@ class ItemBuilder:
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = log.copy.applied_seq
-        for operation in _due(log, num_states):
+        for operation in _due(ahead, num_states):
             if operation.kind is Kind.LOAD_STATE and loaded is None:
                 break  # it arrived since
             try:
@@ -221,7 +222,7 @@ class ItemBuilder:
                     raise
                 log.fail(operation, service_error(error))
                 break
-            log.took_gradient_drop()
+            log.copy.took_gradient_drop()
             items.append((operation, item))
             prev_seq = operation.seq
             if operation.kind is Kind.LOAD_STATE and not operation.is_final:
@@ -231,7 +232,7 @@ class ItemBuilder:
     def snapshot_item(self, log: AdapterLog) -> SaveItem:
         """Return a save for recovery of the copy as it is."""
         drop = log.copy.must_drop_gradient
-        log.took_gradient_drop()
+        log.copy.took_gradient_drop()
         return self._snapshot_item(log, log.copy.applied_seq, drop_gradient=drop)
 
     @staticmethod
@@ -309,9 +310,9 @@ class ItemBuilder:
         return operation.payload or self._store.operations.payload(operation.target_id, operation.seq)
 
 
-def _due(log: AdapterLog, num_states: int) -> Iterator[Operation]:
+def _due(ahead: Ahead, num_states: int) -> Iterator[Operation]:
     """Yield the operations that the step phase may run now, with at most `num_states` saves and loads."""
-    for operation in log.ready_states():
+    for operation in ahead.states():
         num_states -= operation.kind.moves_state
         if num_states < 0:
             return

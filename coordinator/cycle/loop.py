@@ -101,7 +101,7 @@ class CycleLoop:
         If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
         """
         ready = self.planning.ready
-        due = self._snapshots.due([log for log in ready.ahead() if ready.may_run(log)], lost)
+        due = self._snapshots.due([log for log in ready.past_snapshots() if ready.may_run(log)], lost)
         await self._take_snapshots(due)
 
     async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
@@ -175,10 +175,9 @@ class CycleLoop:
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
         for log in self._group.logs.values():
-            log.advance()
             self._group.mark_dirty(log)
         await self._commit(self._new_cycle(0))  # operations decided since the last cycle
-        ahead: list[AdapterLog] = [log for log in self._group.logs.values() if self._snapshots.can_take(log)]
-        await self._take_snapshots(ahead)
+        due = [log for log in self._group.logs.values() if self._snapshots.can_take(log)]
+        await self._take_snapshots(due)
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)

@@ -172,21 +172,21 @@ class Phases:
         self._time = time
 
     async def run_pass(self, cycle: Cycle, plan: PassPlan) -> None:
-        """Run the planned chunks of forwards and forward_backwards."""
+        """Run the planned chunks of forwards and forward_backwards, also if a stop or a suspension has come since."""
         work = PhaseWork()
         bytes_left: float = math.inf  # for the first one, whatever its size
         for adapter_id, num_chunks in plan.num_chunks.items():
             if (log := self._logs.get(adapter_id)) is None:
                 continue  # it was deleted since the plan was made
-            decoded = await self._items.decode_large(log, num_chunks, bytes_left)
+            decoded = await self._items.decode_large(log.ahead(), num_chunks, bytes_left)
             if decoded is None:
                 continue
             if decoded:
                 num_bytes = sum(each.num_bytes for each in decoded.values())
                 bytes_left = min(bytes_left, DECODED_BYTES_MAX) - num_bytes
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
-                for operation, item in self._items.pass_items(log, num_chunks, decoded):
-                    log.start(operation)
+                for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
+                    log.copy.start(operation)
                     work.add(log, operation, item)
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
         for log in itertools.islice(self._planning.left_over(plan), EXPECTED_MAX):
@@ -196,23 +196,29 @@ class Phases:
     async def run_steps(self, cycle: Cycle) -> None:
         """Run the optimizer steps, saves and loads that are due by now."""
         work, residents = PhaseWork(), self._planning.residents()
-        moving: list[AdapterLog] = []
-        for log in self._planning.ready.due_steps():
+        moving: list[tuple[AdapterLog, bool]] = []
+        for log, ahead in self._planning.ready.due_steps():
             # There is at most one optim_step, so a save or a load is among the first two operations.
-            if any(operation.kind.moves_state for operation in itertools.islice(log.ready_states(), 2)):
-                moving.append(log)
+            if any(operation.kind.moves_state for operation in itertools.islice(ahead.states(), 2)):
+                moving.append((log, ahead.may_begin))
             else:
-                await self._add_steps(cycle, log, 0, residents, work)
+                await self._add_steps(cycle, log, ahead.may_begin, 0, residents, work)
         num_states = self._planning.plan_states(moving, cycle.cycle_id)
-        for log in moving:
-            await self._add_steps(cycle, log, num_states.get(log.adapter_id, 0), residents, work)
+        for log, may_begin in moving:
+            await self._add_steps(cycle, log, may_begin, num_states.get(log.adapter_id, 0), residents, work)
         await self._run(cycle, work)
 
     async def _add_steps(
-        self, cycle: Cycle, log: AdapterLog, num_states: int, residents: dict[str, int], work: PhaseWork
+        self,
+        cycle: Cycle,
+        log: AdapterLog,
+        may_begin: bool,
+        num_states: int,
+        residents: dict[str, int],
+        work: PhaseWork,
     ) -> None:
         """Add the operations of an adapter that are due, with at most `num_states` saves and loads."""
-        first = next(log.ready_states(), None)
+        first = next(log.ahead(may_begin=may_begin).states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return
         worker_id = log.worker_id or self._planning.place(log.adapter_id, residents)
@@ -221,19 +227,20 @@ class Phases:
         residents[worker_id] += 1
         generation = log.copy.generation
         began = self._time.monotonic()
-        loaded = await self._items.read_load(log, num_states)
+        loaded = await self._items.read_load(log.ahead(may_begin=may_begin), num_states)
         if loaded is not None:
             num_bytes = loaded.num_bytes if isinstance(loaded, AdapterState) else 0
             self._use_files(cycle, log, Kind.LOAD_STATE, num_bytes, self._time.monotonic() - began)
-        if log.copy.generation != generation or self._planning.ready.waits_for_file(log):
+        ahead = log.ahead(may_begin=may_begin)
+        if log.copy.generation != generation or self._planning.ready.waits_for_file(log, may_begin=may_begin):
             return  # the copy was lost, or a load arrived, while a file was read
         try:
-            items = self._items.state_items(log, num_states, loaded)
+            items = self._items.state_items(log, ahead, num_states, loaded)
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return
         for operation, item in items:
-            log.start(operation)
+            log.copy.start(operation)
             work.add(log, operation, item)
 
     async def take_snapshots(self, logs: Iterable[AdapterLog]) -> None:
@@ -288,7 +295,6 @@ class Phases:
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
         log.place_copy(worker_id)
-        log.advance()
         work.install(log, install)
         return True
 

@@ -57,23 +57,22 @@ class Results:
         if operation.is_final:
             self._apply_replay(log, operation, worker, result, is_last=is_last)
         else:
-            log.add_result(operation, result)
+            log.copy.add_result(operation, result)
             window, role = log.copy.window, operation.kind.window_role
             if window.forbids(role, operation.seq):
-                operation.fail(window_closed(window, role), log.usage(operation), cycle_id=cycle.cycle_id)
+                operation.fail(window_closed(window, role), log.copy.usage(operation), cycle_id=cycle.cycle_id)
             elif result.error is not None:
-                operation.fail(item_error(result.error), log.usage(operation), cycle_id=cycle.cycle_id)
+                operation.fail(item_error(result.error), log.copy.usage(operation), cycle_id=cycle.cycle_id)
             elif is_last and not isinstance(item, LoadItem):  # a load is decided by the snapshot behind it
                 await self._succeed(cycle, entry, worker, result)
             else:
-                log.pause(operation)
+                log.copy.pause(operation)
                 return
             if entry.is_current:
                 log.applied(operation)
             cycle.finish((operation,))
             shown.num_operations += 1
             shown.is_step |= operation.kind is Kind.OPTIM_STEP and not operation.is_failed
-        log.advance()
 
     def refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
         """Drop the copy of an adapter that cannot be rebuilt now, or abort the adapter if a retry cannot succeed."""
@@ -88,7 +87,7 @@ class Results:
     def _apply_replay(
         self, log: AdapterLog, operation: Operation, worker: Incarnation, result: ItemResult, *, is_last: bool
     ) -> None:
-        log.replayed_chunk(operation, is_last=is_last)
+        log.copy.replayed_chunk(operation, is_last=is_last)
         if result.error is not None and result.error.code in TRANSIENT:
             self._reinstall(log, result)
         elif result.error is not None:
@@ -105,10 +104,10 @@ class Results:
     async def _succeed(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
         log, operation = entry.log, entry.operation
         assert operation is not None
-        usage = log.usage(operation)
+        usage = log.copy.usage(operation)
         match operation.kind:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD:
-                _fill_pass(operation, log.progress(operation).results, usage, cycle.cycle_id)
+                _fill_pass(operation, log.copy.results(operation), usage, cycle.cycle_id)
             case Kind.OPTIM_STEP:
                 _fill_step(operation, result, usage, cycle.cycle_id)
             case Kind.LOAD_STATE:
@@ -138,7 +137,8 @@ class Results:
         fails at the same operation each time, but a reply can be lost at any. The worker's reason is logged.
         """
         logger.warning("%s: %s", log.adapter_id, result.error)
-        if log.count_reinstall(result.op_id) > REINSTALLS_MAX:
+        log.lose_copy()
+        if log.copy.count_reinstall(result.op_id) > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
             self.refuse_copy(log, error)
 

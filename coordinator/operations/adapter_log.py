@@ -1,71 +1,29 @@
-"""One adapter's operations by sequence number, and the replay cursor of its copy on a worker.
+"""One adapter's operations by sequence number, and which of them need no worker.
 
 In memory; rebuilt from the operation log in the database. Does not depend on fairness, storage, or on what the
 operations compute. The invariants:
 
 - operations run strictly by seq, with no gap; a failed one counts as done;
-- `copy.cursor` is the last seq that the copy has passed, `copy.applied_seq` the last one that its worker ran. They
-  differ by operations that need no worker: failed ones, discard_gradients, and on a replay all that change no state,
-  except saves whose weights must be rematerialized;
 - once an operation that adds gradient or loads a state fails, its gradient window is closed: the operations that it
   forbids fail too (`workers.contract.gradient_windows`), and with the next item the worker drops the pending gradient;
-- progress of execution belongs to one generation of the copy: losing or installing the copy starts the next one.
+- losing or installing the copy starts the next generation of it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.fleet.fleet import Residency
-from coordinator.operations.operation import Kind, Operation, OutcomeState, Usage
-from coordinator.operations.windows import Window, failure_of, window_closed
+from coordinator.operations.copy import NO_SEQS, Ahead, Copy
+from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.operations.windows import Window, window_closed
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import EMPTY
-from workers.contract.messages import AdapterSpec, ItemResult
+from workers.contract.messages import AdapterSpec
 
-NO_SEQS = (0, -1)
-"""An empty range of sequence numbers."""
 ENDS_WINDOW = (Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
 """The operations after which no gradient is pending, if they succeed."""
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """How far an operation has run on one generation of its adapter's copy."""
-
-    num_chunks_done: int = 0
-    results: list[ItemResult] = field(default_factory=list)
-    """The results of those chunks."""
-    is_running: bool = False
-    """A worker has it."""
-
-    @property
-    def usage(self) -> Usage:
-        """The cost of its chunks so far."""
-        return Usage(sum(r.num_tokens for r in self.results), sum(r.engine_s for r in self.results))
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """One generation of the adapter's state on a worker, from the newest snapshot on."""
-
-    generation: int
-    cursor: int
-    applied_seq: int
-    """The last seq that the worker ran."""
-    window: Window
-    """The gradient window at the cursor."""
-    applied_window: Window
-    """The gradient window at `applied_seq`: that of a snapshot."""
-    worker_id: str = ""
-    """Empty: there is no copy, the next worker must install one."""
-    must_drop_gradient: bool = False
-    """The copy holds gradient of a closed window."""
-    progress: dict[int, Progress] = field(default_factory=dict)
-    """By seq."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +47,11 @@ class AdapterLog:
     """The seq after the highest accepted one: the next one that the server assigns."""
     operations: dict[int, Operation] = field(default_factory=dict)
     """All after `snapshot_seq`, by seq."""
-    copy: Copy = field(default_factory=lambda: Copy(0, 0, 0, EMPTY, EMPTY))
+    copy: Copy = field(default_factory=Copy)
     engine_s_since_snapshot: float = 0.0
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
     """Bytes of the payloads that add to the pending gradient, since the last operation that ends a window."""
-    may_begin: bool = True
-    """Whether operations may begin now; otherwise only replays, and what has run in part, are ready."""
     gap_since: float | None = None
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
@@ -106,8 +62,8 @@ class AdapterLog:
     """Its deletion has begun, and has not failed: it accepts no more operations."""
     _decided: list[Operation] = field(default_factory=list)
     """Decided without a worker, not yet committed."""
-    _reinstalls: Counter[str] = field(default_factory=Counter)
-    """How often each operation found the copy out of order, since the last result for an undecided operation."""
+    _ahead: Ahead | None = None
+    """The last view, returned again while it is the same: a cycle asks a thousand adapters, each a few times."""
 
     def __post_init__(self) -> None:
         """Copy the id from the spec: every walk over a thousand adapters reads it."""
@@ -132,16 +88,13 @@ class AdapterLog:
         return seq
 
     @property
-    def is_replaying(self) -> bool:
-        """The copy is behind the decided operations. Call `advance` first."""
-        operation = self.operations.get(self.copy.cursor + 1)
-        return operation is not None and self._is_replay(operation)
-
-    @property
     def is_between_operations(self) -> bool:
-        """No operation has run in part on the copy, and none is to be replayed. Call `advance` first."""
-        first = next(self.ready_passes(), None)
-        return not self.is_replaying and (first is None or not self.num_chunks_done(first))
+        """No operation has run in part on the copy, and none is to be replayed. Decides nothing.
+
+        So a tenant that submits discards during each commit does not put off its adapter's snapshots.
+        """
+        first = self.operations.get(self.copy.cursor + 1)
+        return first is None or not (self.copy.must_replay(first) or self.copy.num_chunks_done(first))
 
     @property
     def is_as_committed(self) -> bool:
@@ -150,7 +103,7 @@ class AdapterLog:
         return not self._decided and all(operation is None or operation.is_committed for operation in since)
 
     @property
-    def is_ahead(self) -> bool:
+    def is_past_snapshot(self) -> bool:
         """An operation ran on the copy that the snapshot does not contain."""
         has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
         return bool(self.worker_id) and has_run
@@ -159,10 +112,6 @@ class AdapterLog:
     def has_pending_gradient(self) -> bool:
         """The copy's gradient is not empty."""
         return self.copy.window.has_gradient
-
-    def let_begin(self, may_begin: bool) -> None:
-        """Let operations begin from now on, or not."""
-        self.may_begin = may_begin
 
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
@@ -224,17 +173,18 @@ class AdapterLog:
 
     def lose_copy(self) -> None:
         """Start again from the snapshot: the copy on the worker was lost or cannot be trusted."""
-        if self.worker_id:
-            self.residency.leave(self.worker_id, self.adapter_id)
-        seq, window = self.snapshot_seq, self.snapshot_window
-        self.copy = Copy(self.copy.generation + 1, seq, seq, window, window)
+        self._renew_copy("")
 
     def place_copy(self, worker_id: str) -> None:
         """Start a new copy from the snapshot, which is being installed on this worker."""
-        self.lose_copy()
-        self.copy.worker_id = worker_id
+        self._renew_copy(worker_id)
         self.residency.enter(worker_id, self.adapter_id)
         self.engine_s_since_snapshot = 0.0
+
+    def _renew_copy(self, worker_id: str) -> None:
+        if self.worker_id:
+            self.residency.leave(self.worker_id, self.adapter_id)
+        self.copy = self.copy.next_generation(self.snapshot_seq, self.snapshot_window, worker_id)
 
     def join(self, residency: Residency) -> None:
         """Record this adapter's copy in `residency` from now on, and no longer in the residency before."""
@@ -261,75 +211,17 @@ class AdapterLog:
         """Add engine seconds of work that a replay would repeat."""
         self.engine_s_since_snapshot += engine_s
 
-    def took_gradient_drop(self) -> None:
-        """Record that an item on its way to the worker tells it to drop the closed window's gradient."""
-        self.copy.must_drop_gradient = False
-
-    def count_reinstall(self, op_id: str) -> int:
-        """Drop the copy because `op_id` found it out of order; return how often in a row that happened."""
-        self.lose_copy()
-        self._reinstalls[op_id] += 1
-        return self._reinstalls[op_id]
-
-    # ---- progress on the copy
-
-    def progress(self, operation: Operation) -> Progress:
-        """Return how far the operation has run on the present copy."""
-        return self.copy.progress.setdefault(operation.seq, Progress())
-
-    def num_chunks_done(self, operation: Operation) -> int:
-        """Return the number of the operation's chunks that the present copy has run."""
-        found = self.copy.progress.get(operation.seq)
-        return found.num_chunks_done if found is not None else 0
-
-    def is_running(self, operation: Operation) -> bool:
-        """Return whether a worker has the operation, or has run a part of it."""
-        found = self.copy.progress.get(operation.seq)
-        return found is not None and found.is_running
-
-    def has_begun(self, operation: Operation) -> bool:
-        """Return whether a worker has the operation, has run a part of it, or its result is being written."""
-        found = self.copy.progress.get(operation.seq)
-        has_run = found is not None and (found.is_running or bool(found.num_chunks_done))
-        return has_run or operation.outcome_state is OutcomeState.DECIDING
-
-    def usage(self, operation: Operation) -> Usage:
-        """Return what the operation cost on the present copy so far."""
-        found = self.copy.progress.get(operation.seq)
-        return found.usage if found is not None else Usage()
-
-    def start(self, operation: Operation) -> None:
-        """Record that the operation is about to be sent to a worker."""
-        self.progress(operation).is_running = True
-
-    def pause(self, operation: Operation) -> None:
-        """Record that the worker ran a part of the operation; the rest waits for another cycle."""
-        self.progress(operation).is_running = False
-        self._added_gradient(operation)
-
-    def add_result(self, operation: Operation, result: ItemResult) -> None:
-        """Add the result of one more chunk, or of a whole operation without chunks."""
-        progress = self.progress(operation)
-        progress.results.append(result)
-        progress.num_chunks_done += 1
-        self._reinstalls.clear()
-
-    def replayed_chunk(self, operation: Operation, *, is_last: bool) -> None:
-        """Count one more replayed chunk of a decided operation."""
-        progress = self.progress(operation)
-        progress.num_chunks_done = 0 if is_last else progress.num_chunks_done + 1
-
     def applied(self, operation: Operation) -> None:
-        """Record that the worker ran this operation to its end, whether it succeeded or failed."""
-        self.copy.applied_seq = operation.seq
-        self.copy.progress.pop(operation.seq, None)
+        """Record that the worker ran this operation to its end; decide those behind it that need no worker."""
+        self.copy.applied(operation)
+        self._advance()
 
     # ---- decisions without a worker
 
     def fail(self, operation: Operation, error: ops_pb.OperationError) -> None:
         """Fail an operation without a worker; the next commit makes the failure visible."""
-        operation.fail(error, self.usage(operation))
-        self.copy.progress.pop(operation.seq, None)
+        operation.fail(error, self.copy.usage(operation))
+        self.copy.end(operation)
         self._decided.append(operation)
 
     def fail_behind(self, seq: int, error: ops_pb.OperationError) -> None:
@@ -339,14 +231,14 @@ class AdapterLog:
                 self.fail(operation, error)
 
     def take_decided(self) -> list[Operation]:
-        """Return the operations that were decided without a worker since the last call: they are to be committed."""
+        """Return the operations that are decided without a worker, since the last call: they are to be committed."""
+        self._advance()
         decided, self._decided = self._decided, []
         return decided
 
     def abort(self, error: ops_pb.OperationError) -> None:
         """Fail every operation, now and from now on: no copy can be made in this epoch."""
         self.damage = self.damage or error
-        self._reinstalls.clear()
         self.lose_copy()
         self.fail_behind(self.snapshot_seq, self.damage)
 
@@ -356,43 +248,32 @@ class AdapterLog:
 
     # ---- order
 
-    def advance(self) -> None:
-        """Move the cursor over everything that needs no worker, and decide the operations that no worker is to run.
+    def ahead(self, *, may_begin: bool = True) -> Ahead:
+        """Decide every operation that needs no worker; return what a worker may run next.
 
-        A refused operation stops the cursor until its record is durable: if that append fails, it was never accepted.
+        `may_begin`: whether operations may begin; otherwise only replays, and what has run in part, are ready.
         """
-        if self.damage is not None:
-            self.abort(self.damage)
-            return
-        while (operation := self.operations.get(self.copy.cursor + 1)) is not None:
-            if not operation.is_final:
-                if not self._decide(operation):
-                    return
-            elif self._is_replay(operation) or (not operation.is_durable and operation.seq > self.copy.applied_seq):
-                return
-            self._pass(operation)
-
-    def ready_passes(self) -> Iterator[Operation]:
-        """Yield the prefix of forwards and forward_backwards that may run now, in order. Call `advance` first."""
-        return self._one_by_one(self._ready_passes())
-
-    def ready_states(self) -> Iterator[Operation]:
-        """Yield the operations that the step phase may run now, in order. Call `advance` first.
-
-        These are saves, at most one optim_step, and at most one load. The load is the last one: if it fails, the
-        operations behind it must not have run.
-        """
-        return self._one_by_one(self._ready_states())
+        self._advance()
+        ahead = self._ahead
+        if (
+            ahead is None
+            or ahead.copy is not self.copy
+            or ahead.quarantined is not self.quarantined
+            or ahead.may_begin is not may_begin
+        ):
+            operations = self.operations if self.damage is None else {}
+            ahead = self._ahead = Ahead(self.copy, operations, self.quarantined, may_begin)
+        return ahead
 
     def is_ready(self) -> bool:
         """Return whether a cycle would run or decide an operation of this adapter."""
-        self.advance()
+        self._advance()
         if self._decided:
             return True
-        first = self.operations.get(self.copy.cursor + 1)  # undecided, or to be replayed: else `advance` had gone on
-        if first is None or self.damage is not None or self._is_forbidden(first):
+        first = self.operations.get(self.copy.cursor + 1)
+        if first is None or self.damage is not None or self.copy.forbids(first):
             return False
-        return not first.is_final or self._is_replay(first)
+        return not first.is_final or self.copy.must_replay(first)
 
     def cover(self, seq: int, window: Window, replay_s: float) -> None:
         """Drop the operations up to `seq`: a durable snapshot covers them; their replay would have taken `replay_s`."""
@@ -408,122 +289,37 @@ class AdapterLog:
 
     def missing_seq(self) -> int | None:
         """Return the seq that operations wait for and that has not arrived, if there is one."""
-        self.advance()
+        self._advance()
         expected = self.copy.cursor + 1
         if self.damage is not None or expected in self.operations or self.next_seq <= expected:
             return None
         waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
         return expected if waits_behind else None
 
-    def _one_by_one(self, ready: Iterator[Operation]) -> Iterator[Operation]:
-        """Return the operations before the first quarantined one, or only that one if it is first.
+    def _advance(self) -> None:
+        """Move the cursor over everything that needs no worker, and decide the operations that no worker is to run.
 
-        Without those that may not begin now.
+        A refused operation stops the cursor until its record is durable: if that append fails, it was never accepted.
         """
-        if not self.may_begin:
-            ready = itertools.takewhile(lambda each: self._is_replay(each) or self.num_chunks_done(each) > 0, ready)
-        return ready if self.quarantined == NO_SEQS else _until_quarantined(ready, *self.quarantined)
-
-    def _ready_passes(self) -> Iterator[Operation]:
-        seq = self.copy.cursor + 1
-        while self.damage is None and (operation := self.operations.get(seq)) is not None:
-            if operation.is_final and not self._is_replay(operation):
-                if operation.is_failed or operation.kind.changes_state:
+        if self.damage is not None:
+            self.abort(self.damage)
+            return
+        copy = self.copy
+        while (operation := self.operations.get(copy.cursor + 1)) is not None:
+            if not operation.is_final:
+                if not self._decide(operation):
                     return
-            elif not operation.kind.is_pass or self._is_forbidden(operation):
+            elif copy.must_replay(operation) or (not operation.is_durable and operation.seq > copy.applied_seq):
                 return
-            else:
-                yield operation
-            seq += 1
-
-    def _ready_states(self) -> Iterator[Operation]:
-        seq, num_steps, has_save = self.copy.cursor + 1, 0, False
-        while self.damage is None and (operation := self.operations.get(seq)) is not None:
-            if operation.is_final and not self._is_replay(operation):
-                if operation.is_failed or operation.kind.changes_state:
-                    return
-            elif operation.kind.is_pass or not operation.kind.needs_worker or self._is_forbidden(operation):
-                return
-            else:
-                if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
-                    return
-                if operation.kind is Kind.LOAD_STATE and has_save:
-                    return  # it may load the checkpoint being saved, and it cuts the log that an unwritten save needs
-                num_steps += operation.kind is Kind.OPTIM_STEP
-                has_save |= operation.kind.is_save
-                yield operation
-                if operation.kind is Kind.LOAD_STATE:
-                    return
-            seq += 1
-
-    def _is_forbidden(self, operation: Operation) -> bool:
-        """Return whether the operation's window is closed, so that `advance` will fail it."""
-        window = self.copy.window
-        return (
-            window.closed_by is not None
-            and not operation.is_final
-            and window.forbids(operation.kind.window_role, operation.seq)
-        )
-
-    def _is_replay(self, operation: Operation) -> bool:
-        return (
-            operation.is_final
-            and not operation.is_failed
-            and (operation.kind.changes_state or operation.must_rematerialize)
-            and operation.kind.needs_worker
-            and operation.seq > self.copy.applied_seq
-        )
+            copy.move_past(operation)
 
     def _decide(self, operation: Operation) -> bool:
         """Decide the next operation if no worker is to run it; return whether it is decided."""
         if not operation.kind.needs_worker:
             operation.succeed(0, Usage()).discard_gradient.SetInParent()
             self._decided.append(operation)
-        elif self._is_forbidden(operation) and not self.is_running(operation):
+        elif self.copy.forbids(operation) and not self.copy.is_running(operation):
             self.fail(operation, window_closed(self.copy.window, operation.kind.window_role))
         else:
             return False
         return True
-
-    def _pass(self, operation: Operation) -> None:
-        copy, role = self.copy, operation.kind.window_role
-        copy.cursor = operation.seq
-        failure = failure_of(operation) if operation.is_failed else None
-        copy.window = copy.window.after(role, operation.seq, failure, operation.batch)
-        if operation.seq == copy.applied_seq:
-            copy.applied_window = copy.window
-        if role.leaves_gradient(has_failed=failure is not None):
-            copy.must_drop_gradient = True
-        else:
-            self._added_gradient(operation)
-
-    def _added_gradient(self, operation: Operation) -> None:
-        """Note that the copy's gradient is that of the present window.
-
-        If an operation ran behind a failed batch in the same phase, then the worker dropped that batch's by itself.
-        """
-        if operation.kind is Kind.FORWARD_BACKWARD:
-            self.copy.must_drop_gradient = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyChunks:
-    """The ready chunks of an adapter, by their tokens, in order; each is looked up when it is asked for."""
-
-    log: AdapterLog
-
-    def __iter__(self) -> Iterator[int]:
-        """Call `advance` first."""
-        for operation in self.log.ready_passes():
-            for chunk in operation.chunks[self.log.num_chunks_done(operation) :]:
-                yield chunk.num_tokens
-
-
-def _until_quarantined(ready: Iterable[Operation], first: int, last: int) -> Iterator[Operation]:
-    for index, operation in enumerate(ready):
-        is_quarantined = first <= operation.seq <= last
-        if is_quarantined and index:
-            return
-        yield operation
-        if is_quarantined:
-            return

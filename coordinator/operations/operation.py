@@ -42,17 +42,17 @@ class Kind(Enum):
     @property
     def needs_worker(self) -> bool:
         """A worker runs it; otherwise its adapter's log decides it when its turn comes."""
-        return self is not Kind.DISCARD_GRADIENT
+        return self not in _WITHOUT_WORKER
 
     @property
     def is_pass(self) -> bool:
         """Runs in a cycle's pass; the other operations that a worker runs for an adapter run in its step phase."""
-        return self in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+        return self in _PASSES
 
     @property
     def is_save(self) -> bool:
         """Hands the adapter's state out without changing it."""
-        return self in (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
+        return self in _SAVES
 
     @property
     def moves_state(self) -> bool:
@@ -75,6 +75,10 @@ class Kind(Enum):
         return getattr(ops_pb, f"OPERATION_KIND_{self.name}")  # type: ignore[no-any-return]
 
 
+# Tuples that are made once: to look a member of an Enum up takes longer than to compare it.
+_WITHOUT_WORKER = (Kind.DISCARD_GRADIENT,)
+_PASSES = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+_SAVES = (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
 _CHANGING = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
 _WINDOW_ROLES = {
     Kind.FORWARD_BACKWARD: WindowRole.ADD,

@@ -62,7 +62,7 @@ class Deletions:
         unfinished = log.unfinished()
         for operation in unfinished:
             if not operation.is_final:
-                operation.fail(error, log.usage(operation))
+                operation.fail(error, log.copy.usage(operation))
         try:
             await publishing.until_written(log.adapter_id)
             rows = [decided_row(operation) for operation in unfinished]

@@ -66,7 +66,7 @@ def plan_pass(
     rotations: dict[str, deque[_Unplanned]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
         if not candidate.worker_id or candidate.worker_id in residents:
-            rest = iter(candidate.chunk_tokens)
+            rest = candidate.chunks()
             if (cost := next(rest, None)) is not None:
                 rotations.setdefault(candidate.tenant_id, deque()).append(_Unplanned(candidate, rest, cost))
     active = frozenset(rotations)
@@ -132,7 +132,7 @@ class _Placer:
     def _tokens(self, candidate: Candidate) -> int:
         """Count its ready tokens, up to the budget: a long log must not make planning long."""
         total = 0
-        for num_tokens in candidate.chunk_tokens:
+        for num_tokens in candidate.chunks():
             total += num_tokens
             if total >= self._budget_tokens:
                 break
@@ -214,11 +214,14 @@ class Planning:
         part = SHARED_PART if len(self._fair.active.union(training, sampling)) > 1 else LONE_PART
         return part * (1.0 - decode_share(sampling, training, self._fair.shares)) if sampling else part
 
-    def plan_states(self, logs: Sequence[AdapterLog], cycle_id: int) -> Mapping[str, int]:
-        """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran."""
-        if not logs:
+    def plan_states(self, due: Sequence[tuple[AdapterLog, bool]], cycle_id: int) -> Mapping[str, int]:
+        """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran.
+
+        `due`: each with whether its operations may begin.
+        """
+        if not due:
             return {}
-        candidates = [self.ready.state_candidate(log, self._state_costs) for log in logs]
+        candidates = [self.ready.state_candidate(log, may_begin, self._state_costs) for log, may_begin in due]
         num_planned, self._fair = plan_states(candidates, self._fair, self._tokens_per_s())
         self.ready.planned_states(num_planned, cycle_id)
         return num_planned
@@ -248,7 +251,7 @@ class Planning:
         """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""
         for log in self.ready.allowed():
             is_left = log.adapter_id not in plan.num_chunks and self._fleet.is_live(log.worker_id)
-            if is_left and next(log.ready_passes(), None) is not None:
+            if is_left and next(self.ready.ahead(log).passes(), None) is not None:
                 yield log
 
     def counters(self, tenants: frozenset[str]) -> dict[str, float]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
-from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.solo_turns import SoloTurns
@@ -29,8 +30,8 @@ class Candidate:
     tenant_id: str
     worker_id: str
     """The worker of its copy; empty: it may be placed on any worker."""
-    chunk_tokens: Iterable[int]
-    """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
+    chunks: Callable[[], Iterator[int]]
+    """Yields the tokens of its ready chunks, in the order in which they must run; each call yields the same."""
     last_cycle_id: int
     """The cycle that last had it; 0: none."""
 
@@ -55,8 +56,8 @@ class ReadySet:
         self._snapshots = snapshots
         self._publishing = publishing
         self._is_stopping = False
-        self._ahead: dict[str, AdapterLog] = {}
-        """Adapters whose copies may be ahead of their snapshots."""
+        self._past_snapshots: dict[str, AdapterLog] = {}
+        """Adapters whose copies may be past their snapshots."""
         self._last_cycle: dict[str, int] = {}
         self._last_states: dict[str, int] = {}
         """Adapter to the cycle that last saved or loaded a state of it."""
@@ -67,14 +68,14 @@ class ReadySet:
 
     def forget(self, adapter_id: str) -> None:
         """Drop the state of a deleted adapter."""
-        self._ahead.pop(adapter_id, None)
+        self._past_snapshots.pop(adapter_id, None)
         self._last_cycle.pop(adapter_id, None)
         self._last_states.pop(adapter_id, None)
 
     def ran(self, adapter_ids: Iterable[str]) -> None:
         """Record that workers returned results for these adapters."""
         logs = self._group.logs
-        self._ahead.update((name, logs[name]) for name in adapter_ids if name in logs)
+        self._past_snapshots.update((name, logs[name]) for name in adapter_ids if name in logs)
 
     def planned(self, adapter_id: str, cycle_id: int) -> None:
         """Record that the adapter is in the pass of this cycle."""
@@ -91,7 +92,6 @@ class ReadySet:
         """
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
         self._release_survivors()
-        self._let_begin()
         self._turns.update(self._can_run)
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self._group.dirty.values())
 
@@ -101,7 +101,6 @@ class ReadySet:
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
-        self._let_begin()  # a stop or a suspension may have come since `refresh`
         are_turns_idle = self._turns.are_idle
         for log in self._group.dirty.values():
             if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
@@ -114,21 +113,24 @@ class ReadySet:
             return self._turns.has_turn(log.adapter_id)
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
-    def _let_begin(self) -> None:
-        """Tell each adapter whether its operations may begin."""
-        for log in self._group.dirty.values():
-            log.let_begin(not self._is_stopping and not self._is_held(log.tenant_id))
+    def ahead(self, log: AdapterLog) -> Ahead:
+        """Return what a worker may run next for the adapter; no operation begins during a stop or a suspension."""
+        return log.ahead(may_begin=self._may_begin(log))
+
+    def _may_begin(self, log: AdapterLog) -> bool:
+        return not self._is_stopping and not self._is_held(log.tenant_id)
 
     def _can_run(self, log: AdapterLog) -> bool:
-        if self.waits_for_file(log):
+        may_begin = self._may_begin(log)
+        if self.waits_for_file(log, may_begin=may_begin):
             return False
-        if log.may_begin:
+        if may_begin:
             return True
-        if log.is_between_operations:
-            return False
+        ahead = log.ahead(may_begin=False)
+        if not ahead.is_replaying:
+            return next(ahead.passes(), None) is not None
         # A held tenant's replay is not continued either, but for weights that others may sample.
-        is_held = self._is_held(log.tenant_id)
-        return not is_held or not log.is_replaying or self._publishing.must_rematerialize(log.adapter_id)
+        return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
 
     def end_cycle(self) -> None:
         """End the solo turn of an adapter that was in the cycle."""
@@ -142,7 +144,7 @@ class ReadySet:
     def has_tokens(self, num_tokens: int) -> bool:
         """Return whether the ready chunks have at least this many tokens."""
         for log in self.allowed():
-            for chunk_tokens in ReadyChunks(log):
+            for chunk_tokens in self.ahead(log).chunks():
                 num_tokens -= chunk_tokens
                 if num_tokens <= 0:
                     return True
@@ -155,25 +157,29 @@ class ReadySet:
                 adapter_id=log.adapter_id,
                 tenant_id=log.tenant_id,
                 worker_id=log.worker_id or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
-                chunk_tokens=ReadyChunks(log),
+                chunks=self.ahead(log).chunks,
                 last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
             )
             for log in self.allowed()
         ]
 
-    def due_steps(self) -> Iterator[AdapterLog]:
-        """Yield the adapters with operations for the step phase; each is examined when it is yielded."""
-        for log in list(self.allowed()):
-            log.advance()
-            if next(log.ready_states(), None) is not None:
-                yield log
+    def due_steps(self) -> Iterator[tuple[AdapterLog, Ahead]]:
+        """Yield the adapters with operations for the step phase; each is examined when it is yielded.
 
-    def state_candidate(self, log: AdapterLog, costs: StateCosts) -> StateCandidate:
-        """Return an adapter with its saves and loads that may run now. Call `advance` first."""
+        Whether operations may begin is asked once: a stop or a suspension does not change a phase that is being built.
+        """
+        for log, may_begin in [(log, self._may_begin(log)) for log in self.allowed()]:
+            ahead = log.ahead(may_begin=may_begin)
+            if next(ahead.states(), None) is not None:
+                yield log, ahead
+
+    def state_candidate(self, log: AdapterLog, may_begin: bool, costs: StateCosts) -> StateCandidate:
+        """Return an adapter with its saves and loads that may run now."""
+        states = log.ahead(may_begin=may_begin).states()
         return StateCandidate(
             adapter_id=log.adapter_id,
             tenant_id=log.tenant_id,
-            costs=(costs.of(each.kind, log.spec) for each in log.ready_states() if each.kind.moves_state),
+            costs=(costs.of(each.kind, log.spec) for each in states if each.kind.moves_state),
             last_cycle_id=self._last_states.get(log.adapter_id, 0),
         )
 
@@ -181,17 +187,17 @@ class ReadySet:
         """Return how many adapters have a copy on each of these workers."""
         return self._group.residency.counts(worker_ids)
 
-    def ahead(self) -> list[AdapterLog]:
+    def past_snapshots(self) -> list[AdapterLog]:
         """Return the adapters whose copies ran operations that their snapshots do not contain."""
-        for name in [name for name, log in self._ahead.items() if not log.is_ahead]:
-            del self._ahead[name]
-        return list(self._ahead.values())
+        for name in [name for name, log in self._past_snapshots.items() if not log.is_past_snapshot]:
+            del self._past_snapshots[name]
+        return list(self._past_snapshots.values())
 
     def may_run(self, log: AdapterLog) -> bool:
         """Return whether the quarantine lets this adapter run."""
         return self._quarantine.may_run(log.adapter_id)
 
-    def waits_for_file(self, log: AdapterLog) -> bool:
+    def waits_for_file(self, log: AdapterLog, *, may_begin: bool) -> bool:
         """Return whether the adapter must wait for the writing of its snapshot or of its published weights.
 
         A copy is installed from the newest snapshot; a load brings a snapshot of its own and so cuts the log.
@@ -199,8 +205,7 @@ class ReadySet:
         is_unsettled = self._snapshots.is_unsettled(log.adapter_id)
         if not is_unsettled and not self._publishing.is_unwritten(log.adapter_id):
             return False
-        log.advance()
-        states = list(log.ready_states())
+        states = list(log.ahead(may_begin=may_begin).states())
         is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
         return is_loading or (is_unsettled and not log.worker_id)
 

@@ -88,7 +88,7 @@ class UseCases:
         if operation.kind is Kind.SAMPLE:
             return self._core.samples.is_running(operation.name)
         log = self._core.registry.get(operation.target_id)
-        return log is not None and log.is_running(operation)
+        return log is not None and log.copy.is_running(operation)
 
     def _live_session(self, principal: Principal, session_id: str) -> Session:
         session = self._core.sessions.get(session_id)

@@ -121,7 +121,7 @@ class OperationUseCases(UseCases):
 
     def _cancel_queued(self, operation: Operation) -> None:
         log = self._core.registry.get(operation.target_id)
-        if log is None or not operation.is_undecided or log.has_begun(operation):
+        if log is None or not operation.is_undecided or log.copy.has_begun(operation):
             return
         cancelled = f"{operation.name} was cancelled"
         log.fail(operation, pb.OperationError(code=Code.CANCELLED, reason="CANCELLED", message=cancelled))

@@ -166,7 +166,7 @@ class TrainingUseCases(UseCases):
         """Accept consecutive operations; return them once they are durable."""
         acceptance = self._core.admission.accept(log, request.seq, request.request_id, requests)
         operations = await acceptance.until_durable()
-        return [operation.as_message(is_running=log.is_running(operation)) for operation in operations]
+        return [operation.as_message(is_running=log.copy.is_running(operation)) for operation in operations]
 
     def _served(self, principal: Principal, request: SequencedRequest) -> AdapterLog:
         """Return the adapter. Raises ServiceError if its base model is not served, or there is no room."""

@@ -147,8 +147,8 @@ class Cycle:
 
     def _close(self) -> None:
         for adapter in self._ready.dirty():
-            adapter.advance()
-        self._ready.ahead()
+            adapter.take_decided()
+        self._ready.past_snapshots()
 
 
 def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:

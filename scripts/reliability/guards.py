@@ -276,16 +276,16 @@ GUARDS = (
     ),
     Guard(
         name="closed gradient window",
-        file="coordinator/operations/adapter_log.py",
-        before="copy.window = copy.window.after(role, operation.seq, failure, operation.batch)",
-        after="copy.window = EMPTY",
+        file="coordinator/operations/copy.py",
+        before="self.window = self.window.after(role, operation.seq, failure, operation.batch)",
+        after="self.window = EMPTY",
         tests=("tests/integration/cycles/test_recovery.py", "tests/integration/cycles/test_cycles.py"),
     ),
     Guard(
         name="gradient of a batch that ran behind a failed one",
-        file="coordinator/operations/adapter_log.py",
-        before="        self.progress(operation).is_running = False\n        self._added_gradient(operation)\n",
-        after="        self.progress(operation).is_running = False\n",
+        file="coordinator/operations/copy.py",
+        before="        self._progress_of(operation).is_running = False\n        self._added_gradient(operation)\n",
+        after="        self._progress_of(operation).is_running = False\n",
         tests=("tests/unit/operations/test_adapter_log.py",),
     ),
     Guard(
@@ -388,7 +388,7 @@ GUARDS = (
     ),
     Guard(
         name="weights without a file are rematerialized after a crash",
-        file="coordinator/operations/adapter_log.py",
+        file="coordinator/operations/copy.py",
         before="(operation.kind.changes_state or operation.must_rematerialize)",
         after="operation.kind.changes_state",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
@@ -424,13 +424,13 @@ GUARDS = (
     Guard(
         name="queued work of a suspended tenant waits",
         file="coordinator/scheduling/ready_set.py",
-        before="            log.let_begin(not self._is_stopping and not self._is_held(log.tenant_id))\n",
-        after="            log.let_begin(not self._is_stopping)\n",
+        before="return not self._is_stopping and not self._is_held(log.tenant_id)",
+        after="return not self._is_stopping",
         tests=("tests/integration/cycles/test_suspension.py",),
     ),
     Guard(
         name="what has begun ends, and nothing behind it begins",
-        file="coordinator/operations/adapter_log.py",
+        file="coordinator/operations/copy.py",
         before="        if not self.may_begin:\n",
         after="        if False:\n",
         tests=("tests/unit/scheduling/test_ready_set.py", "-k", "behind"),
@@ -438,7 +438,7 @@ GUARDS = (
     Guard(
         name="replays of a suspended tenant wait",
         file="coordinator/scheduling/ready_set.py",
-        before="return not is_held or not log.is_replaying or self._publishing",
+        before="return not self._is_held(log.tenant_id) or self._publishing",
         after="return True or self._publishing",
         tests=("tests/integration/cycles/test_suspension.py", "-k", "rebuilt"),
     ),

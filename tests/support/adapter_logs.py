@@ -56,31 +56,27 @@ def in_batch(adapter: AdapterLog, *seqs: int) -> None:
 
 def run_together(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:
     """Run these operations in one phase: all are with the worker before the first result is applied."""
-    adapter.advance()
-    adapter.took_gradient_drop()
+    adapter.ahead().copy.took_gradient_drop()
     for seq in seqs:
-        adapter.start(adapter.operations[seq])
+        adapter.copy.start(adapter.operations[seq])
     for seq in seqs:
         one = adapter.operations[seq]
         is_forbidden = adapter.copy.window.forbids(one.kind.window_role, seq)
         one.fail(ERROR) if seq in fail or is_forbidden else one.succeed(1, Usage())
         one.commit()
         adapter.applied(one)
-        adapter.advance()
 
 
 def run(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:
     """Run these operations, each of which must be ready, and commit their outcomes."""
     for seq in seqs:
-        adapter.advance()
         one = adapter.operations[seq]
-        ready = list(adapter.ready_passes()) + list(adapter.ready_states())
+        ready = list(adapter.ahead().passes()) + list(adapter.ahead().states())
         assert one in ready, f"{seq} is not ready"
         if not one.is_final:
             one.fail(ERROR) if seq in fail else one.succeed(1, Usage())
             one.commit()
         adapter.applied(one)
-    adapter.advance()
 
 
 def seqs(operations: Iterable[Operation]) -> list[int]:

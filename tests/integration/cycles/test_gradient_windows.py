@@ -181,7 +181,7 @@ async def test_a_batch_that_a_restart_cuts_in_two_is_still_one_batch(tmp_path: P
         other = await pool.adapter()
         pool.hold()
         await pool.forward_backward(other, 1, *LENGTHS)
-        await until(lambda: pool.log_of(other).is_running(pool.log_of(other).operations[1]))
+        await until(lambda: pool.log_of(other).copy.is_running(pool.log_of(other).operations[1]))
         names = [
             await pool.forward_backward(adapter, 2, *LENGTHS, token=POISON_TOKEN, batch=(1, 2)),
             await pool.forward_backward(adapter, 3, *LENGTHS, batch=(3, 3)),

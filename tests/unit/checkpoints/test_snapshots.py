@@ -10,7 +10,7 @@ from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Sn
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
-from tests.support.adapter_logs import ERROR, FB, STEP, adapter_with, operation, run
+from tests.support.adapter_logs import DISCARD, ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
 from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemResult
 
@@ -157,11 +157,18 @@ async def test_no_snapshot_is_taken_while_an_outcome_is_decided_and_not_committe
     adapter = trained(11.0)
     adapter.add(operation(3, STEP))
     adapter.fail(adapter.operations[3], ERROR)
-    adapter.advance()
     assert snapshots.due([adapter], ()) == []
     [failed] = adapter.take_decided()
     assert snapshots.due([adapter], ()) == []
     failed.commit()
+    assert snapshots.due([adapter], ()) == [adapter]
+
+
+async def test_an_operation_that_arrives_during_a_commit_does_not_put_off_the_snapshot_after_it(
+    snapshots: Snapshots,
+) -> None:
+    adapter = trained(11.0)
+    adapter.add(operation(3, DISCARD))
     assert snapshots.due([adapter], ()) == [adapter]
 
 

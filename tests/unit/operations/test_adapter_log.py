@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.windows import Window, window_bytes, window_of
 from coordinator.payloads.passes import Chunk
@@ -33,10 +33,10 @@ from workers.contract.messages import UNMARKED, ItemResult, RequestBatch
 
 def test_a_pass_takes_the_prefix_of_passes_and_no_operation_behind_a_gap() -> None:
     adapter = adapter_with(FB, FORWARD, FB, STEP, FB)
-    assert seqs(adapter.ready_passes()) == [1, 2, 3]
-    assert not list(adapter.ready_states())
+    assert seqs(adapter.ahead().passes()) == [1, 2, 3]
+    assert not list(adapter.ahead().states())
     del adapter.operations[2]
-    assert seqs(adapter.ready_passes()) == [1]
+    assert seqs(adapter.ahead().passes()) == [1]
     assert adapter.missing_seq() is None
     run(adapter, 1)
     assert adapter.missing_seq() == 2
@@ -54,32 +54,40 @@ def test_a_seq_is_next_if_all_before_it_and_none_behind_it_have_arrived() -> Non
 
 
 def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
-    assert seqs(adapter_with(STEP, LOAD, STEP, FB).ready_states()) == [1, 2]
-    assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ready_states()) == [1, 2, 3], "the load may need the checkpoint"
-    assert seqs(adapter_with(STEP, SAVE, STEP).ready_states()) == [1, 2]
-    assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "if the load fails, the step must not have run"
+    assert seqs(adapter_with(STEP, LOAD, STEP, FB).ahead().states()) == [1, 2]
+    assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ahead().states()) == [1, 2, 3], "the load may need the checkpoint"
+    assert seqs(adapter_with(STEP, SAVE, STEP).ahead().states()) == [1, 2]
+    assert seqs(adapter_with(LOAD, STEP).ahead().states()) == [1], "if the load fails, the step must not have run"
 
 
 def test_a_closed_window_fails_its_step_also_behind_a_save() -> None:
     adapter = adapter_with(FB, SAVE, STEP, STEP)
     run(adapter, 1, fail=[1])
-    assert seqs(adapter.ready_states()) == [2]
+    assert seqs(adapter.ahead().states()) == [2]
     run(adapter, 2)
     assert seqs(adapter.take_decided()) == [3]
-    assert seqs(adapter.ready_states()) == [4]
+    assert seqs(adapter.ahead().states()) == [4]
 
 
 def test_a_failed_pass_closes_its_window_up_to_and_including_the_step() -> None:
     adapter = adapter_with(FB, FB, FORWARD, FB, STEP, FB, STEP)
     run(adapter, 1, 2, fail=[2])
-    assert seqs(adapter.ready_passes()) == [3], "a forward still runs"
+    assert seqs(adapter.ahead().passes()) == [3], "a forward still runs"
     run(adapter, 3)
     decided = adapter.take_decided()
     assert seqs(decided) == [4, 5]
     assert all(each.outcome is not None and "a:2 failed" in each.outcome.error.message for each in decided)
     assert adapter.take_decided() == [], "each is committed once"
-    assert seqs(adapter.ready_passes()) == [6]
+    assert seqs(adapter.ahead().passes()) == [6]
     assert adapter.copy.must_drop_gradient
+
+
+def test_quarantined_operations_run_one_by_one_until_their_release() -> None:
+    adapter = adapter_with(FB, FB, FB)
+    adapter.quarantine(1, 2)
+    assert seqs(adapter.ahead().passes()) == [1]
+    adapter.release()
+    assert seqs(adapter.ahead().passes()) == [1, 2, 3]
 
 
 def test_a_load_opens_a_closed_window_and_closes_an_open_one_if_it_fails() -> None:
@@ -91,15 +99,14 @@ def test_a_load_opens_a_closed_window_and_closes_an_open_one_if_it_fails() -> No
 
 def test_a_discard_is_decided_in_its_turn_and_the_next_item_drops_the_gradient() -> None:
     adapter = adapter_with(FB, DISCARD, DISCARD, FORWARD, FB, STEP)
-    assert seqs(adapter.ready_passes()) == [1]
-    adapter.advance()
+    assert seqs(adapter.ahead().passes()) == [1]
     assert adapter.take_decided() == []
     run(adapter, 1)
     assert seqs(decided := adapter.take_decided()) == [2, 3]
     assert all(each.outcome is not None and each.outcome.HasField("discard_gradient") for each in decided)
     assert (adapter.copy.cursor, adapter.copy.applied_seq, adapter.copy.must_drop_gradient) == (3, 1, True)
     assert not adapter.has_pending_gradient
-    assert seqs(adapter.ready_passes()) == [4, 5]
+    assert seqs(adapter.ahead().passes()) == [4, 5]
 
 
 def test_a_discard_opens_a_closed_window_for_operations_behind_it() -> None:
@@ -118,7 +125,7 @@ def test_a_cancelled_discard_closes_the_window_whose_gradient_it_should_have_dro
     run(adapter, 1)
     assert seqs(adapter.take_decided()) == [2, 3]
     assert adapter.operations[3].is_failed
-    assert seqs(adapter.ready_states()) == [4]
+    assert seqs(adapter.ahead().states()) == [4]
 
 
 def test_a_replay_drops_the_gradient_between_the_passes_around_a_discard() -> None:
@@ -128,14 +135,12 @@ def test_a_replay_drops_the_gradient_between_the_passes_around_a_discard() -> No
         each.commit()
     run(adapter, 4, 5)
     adapter.place_copy("w1")
-    adapter.advance()
     replayed = []
-    while adapter.is_replaying:
-        ready = seqs([*adapter.ready_passes(), *adapter.ready_states()])
+    while adapter.ahead().is_replaying:
+        ready = seqs([*adapter.ahead().passes(), *adapter.ahead().states()])
         replayed.append((ready, adapter.copy.must_drop_gradient))
-        adapter.took_gradient_drop()
+        adapter.copy.took_gradient_drop()
         adapter.applied(adapter.operations[ready[0]])
-        adapter.advance()
     assert replayed == [([1], False), ([5], True)]
 
 
@@ -148,8 +153,7 @@ def test_a_discard_whose_append_fails_discards_nothing() -> None:
     adapter.withdraw(adapter.operations[2])
     assert adapter.take_decided() == []
     assert (adapter.worker_id, adapter.copy.must_drop_gradient) == ("", False)
-    adapter.advance()
-    assert adapter.is_replaying
+    assert adapter.ahead().is_replaying
 
 
 def test_a_failed_batch_fails_its_rest_and_the_step_behind_it_and_the_next_batch_runs_at_once() -> None:
@@ -158,7 +162,7 @@ def test_a_failed_batch_fails_its_rest_and_the_step_behind_it_and_the_next_batch
     in_batch(adapter, 4)
     run(adapter, 1, fail=[1])
     assert seqs(adapter.take_decided()) == [2]
-    assert seqs(adapter.ready_passes()) == [3, 4], "a forward changes nothing"
+    assert seqs(adapter.ahead().passes()) == [3, 4], "a forward changes nothing"
     run(adapter, 3, 4, 5)
     assert adapter.take_decided() == []
 
@@ -166,7 +170,7 @@ def test_a_failed_batch_fails_its_rest_and_the_step_behind_it_and_the_next_batch
     in_batch(adapter, 1)
     run(adapter, 1, 2, fail=[1])
     assert seqs(adapter.take_decided()) == [3], "a step without its batch must not run"
-    assert seqs(adapter.ready_passes()) == [4]
+    assert seqs(adapter.ahead().passes()) == [4]
 
 
 def test_an_unmarked_pass_or_another_batch_in_the_window_closes_it_up_to_the_step() -> None:
@@ -177,7 +181,7 @@ def test_an_unmarked_pass_or_another_batch_in_the_window_closes_it_up_to_the_ste
         in_batch(adapter, 3)
         run(adapter, 1, 2, fail=[2])
         assert seqs(adapter.take_decided()) == [3, 4]
-        assert seqs(adapter.ready_passes()) == [5]
+        assert seqs(adapter.ahead().passes()) == [5]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -190,14 +194,13 @@ def test_a_batch_that_ran_behind_a_failed_one_in_the_same_phase_keeps_its_gradie
         run_together(adapter, 1, 2, fail=[1])
     else:
         two.chunks *= 2
-        adapter.start(two)
+        adapter.copy.start(two)
         run_together(adapter, 1, fail=[1])
         assert adapter.copy.must_drop_gradient
-        adapter.add_result(two, ItemResult(op_id=two.name))
-        adapter.pause(two)
+        adapter.copy.add_result(two, ItemResult(op_id=two.name))
+        adapter.copy.pause(two)
     assert not adapter.copy.must_drop_gradient, "the worker has dropped the first batch's gradient by itself"
-    adapter.advance()
-    assert seqs(adapter.ready_passes()) == ([3] if num_chunks == 1 else [2, 3])
+    assert seqs(adapter.ahead().passes()) == ([3] if num_chunks == 1 else [2, 3])
 
 
 def test_a_step_of_the_same_phase_as_its_failed_batch_does_not_run() -> None:
@@ -207,7 +210,7 @@ def test_a_step_of_the_same_phase_as_its_failed_batch_does_not_run() -> None:
     run_together(adapter, 1, 2, 3, fail=[1, 3])
     assert [adapter.operations[seq].is_failed for seq in (1, 2, 3)] == [True] * 3
     assert seqs(adapter.take_decided()) == [4]
-    assert seqs(adapter.ready_passes()) == [5]
+    assert seqs(adapter.ahead().passes()) == [5]
     assert adapter.copy.must_drop_gradient
 
 
@@ -226,7 +229,7 @@ def test_a_window_is_the_same_after_a_replay_from_a_snapshot_in_its_middle(kinds
     window = adapter.copy.window
     adapter.cover(adapter.copy.applied_seq, adapter.copy.applied_window, 0.0)
     adapter.lose_copy()
-    adapter.advance()
+    adapter.ahead()
     assert (adapter.copy.cursor, adapter.copy.window) == (len(kinds), window)
 
 
@@ -244,17 +247,15 @@ def test_a_lost_copy_is_rebuilt_by_the_operations_that_changed_state() -> None:
     assert adapter.operations[6].is_failed
     run(adapter, 7)
     adapter.place_copy("w1")
-    adapter.advance()
-    assert adapter.is_replaying
+    assert adapter.ahead().is_replaying
     replayed = []
-    while adapter.is_replaying:
-        [first, *_] = [*adapter.ready_passes(), *adapter.ready_states()]
+    while adapter.ahead().is_replaying:
+        [first, *_] = [*adapter.ahead().passes(), *adapter.ahead().states()]
         replayed.append(first.seq)
         adapter.applied(first)
-        adapter.advance()
     assert replayed == [1, 3, 4]
     assert adapter.copy.applied_seq == 4
-    assert seqs(adapter.ready_passes()) == [8]
+    assert seqs(adapter.ahead().passes()) == [8]
     assert adapter.copy.must_drop_gradient
 
 
@@ -265,14 +266,15 @@ def test_progress_of_one_generation_of_the_copy_does_not_count_for_the_next(
     adapter = adapter_with(FB)
     adapter.place_copy("w0")
     one = adapter.operations[1]
-    adapter.start(one)
-    adapter.add_result(one, ItemResult(op_id=one.name, num_tokens=4, engine_s=0.5))
-    assert (adapter.num_chunks_done(one), adapter.is_running(one), adapter.usage(one)) == (1, True, Usage(4, 0.5))
-    generation = adapter.copy.generation
+    adapter.copy.start(one)
+    adapter.copy.add_result(one, ItemResult(op_id=one.name, num_tokens=4, engine_s=0.5))
+    copy = adapter.copy
+    assert (copy.num_chunks_done(one), copy.is_running(one), copy.usage(one)) == (1, True, Usage(4, 0.5))
     renew(adapter)
-    assert adapter.copy.generation > generation
-    assert (adapter.num_chunks_done(one), adapter.is_running(one), adapter.usage(one)) == (0, False, Usage())
-    assert adapter.progress(one).results == []
+    assert adapter.copy.generation > copy.generation
+    copy = adapter.copy
+    assert (copy.num_chunks_done(one), copy.is_running(one), copy.usage(one)) == (0, False, Usage())
+    assert copy.results(one) == []
     assert adapter.is_between_operations
 
 
@@ -285,7 +287,7 @@ def test_losing_a_copy_twice_leaves_the_same_state_as_losing_it_once() -> None:
     for _ in range(2):
         adapter.lose_copy()
         assert adapter.residency.on("w0") == ["b"]
-        assert (adapter.worker_id, adapter.copy.cursor, adapter.is_replaying) == ("", 0, True)
+        assert (adapter.worker_id, adapter.copy.cursor, adapter.ahead().is_replaying) == ("", 0, True)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +333,10 @@ def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(progres
     run(adapter, 1)
     two = adapter.operations[2]
     if progress != "none":
-        adapter.start(two)
+        adapter.copy.start(two)
     if progress == "applied":
         two.succeed(1, Usage())
         adapter.applied(two)
-        adapter.advance()
     adapter.withdraw(two)
     assert (adapter.worker_id, adapter.copy.cursor) == copy
 
@@ -351,7 +352,7 @@ def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable()
     run(adapter, 1)
     assert adapter.copy.cursor == 1
     assert not adapter.is_ready()
-    assert (adapter.missing_seq(), list(adapter.ready_passes()), adapter.take_decided()) == (None, [], [])
+    assert (adapter.missing_seq(), list(adapter.ahead().passes()), adapter.take_decided()) == (None, [], [])
     refused.accept()
     refused.commit()
     assert adapter.is_ready()
@@ -365,9 +366,8 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_the_start_of
     adapter.lose_copy()
     adapter.cover(2, EMPTY, 0.0)
     adapter.add(operation(3, FB))
-    adapter.advance()
     assert adapter.missing_seq() is None
-    assert seqs(adapter.ready_passes()) == [3]
+    assert seqs(adapter.ahead().passes()) == [3]
 
 
 def test_only_operations_that_a_snapshot_covers_leave_memory() -> None:
@@ -387,8 +387,8 @@ def test_an_adapter_that_cannot_be_rebuilt_fails_every_operation_and_never_runs_
     adapter.add(operation(4, STEP))
     assert adapter.is_ready()
     assert seqs(adapter.take_decided()) == [4]
-    assert not list(adapter.ready_passes())
-    assert not list(adapter.ready_states())
+    assert not list(adapter.ahead().passes())
+    assert not list(adapter.ahead().states())
     assert adapter.missing_seq() is None
 
 
@@ -415,8 +415,7 @@ def test_readiness_of_an_adapter_with_ten_thousand_operations_reads_only_the_fir
     adapter.operations = Counting(operations)
     assert adapter.is_ready()
     assert adapter.missing_seq() is None
-    adapter.advance()
-    assert not adapter.is_replaying
+    assert not adapter.ahead().is_replaying
     assert len(reads) < 20
 
 
@@ -430,14 +429,13 @@ def test_an_adapter_is_ready_exactly_if_one_of_its_operations_is_ready_or_decide
 ) -> None:
     adapter = adapter_with(*kinds)
     for event in events:
-        adapter.advance()
-        first = next(iter([*adapter.ready_passes(), *adapter.ready_states()]), None)
+        first = next(iter([*adapter.ahead().passes(), *adapter.ahead().states()]), None)
         match event:
             case "succeed" | "fail" if first is not None:
                 run(adapter, first.seq, fail=(first.seq,) if event == "fail" else ())
             case "begin":
-                for each in adapter.ready_passes():
-                    adapter.start(each)
+                for each in adapter.ahead().passes():
+                    adapter.copy.start(each)
             case "quarantine" if first is not None:
                 adapter.quarantine(first.seq, first.seq + 1)
             case "lose":
@@ -445,7 +443,7 @@ def test_an_adapter_is_ready_exactly_if_one_of_its_operations_is_ready_or_decide
             case "gap":
                 adapter.operations.pop(max(adapter.operations, default=0), None)
         is_ready = adapter.is_ready()
-        ready = [*adapter.ready_passes(), *adapter.ready_states()]
+        ready = [*adapter.ahead().passes(), *adapter.ahead().states()]
         decided = adapter.take_decided()
         assert is_ready is bool(decided or ready)
         for each in decided:
@@ -455,16 +453,16 @@ def test_an_adapter_is_ready_exactly_if_one_of_its_operations_is_ready_or_decide
 def test_ready_chunks_are_the_chunks_of_ready_passes_that_the_copy_has_not_run() -> None:
     adapter = adapter_with(FB, FORWARD, STEP, FB)
     adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
-    assert list(ReadyChunks(adapter)) == [4, 5, 4]
-    adapter.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
-    assert list(ReadyChunks(adapter)) == [5, 4]
+    assert list(adapter.ahead().chunks()) == [4, 5, 4]
+    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    assert list(adapter.ahead().chunks()) == [5, 4]
 
 
 def test_reinstalls_for_an_operation_are_counted_until_the_next_result() -> None:
     adapter = adapter_with(FB)
     for count in (1, 2):
         adapter.place_copy("w0")
-        assert adapter.count_reinstall("a:1") == count
-        assert not adapter.worker_id
-    adapter.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
-    assert adapter.count_reinstall("a:1") == 1
+        adapter.lose_copy()
+        assert adapter.copy.count_reinstall("a:1") == count
+    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    assert adapter.copy.count_reinstall("a:1") == 1

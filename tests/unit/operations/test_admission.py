@@ -113,7 +113,7 @@ async def test_an_operation_may_run_before_its_append_has_committed(bench: Bench
     acceptance = bench.admission.accept(bench.adapter, 1, "", [forward_backward()])
     [operation] = acceptance.operations
     assert not operation.is_durable
-    assert list(bench.adapter.ready_passes()) == [operation]
+    assert list(bench.adapter.ahead().passes()) == [operation]
     assert (list(bench.group.dirty), list(bench.group.arrivals.drain())) == (["a"], ["t"])
     assert bench.in_flight.get("a:1") is operation
     assert operation.decoded is not None, "the request is decoded once"
@@ -403,4 +403,4 @@ async def test_a_refusal_that_is_not_recorded_closes_no_window(bench: Bench, mon
     assert not bench.adapter.is_ready()
     assert not bench.adapter.operations[2].is_final
     [again] = await bench.submit(forward_backward(), seq=1)
-    assert list(bench.adapter.ready_passes()) == [again]
+    assert list(bench.adapter.ahead().passes()) == [again]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from coordinator.scheduling.virtual_counters import FairState, Share
 
 
 def candidate(adapter: str, tenant: str, *chunks: int, worker: str = "", last: int = 0) -> Candidate:
-    return Candidate(adapter_id=adapter, tenant_id=tenant, worker_id=worker, chunk_tokens=chunks, last_cycle_id=last)
+    return Candidate(adapter_id=adapter, tenant_id=tenant, worker_id=worker, chunks=chunks.__iter__, last_cycle_id=last)
 
 
 def test_one_tenant_gets_the_whole_budget() -> None:
@@ -85,16 +86,12 @@ def test_an_adapter_waits_for_its_worker() -> None:
 def test_the_planner_reads_at_most_one_chunk_of_an_adapter_beyond_those_it_takes() -> None:
     looks = Counter[str]()
 
-    class Chunks:
-        def __init__(self, adapter: str) -> None:
-            self.adapter = adapter
+    def chunks(adapter: str) -> Iterator[int]:
+        for _ in range(100):
+            looks[adapter] += 1
+            yield 10
 
-        def __iter__(self) -> Iterator[int]:
-            for _ in range(100):
-                looks[self.adapter] += 1
-                yield 10
-
-    candidates = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunk_tokens=Chunks(f"a{i}")) for i in range(50)]
+    candidates = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunks=partial(chunks, f"a{i}")) for i in range(50)]
     plan, _ = plan_pass(candidates, FairState(), {"w": 50}, 200)
     assert sum(plan.num_chunks.values()) == 20
     assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in candidates)
@@ -120,7 +117,7 @@ def test_every_plan_is_a_prefix_within_the_budget_and_empty_only_if_no_chunk_can
     planned = Counter[str]()
     for c in candidates:
         taken = plan.num_chunks.get(c.adapter_id, 0)
-        chunks = tuple(c.chunk_tokens)
+        chunks = tuple(c.chunks())
         assert taken <= len(chunks)
         if taken:
             planned[plan.placements[c.adapter_id]] += sum(chunks[:taken])

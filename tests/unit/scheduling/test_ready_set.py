@@ -103,7 +103,7 @@ def test_an_idle_adapter_leaves_the_ready_set_until_it_changes() -> None:
     bench.group.submitted(idle)
     assert bench.ready.refresh()
     assert bench.ready.dirty() == [busy, idle]
-    assert list(bench.ready.due_steps()) == [idle]
+    assert [log for log, _ in bench.ready.due_steps()] == [idle]
 
 
 def test_a_deleted_adapter_never_becomes_dirty() -> None:
@@ -138,12 +138,12 @@ def test_an_adapter_is_ahead_from_its_first_operation_until_a_snapshot_covers_it
     bench = Bench(adapter)
     adapter.place_copy("w0")
     bench.ready.ran(["a", "deleted meanwhile"])
-    assert bench.ready.ahead() == [], "no operation was applied"
+    assert bench.ready.past_snapshots() == [], "no operation was applied"
     run(adapter, 1)
     bench.ready.ran(["a"])
-    assert bench.ready.ahead() == [adapter]
+    assert bench.ready.past_snapshots() == [adapter]
     adapter.cover(1, EMPTY, 0.0)
-    assert bench.ready.ahead() == []
+    assert bench.ready.past_snapshots() == []
 
 
 def test_the_budget_is_full_once_the_ready_chunks_fill_it() -> None:
@@ -180,7 +180,7 @@ def test_a_quarantined_adapter_is_released_once_it_ran_or_has_no_operation_to_ru
 def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
     bench = Bench(begun, waiting)
-    begun.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
+    begun.copy.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
     bench.ready.stop()
     assert bench.allowed() == ["begun"]
 
@@ -191,15 +191,15 @@ def test_behind_an_operation_that_ran_in_part_no_other_begins_during_a_stop_or_a
     adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
     bench = Bench(adapter)
     adapter.place_copy("w0")
-    adapter.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
     [before] = bench.ready.candidates()
-    assert list(before.chunk_tokens) == [5, 4]
+    assert list(before.chunks()) == [5, 4]
     if is_stop:
         bench.ready.stop()
     else:
         bench.held.add("suspended")
     [candidate] = bench.ready.candidates()
-    assert list(candidate.chunk_tokens) == [5]
+    assert list(candidate.chunks()) == [5]
     run(adapter, 1)
     assert not bench.allowed()
     assert not list(bench.ready.due_steps())

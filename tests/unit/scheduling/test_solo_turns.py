@@ -24,7 +24,6 @@ class Bench:
         for log in logs:
             self.group.add(log)
             self.group.mark_dirty(log)
-            log.advance()
         self.convict("bad")
 
     def convict(self, tenant: str) -> None:
@@ -133,12 +132,10 @@ def test_each_undecided_operation_runs_in_a_turn_of_its_own() -> None:
     bench = Bench(bad)
     bench.update()
     bad.place_copy(bench.turns.reserved)
-    bad.advance()
-    assert [operation.seq for operation in bad.ready_passes()] == [1]
+    assert [operation.seq for operation in bad.ahead().passes()] == [1]
     run(bad, 1)
-    bad.advance()
     assert bench.turns.end_cycle() == []
-    assert [operation.seq for operation in bad.ready_passes()] == [2]
+    assert [operation.seq for operation in bad.ahead().passes()] == [2]
 
 
 def test_a_sample_asks_for_a_turn_and_keeps_it_until_it_is_decided() -> None:

@@ -55,7 +55,6 @@ class Bench:
         for adapter in adapters:
             self.registry.add(adapter)
             adapter.place_copy("w0")
-            adapter.advance()
         self.group = self.registry.group("toy")
         publishing = cast("Publishing", self.publishing)
         self.records = MemoryRecords()
@@ -72,7 +71,7 @@ class Bench:
         worker = self.fleet.worker("w0")
         worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations))
         for operation in operations:
-            self.registry.logs[operation.target_id].start(operation)
+            self.registry.logs[operation.target_id].copy.start(operation)
         for sample in samples:
             worker.begin_sample(sample)
 
@@ -149,7 +148,6 @@ async def test_a_training_operation_that_is_the_poison_fails_and_closes_its_wind
     assert bench.lose_solo(poison, SOLO_LOSSES_MAX) == [""] * (SOLO_LOSSES_MAX - 1) + ["a:1"]
     assert poison.outcome is not None
     assert poison.outcome.error.reason == "WORKER_DIED"
-    log.advance()
     assert log.take_decided() == [poison, log.operations[2]]
     assert "a" in bench.group.dirty
     assert bench.publishing.failed == []
