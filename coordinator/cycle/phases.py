@@ -23,7 +23,8 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.planner import PassPlan, Planning
-from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.worker_losses import LossRecorder
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost

@@ -20,7 +20,7 @@ from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.windows import window_of
-from coordinator.scheduling.worker_losses import Quarantine
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb

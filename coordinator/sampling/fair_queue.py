@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.sampling.sample import Sample
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.scheduling.virtual_counters import Share, lowest_counter, reweighed
-from coordinator.scheduling.worker_losses import Quarantine
 
 RANKS_KEPT_MIN = 64
 """Outdated ranks are removed when they outnumber the current ones and this."""

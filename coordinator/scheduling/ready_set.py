@@ -17,9 +17,9 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCandidate, StateCosts
-from coordinator.scheduling.worker_losses import Quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

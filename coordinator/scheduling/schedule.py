@@ -17,10 +17,11 @@ from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.planner import Planning
 from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
-from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
+from coordinator.scheduling.worker_losses import LossRecorder
 from coordinator.tenants.accounts import Accounts
 
 

@@ -28,10 +28,10 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
 from coordinator.scheduling.planner import plan_pass
 from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
-from coordinator.scheduling.worker_losses import Quarantine
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 from scripts.bench.common import (

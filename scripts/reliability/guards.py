@@ -304,7 +304,7 @@ GUARDS = (
     ),
     Guard(
         name="two solo losses before poison is decided",
-        file="coordinator/scheduling/worker_losses.py",
+        file="coordinator/scheduling/quarantine.py",
         before="        if not was_solo:\n",
         after="        if len(lost) > 1:\n",
         tests=("tests/unit/scheduling/test_quarantine.py",),

@@ -9,8 +9,8 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registry import AdapterGroup
 from coordinator.sampling.fair_queue import SampleQueues
 from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.worker_losses import Quarantine
 from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime
 

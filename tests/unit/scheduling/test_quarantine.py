@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from coordinator.scheduling.worker_losses import Quarantine
+from coordinator.scheduling.quarantine import Quarantine
 
 
 def bisect(names: list[str], poisons: set[str], is_accident: random.Random | None = None) -> list[str]:

@@ -13,9 +13,9 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import Chunk
 from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.worker_losses import Quarantine
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
 from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime, running_pool

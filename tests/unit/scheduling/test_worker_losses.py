@@ -14,8 +14,9 @@ from coordinator.operations.holdings import Holdings
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.probation import Probation
+from coordinator.scheduling.quarantine import SOLO_LOSSES_MAX, Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.worker_losses import SOLO_LOSSES_MAX, LossRecorder, Quarantine, WorkerLoss
+from coordinator.scheduling.worker_losses import LossRecorder, WorkerLoss
 from coordinator.storage.adapters import Adapters
 from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
 from tests.support.probation import MemoryRecords
