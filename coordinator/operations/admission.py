@@ -400,9 +400,7 @@ class Admission:
             for operation in operations:
                 self._in_flight.finish(operation)
         if log is not None and (error is not None or any(operation.is_final for operation in operations)):
-            group = self._registry.group_of(log)
-            group.mark_dirty(log)
-            group.changed.notify()
+            self._registry.group_of(log).mark_dirty(log)
         if error is None:
             appended.set_result(None)
         else:

@@ -91,9 +91,10 @@ class AdapterGroup:
         log.join(Residency())
 
     def mark_dirty(self, log: AdapterLog) -> None:
-        """Record that the adapter changed. (It may have been deleted meanwhile.)"""
+        """Record that the adapter changed, and wake the clock. (It may have been deleted meanwhile.)"""
         if self._logs.get(log.adapter_id) is log:
             self._dirty[log.adapter_id] = log
+            self.changed.notify()
 
     def submitted(self, log: AdapterLog) -> None:
         """Record that operations of the adapter were submitted."""

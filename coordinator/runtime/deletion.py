@@ -99,6 +99,4 @@ class Deletions:
         log.lose_copy()  # its worker may have been lost, too
         log.cancel_deletion(unfinished)
         self._registry.add(log)
-        group = self._registry.group_of(log)
-        group.mark_dirty(log)
-        group.changed.notify()
+        self._registry.group_of(log).mark_dirty(log)

@@ -117,6 +117,4 @@ class Housekeeping:
             )
             log.fail_behind(missing, error)
             log.note_gap(None)
-            group = self._registry.group_of(log)
-            group.mark_dirty(log)
-            group.changed.notify()
+            self._registry.group_of(log).mark_dirty(log)

@@ -121,7 +121,6 @@ class LossRecorder:
             if poison in training:
                 self._fail_poison(group.logs[poison.target_id], poison, probation)
                 group.mark_dirty(group.logs[poison.target_id])
-        group.changed.notify()
         for feed in self._feeds:
             feed.put(WorkerLoss(worker_id, incarnation, samples, poison.name if poison else "", probation, had_turn))
 
@@ -140,7 +139,6 @@ class LossRecorder:
     def _resume(self, base_model: str, *, is_paused: bool) -> None:
         self._turns[base_model].pause(is_paused=is_paused)
         self._quarantines[base_model].pause(is_paused=is_paused)
-        self._registry.group(base_model).changed.notify()
 
     def _base_model(self, worker_id: str) -> str:
         return self._fleet.worker(worker_id).info.model.name

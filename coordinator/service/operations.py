@@ -125,9 +125,7 @@ class OperationUseCases(UseCases):
             return
         cancelled = f"{operation.name} was cancelled"
         log.fail(operation, pb.OperationError(code=Code.CANCELLED, reason="CANCELLED", message=cancelled))
-        group = self._core.registry.group_of(log)
-        group.mark_dirty(log)
-        group.changed.notify()
+        self._core.registry.group_of(log).mark_dirty(log)
 
     def _shown_operation(self, operation: Operation) -> pb.Operation:
         message = operation.as_message(is_running=self._is_running(operation))

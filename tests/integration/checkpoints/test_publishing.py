@@ -525,6 +525,5 @@ async def test_an_undone_save_of_an_adapter_that_cannot_run_fails_with_the_reaso
         log = core.registry.logs[adapter]
         loop._phases._results.refuse_copy(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
         core.registry.group("toy").mark_dirty(log)
-        core.registry.group("toy").changed.notify()
         [saved] = await asyncio.wait_for(pool.wait(name), 60)
     assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")
