@@ -122,7 +122,7 @@ class States:
         for row in self._store.checkpoints.expired():
             await self.delete_checkpoint(row)
         try:
-            await asyncio.to_thread(self.folders.quarantine.remove_expired, self._store.service_time())
+            await asyncio.to_thread(self.folders.quarantined.remove_expired, self._store.service_time())
         except OSError as error:
             logger.warning("the quarantine cannot be emptied: %s; retrying later", error)
 
@@ -135,7 +135,7 @@ class States:
 
     def set_orphans_aside(self) -> None:
         """Move folders that a crash left without a row into quarantine. Raises OSError."""
-        quarantine, service_s = self.folders.quarantine, self._store.service_time()
+        quarantine, service_s = self.folders.quarantined, self._store.service_time()
         for files, rows in (
             (self.folders.checkpoints, self._store.checkpoints),
             (self.folders.snapshots, self._store.snapshots),

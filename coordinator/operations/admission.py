@@ -76,7 +76,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class Accepted:
     """Operations that were accepted, now or by an earlier call."""
 
     operations: Sequence[Operation]
@@ -153,7 +153,7 @@ class Admission:
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
             self._check_room(log, seq, 1, (1, num_tokens_min))
 
-    def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
+    def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Accepted:
         """Accept consecutive operations of an adapter, all or none.
 
         Raises ServiceError for a refusal that leaves no record; a recorded refusal is part of the result.
@@ -196,9 +196,9 @@ class Admission:
             if request.decoded is not None:
                 self._in_flight.keep_decoded(operation, request.decoded)
         self._registry.group_of(log).submitted(log)
-        return Acceptance(operations, (appended,))
+        return Accepted(operations, (appended,))
 
-    def accept_sample(self, tenant_id: str, sampler_id: str, seq: int, request_id: str, request: Request) -> Acceptance:
+    def accept_sample(self, tenant_id: str, sampler_id: str, seq: int, request_id: str, request: Request) -> Accepted:
         """Accept a sample. Raises ServiceError."""
         if seq > SAMPLER_SEQ_MAX:
             raise invalid(f"seq must be at most {SAMPLER_SEQ_MAX}, not {seq}")
@@ -210,7 +210,7 @@ class Admission:
             _check_same_sample(existing, request)
             if existing.is_dropped:
                 raise _dropped(existing.name, {})
-            return Acceptance((existing,), self._appends_of([existing]), is_new=False)
+            return Accepted((existing,), self._appends_of([existing]), is_new=False)
         if request.refusal is not None:
             raise request.refusal
         self._check_queue(tenant_id, sampler_id, len(request.payload))
@@ -221,7 +221,7 @@ class Admission:
         self._numbers.note(sampler_id, seq)
         self._in_flight.add(operation)
         self._rates.draw(tenant_id, 1, request.claim.num_tokens)
-        return Acceptance((operation,), (self._append(None, [operation]),))
+        return Accepted((operation,), (self._append(None, [operation]),))
 
     def find(self, target_id: str, seq: int) -> Operation | None:
         """Return the operation at a sequence number, finished or not."""
@@ -271,7 +271,7 @@ class Admission:
             return found.seq
         return self._store.operations.seq_of_request(target_id, request_id) or 0
 
-    def _repeat(self, log: AdapterLog, existing: Sequence[Operation | None], requests: Sequence[Request]) -> Acceptance:
+    def _repeat(self, log: AdapterLog, existing: Sequence[Operation | None], requests: Sequence[Request]) -> Accepted:
         """Return the operations that a repeated request named the first time."""
         operations: list[Operation] = []
         for operation, request in zip(existing, requests, strict=True):
@@ -286,7 +286,7 @@ class Admission:
         refusal = next((request.malformed for request in requests if request.malformed is not None), None)
         if refusal is not None:
             refusal.operation = operations[0].name
-        return Acceptance(operations, self._appends_of(operations), refusal, is_new=False)
+        return Accepted(operations, self._appends_of(operations), refusal, is_new=False)
 
     def _appends_of(self, operations: Iterable[Operation]) -> tuple[asyncio.Future[None], ...]:
         """Return the unfinished appends of these operations, which may have entered by several calls."""
@@ -337,7 +337,7 @@ class Admission:
 
     # ---- the way into the log
 
-    def _record(self, log: AdapterLog, seq: int, requests: Sequence[Request], refusal: ServiceError) -> Acceptance:
+    def _record(self, log: AdapterLog, seq: int, requests: Sequence[Request], refusal: ServiceError) -> Accepted:
         """Record a refused seq as a failed operation, so that operations behind it can run."""
         failure = service_error(refusal)
         operations = []
@@ -346,7 +346,7 @@ class Admission:
             operation.fail(failure if i == 0 else window_closed(GradientWindow(failure), WindowRole.STEP))
             operations.append(operation)
         refusal.operation = operation_name(log.adapter_id, seq)
-        return Acceptance(operations, (self._enter(log, operations, is_record=True),), refusal)
+        return Accepted(operations, (self._enter(log, operations, is_record=True),), refusal)
 
     def _enter(
         self, log: AdapterLog, operations: Sequence[Operation], *, is_record: bool = False

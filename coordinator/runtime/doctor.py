@@ -18,7 +18,7 @@ from coordinator.runtime.data_dir import FAILED_SYNC, RESERVE
 from coordinator.runtime.mounts import check_local, mount_of, mount_table
 from coordinator.storage.copies import NamedState, checksum, listed, named_states, read_database
 from coordinator.storage.disk import OTHERS, RESERVE_BYTES, FailedSync, RealDisk, Reserve
-from coordinator.storage.folders import QUARANTINE_S, Quarantine
+from coordinator.storage.folders import QUARANTINE_S, QuarantinedFolders
 from coordinator.storage.identity import (
     DATABASE,
     QUARANTINE,
@@ -193,7 +193,7 @@ def _examine_quarantine(data_dir: Path, identity: Identity, report: Report) -> N
         return
     lines = []
     for path in sorted((data_dir / QUARANTINE).iterdir()):
-        expiry_s = Quarantine.expiry_of(path.name)
+        expiry_s = QuarantinedFolders.expiry_of(path.name)
         if expiry_s is None:
             continue
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_ctime))

@@ -218,7 +218,7 @@ class StateFiles:
         assert folder, "an empty name would be the root"
         self._disk.remove(self._root / folder)
 
-    def set_orphans_aside(self, known: set[str], quarantine: Quarantine, service_s: float) -> None:
+    def set_orphans_aside(self, known: set[str], quarantine: QuarantinedFolders, service_s: float) -> None:
         """Move the folders that a crash left without a row, so are not `known`, into quarantine.
 
         Deletes temporary folders: their writing, or removal, did not end. Leaves other files alone. Raises OSError.
@@ -280,7 +280,7 @@ class StateFiles:
             start += len(data)
 
 
-class Quarantine:
+class QuarantinedFolders:
     """The folder for orphans. A name there begins with the milliseconds of service time at which the folder came."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
@@ -328,7 +328,7 @@ class StateFolders:
         self.checkpoints, self.snapshots, self.samplers = (
             StateFiles(data_dir / root, kind, disk) for root, kind in zip(ROOTS, kinds, strict=True)
         )
-        self.quarantine = Quarantine(data_dir / QUARANTINE, disk)
+        self.quarantined = QuarantinedFolders(data_dir / QUARANTINE, disk)
 
     def begin_epoch(self, identity: Identity) -> None:
         """See `StateFiles.begin_epoch`."""

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
-from coordinator.storage.folders import QUARANTINE_S, Quarantine, StateFiles
+from coordinator.storage.folders import QUARANTINE_S, QuarantinedFolders, StateFiles
 from coordinator.storage.identity import Identity, identity_in
 from tests.support.toy_engine import toy_model_info
 from workers.contract.messages import AdapterSpec, AdapterState
@@ -150,7 +150,7 @@ def test_only_orphans_of_a_crash_leave_their_place_and_none_is_deleted(checkpoin
         (root / name).mkdir()
         (root / name / "part").write_bytes(b"half")
     content = {path.name: path.read_bytes() for path in (root / orphan.folder).iterdir()}
-    quarantine = Quarantine(tmp_path / "quarantine", RealDisk())
+    quarantine = QuarantinedFolders(tmp_path / "quarantine", RealDisk())
     checkpoints.set_orphans_aside({kept.folder}, quarantine, 12.5)
     assert names(root) == sorted([kept.folder, "an operator's notes"])
     assert checkpoints.read(kept.folder, kept.sha256) == STATE
@@ -162,7 +162,7 @@ def test_only_orphans_of_a_crash_leave_their_place_and_none_is_deleted(checkpoin
 def test_orphans_are_deleted_after_a_week_of_service_and_nothing_else_is(
     checkpoints: StateFiles, tmp_path: Path
 ) -> None:
-    quarantine = Quarantine(tmp_path / "quarantine", RealDisk())
+    quarantine = QuarantinedFolders(tmp_path / "quarantine", RealDisk())
     older, newer = checkpoints.write(SPEC, MODEL, STATE), checkpoints.write(SPEC, MODEL, STATE)
     checkpoints.set_orphans_aside({newer.folder}, quarantine, 10.0)
     checkpoints.set_orphans_aside(set(), quarantine, 20.0)
@@ -183,7 +183,7 @@ def test_an_orphan_stays_where_it_is_if_the_quarantine_is_on_another_disk(
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(RealDisk, "rename", other_disk)  # a test cannot mount a second disk
-    checkpoints.set_orphans_aside(set(), Quarantine(tmp_path / "quarantine", RealDisk()), 0.0)
+    checkpoints.set_orphans_aside(set(), QuarantinedFolders(tmp_path / "quarantine", RealDisk()), 0.0)
     assert names(tmp_path / "checkpoints") == [orphan.folder]
 
 
