@@ -96,13 +96,7 @@ class CycleLoop:
         return lost
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
-        """Snapshot the adapters that are due, except quarantined ones.
-
-        If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
-        """
-        ready = self.planning.ready
-        due = self._snapshots.due([log for log in ready.past_snapshots() if ready.may_run(log)], lost)
-        await self._take_snapshots(due)
+        await self._take_snapshots(self._snapshots.due(self.planning.ready.past_snapshots(), lost))
 
     async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
         """Read the states of these adapters, a few at a time: if there are many, wait for earlier ones."""

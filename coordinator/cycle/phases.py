@@ -203,22 +203,17 @@ class Phases:
             if any(operation.kind.moves_state for operation in itertools.islice(ahead.states(), 2)):
                 moving.append((log, ahead.may_begin))
             else:
-                await self._add_steps(cycle, log, ahead.may_begin, 0, residents, work)
+                await self._add_steps(cycle, (log, ahead.may_begin), 0, residents, work)
         num_states = self._planning.plan_states(moving, cycle.cycle_id)
-        for log, may_begin in moving:
-            await self._add_steps(cycle, log, may_begin, num_states.get(log.adapter_id, 0), residents, work)
+        for due in moving:
+            await self._add_steps(cycle, due, num_states.get(due[0].adapter_id, 0), residents, work)
         await self._run(cycle, work)
 
     async def _add_steps(
-        self,
-        cycle: Cycle,
-        log: AdapterLog,
-        may_begin: bool,
-        num_states: int,
-        residents: dict[str, int],
-        work: PhaseWork,
+        self, cycle: Cycle, due: tuple[AdapterLog, bool], num_states: int, residents: dict[str, int], work: PhaseWork
     ) -> None:
         """Add the operations of an adapter that are due, with at most `num_states` saves and loads."""
+        log, may_begin = due
         first = next(log.ahead(may_begin=may_begin).states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return

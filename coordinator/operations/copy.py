@@ -194,7 +194,7 @@ class Ahead:
 
     def passes(self) -> Iterator[Operation]:
         """Yield the prefix of forwards and forward_backwards, in order."""
-        return self._one_by_one(self._passes())
+        return self._one_by_one(self._unrun(is_pass=True))
 
     def states(self) -> Iterator[Operation]:
         """Yield the operations that the step phase may run, in order.
@@ -210,6 +210,34 @@ class Ahead:
             for chunk in operation.chunks[self.copy.num_chunks_done(operation) :]:
                 yield chunk.num_tokens
 
+    def _unrun(self, *, is_pass: bool) -> Iterator[Operation]:
+        """Yield the operations that the copy has not run, up to one of another phase or one that no worker may run."""
+        copy, operations = self.copy, self.operations
+        seq = copy.cursor + 1
+        while (operation := operations.get(seq)) is not None:
+            if not operation.is_final or copy.must_replay(operation):
+                kind = operation.kind
+                if kind.is_pass is not is_pass or not kind.needs_worker or copy.forbids(operation):
+                    return
+                yield operation
+            elif operation.is_failed or operation.kind.changes_state:
+                return
+            seq += 1
+
+    def _states(self) -> Iterator[Operation]:
+        num_steps, has_save = 0, False
+        for operation in self._unrun(is_pass=False):
+            kind = operation.kind
+            if kind is Kind.OPTIM_STEP and num_steps == 1:
+                return
+            if kind is Kind.LOAD_STATE and has_save:
+                return  # it may load the checkpoint being saved, and it cuts the log that an unwritten save needs
+            num_steps += kind is Kind.OPTIM_STEP
+            has_save |= kind.is_save
+            yield operation
+            if kind is Kind.LOAD_STATE:
+                return
+
     def _one_by_one(self, ready: Iterator[Operation]) -> Iterator[Operation]:
         """Return the operations before the first quarantined one, or only that one if it is first.
 
@@ -219,41 +247,6 @@ class Ahead:
             copy = self.copy
             ready = itertools.takewhile(lambda each: copy.must_replay(each) or copy.num_chunks_done(each) > 0, ready)
         return ready if self.quarantined == NO_SEQS else _until_quarantined(ready, *self.quarantined)
-
-    def _passes(self) -> Iterator[Operation]:
-        copy, operations = self.copy, self.operations
-        seq = copy.cursor + 1
-        while (operation := operations.get(seq)) is not None:
-            if operation.is_final and not copy.must_replay(operation):
-                if operation.is_failed or operation.kind.changes_state:
-                    return
-            elif not operation.kind.is_pass or copy.forbids(operation):
-                return
-            else:
-                yield operation
-            seq += 1
-
-    def _states(self) -> Iterator[Operation]:
-        copy, operations = self.copy, self.operations
-        seq, num_steps, has_save = copy.cursor + 1, 0, False
-        while (operation := operations.get(seq)) is not None:
-            kind = operation.kind
-            if operation.is_final and not copy.must_replay(operation):
-                if operation.is_failed or kind.changes_state:
-                    return
-            elif kind.is_pass or not kind.needs_worker or copy.forbids(operation):
-                return
-            else:
-                if kind is Kind.OPTIM_STEP and num_steps == 1:
-                    return
-                if kind is Kind.LOAD_STATE and has_save:
-                    return  # it may load the checkpoint being saved, and it cuts the log that an unwritten save needs
-                num_steps += kind is Kind.OPTIM_STEP
-                has_save |= kind.is_save
-                yield operation
-                if kind is Kind.LOAD_STATE:
-                    return
-            seq += 1
 
 
 def _until_quarantined(ready: Iterable[Operation], first: int, last: int) -> Iterator[Operation]:

@@ -188,14 +188,13 @@ class ReadySet:
         return self._group.residency.counts(worker_ids)
 
     def past_snapshots(self) -> list[AdapterLog]:
-        """Return the adapters whose copies ran operations that their snapshots do not contain."""
+        """Return the adapters whose copies ran operations that their snapshots do not contain, except quarantined ones.
+
+        If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
+        """
         for name in [name for name, log in self._past_snapshots.items() if not log.is_past_snapshot]:
             del self._past_snapshots[name]
-        return list(self._past_snapshots.values())
-
-    def may_run(self, log: AdapterLog) -> bool:
-        """Return whether the quarantine lets this adapter run."""
-        return self._quarantine.may_run(log.adapter_id)
+        return [log for name, log in self._past_snapshots.items() if self._quarantine.may_run(name)]
 
     def waits_for_file(self, log: AdapterLog, *, may_begin: bool) -> bool:
         """Return whether the adapter must wait for the writing of its snapshot or of its published weights.

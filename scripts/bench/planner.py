@@ -13,7 +13,6 @@ quartiles in brackets.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -32,8 +31,6 @@ from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
-from coordinator.storage.access.audit import Act
-from coordinator.storage.rows import ProbationRow
 from scripts.bench.common import (
     Column,
     Effort,
@@ -46,7 +43,8 @@ from scripts.bench.common import (
     shown_ratio,
     shown_time,
 )
-from workers.contract.messages import AdapterSpec
+from tests.support.adapter_logs import Files, spec_named
+from tests.support.probation import MemoryRecords
 
 WORKERS = ("w0", "w1")
 CHUNK_TOKENS = 256
@@ -56,42 +54,10 @@ PAIRS = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP) * 5
 STEPS = (Kind.OPTIM_STEP,) * 10
 
 
-class NoFiles:
-    """Stands in for snapshots and published weights: no file is being written."""
-
-    def is_unsettled(self, adapter_id: str) -> bool:
-        """Return False: no snapshot of the adapter is undecided."""
-        return False
-
-    def is_unwritten(self, adapter_id: str) -> bool:
-        """Return False: no file of the adapter's published weights is being written."""
-        return False
-
-
-class NoRecords:
-    """Stands for the records of probations: no tenant is on probation."""
-
-    def all(self) -> list[ProbationRow]:
-        """Return no record."""
-        return []
-
-    def note(self, row: ProbationRow) -> None:
-        """Store nothing."""
-
-    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
-        """Raise an error: there is no record."""
-        raise NotImplementedError
-
-    def service_time(self) -> float:
-        """Return zero."""
-        return 0.0
-
-
 def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterLog:
     """Return a new tenant's adapter with these operations queued, each of one sequence."""
     name = f"adapter-{index}"
-    spec = AdapterSpec(adapter_id=name, rank=8, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    adapter = AdapterLog(f"tenant-{index}", "session", "model", spec)
+    adapter = AdapterLog(f"tenant-{index}", "session", "model", spec_named(name))
     for seq, kind in enumerate(kinds, 1):
         chunks = cut_chunks([num_tokens], CHUNK_TOKENS) if kind.is_pass else ()
         adapter.add(Operation(adapter.tenant_id, name, seq, kind, b"", b"", "", CHUNK_TOKENS, num_tokens, chunks))
@@ -100,13 +66,13 @@ def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterL
 
 def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, num_idle: int = 0) -> ReadySet:
     """Return the ready set of adapters that all have a copy on a worker; idle ones have nothing queued."""
-    group, files = AdapterGroup(SystemTime()), NoFiles()
+    group, files = AdapterGroup(SystemTime()), Files()
     for index in range(num_tenants + num_idle):
         adapter = make_adapter(index, kinds if index < num_tenants else (), num_tokens)
         group.add(adapter)
         adapter.place_copy(WORKERS[index % len(WORKERS)])
         group.mark_dirty(adapter)
-    turns = SoloTurns("model", Probation(NoRecords(), 0.0), group, Fleet())
+    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, Fleet())
     ready = ReadySet(group, Quarantine(), turns, cast("Snapshots", files), cast("Publishing", files), lambda _: False)
     assert ready.refresh()
     return ready

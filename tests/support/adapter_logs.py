@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage
@@ -20,6 +21,22 @@ FB, FORWARD, STEP, LOAD, SAVE, DISCARD = (
 )
 
 ERROR = ops_pb.OperationError(code=9, reason="NON_FINITE", message="the loss is not finite")
+
+
+@dataclass
+class Files:
+    """Stands for snapshots and published weights that are being written."""
+
+    unsettled: set[str] = field(default_factory=set)
+    unwritten: set[str] = field(default_factory=set)
+
+    def is_unsettled(self, adapter_id: str) -> bool:
+        """Return whether a snapshot of the adapter may be durable and not covered."""
+        return adapter_id in self.unsettled
+
+    def is_unwritten(self, adapter_id: str) -> bool:
+        """Return whether published weights of the adapter have no file."""
+        return adapter_id in self.unwritten
 
 
 def spec_named(name: str) -> AdapterSpec:

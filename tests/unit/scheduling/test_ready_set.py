@@ -1,6 +1,5 @@
 """The ready set: which adapters may be in a cycle, and that idle adapters cost a cycle nothing."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
-from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
+from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, Files, adapter_with, operation, run, spec_named
 from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime, running_pool
 from workers.contract.gradient_windows import EMPTY
@@ -33,20 +32,6 @@ class Watched(AdapterLog):
     def __getattribute__(self, name: str) -> Any:
         Watched.num_reads += 1
         return super().__getattribute__(name)
-
-
-@dataclass
-class Files:
-    """Stands for snapshots and published weights that are being written."""
-
-    unsettled: set[str] = field(default_factory=set)
-    unwritten: set[str] = field(default_factory=set)
-
-    def is_unsettled(self, adapter_id: str) -> bool:
-        return adapter_id in self.unsettled
-
-    def is_unwritten(self, adapter_id: str) -> bool:
-        return adapter_id in self.unwritten
 
 
 class Bench:
