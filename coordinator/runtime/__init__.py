@@ -1,7 +1,9 @@
 """Puts the parts of a coordinator together and runs them: recovery, supervision, deletions, housekeeping.
 
 Public interface: `core.Core` (start, stop, health, and the parts that use cases work with),
-`data_dir.DataDirInUse`, `data_dir.Seams` (the disk, database and lock of a simulation).
+`data_dir.DataDirInUse`, `data_dir.Seams` (the disk, database and lock of a simulation), and `backup`, `restore` and
+`doctor` for the commands on a data directory. `assembly` makes what `core` runs: `recovery`, `supervision`,
+`housekeeping`, `deletion`, `tenant_deletion`, `tasks` and `turns`. `mounts` finds the file system of a directory.
 
 Must not depend on use cases, doors or a transport.
 """

@@ -1,13 +1,14 @@
-"""Decides which operations of adapters run next, and where: planner, losses, clock, cost model.
+"""Decides which operations of adapters run next, and where: planner, clock, cost model, losses.
 
 Public interface:
 
 - `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
 - `planner.Planning`: plans the passes of one base model (`PassPlan`) from its `ready_set.ReadySet`;
-- `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
+- `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take; `state_budget`: the
+  saves and loads of a step phase;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
-- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `Quarantine` holds the
-  operations that may have caused a loss; `replay_differs`;
+- `worker_losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`;
+- `quarantine.Quarantine`: the adapters and samples that may have caused a loss;
 - `probation.Probation`: tenants whose operations killed workers; `solo_turns.SoloTurns`: their turns.
 
 Must not depend on how a plan is run, on transports, or on SQL.

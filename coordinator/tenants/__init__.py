@@ -4,7 +4,7 @@ Public interface:
 
 - `keys.Authenticator`: admits calls; creates, rotates and revokes keys; ends the calls of a key that ends;
 - `principals`: `Role`, `Caller`, `Principal`; `accounts.Accounts`: the tenants;
-- `limits.Quotas`: the limits of every tenant.
+- `limits.Quotas`: the limits of every tenant; `rates`: operations a second; `streams`: open calls.
 
 Must not depend on operations, use cases or transports.
 """

@@ -231,6 +231,33 @@ def test_page_of_the_architecture_names_no_module_that_does_not_exist() -> None:
     assert not {name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in found)}
 
 
+def rooms() -> list[str]:
+    """Return the packages inside the three packages, without generated ones."""
+    paths = (path.parent for name in PACKAGES for path in (ROOT / name).glob("*/**/__init__.py"))
+    names = (path.relative_to(ROOT).as_posix() + "/" for path in paths)
+    return sorted(name for name in names if not name.startswith(GENERATED))
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_init_of_a_room_names_every_module_and_no_other(room: str) -> None:
+    """An import in it names a module, too. `a.B` means B of the module a; so does an item of a list with `a`: `B`."""
+    tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
+    text, package = ast.get_docstring(tree) or "", room.rstrip("/").replace("/", ".")
+    files = {path.stem: path for path in (ROOT / room).glob("*.py") if not path.stem.startswith("__")}
+    inside = {*files, *(path.parent.name for path in (ROOT / room).glob("*/__init__.py"))}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module is not None]
+    imported = {str(node.module).removeprefix(f"{package}.") for node in imports}
+    imported |= {alias.name for node in imports if node.module == package for alias in node.names}
+    assert not inside - imported - set(re.findall(r"[`.]([a-z]\w*)", text)), "not named"
+    parts = re.findall(r"`([a-z]\w*)\.(\w+)", text) + re.findall(
+        r"^- `([a-z]\w*)`(?:: `| \(`)?(\w*)", text, re.MULTILINE
+    )
+    assert not {module for module, _ in parts} - inside - set(PACKAGES), "named, and not there"
+    for module, name in parts:
+        if module in files:
+            assert re.search(rf"\b{name}\b", files[module].read_text(encoding="utf-8")), f"{module} has no {name}"
+
+
 def strings(node: ast.AST) -> Iterator[str]:
     for each in ast.walk(node):
         if isinstance(each, ast.Constant) and isinstance(each.value, str):

@@ -1,5 +1,6 @@
 """The `tinkerpool` command: commands that look into a pool over the network.
 
-Public interface: `main.main`, which runs the command line; `show`, `errors.CliError` and `app.RUN_PANEL` for the
-commands that run a pool, which `coordinator.cli` adds through an entry point.
+Public interface: `main.main`, which runs the command line; `show.CliError` and `app.RUN_PANEL` for the commands that
+run a pool, which `coordinator.cli` adds through an entry point. The commands are in `adapters`, `checkpoints`, `keys`,
+`tenants`, `limits`, `audit` and `pool`; `finding` and `connection` lead to the pool.
 """

@@ -1,1 +1,1 @@
-"""Who may call, and what administrators did: API keys and the audit log. Part of `storage`."""
+"""Who may call, and what administrators did: `api_keys`, `admins` (one remains) and `audit`. Part of `storage`."""
