@@ -151,7 +151,7 @@ class Snapshots:
                 adapter.engine_s_since_snapshot * 2 * len(resident) >= self._replay_s_max
             )  # the others cost half of it
             is_late = is_much and total_s > self._replay_s_max
-            is_good_time = self._is_cheap(adapter) and not adapter.has_pending_gradient
+            is_good_time = self._is_cheap(adapter) and not adapter.copy.window.has_gradient
             is_time = is_much and total_s > self._replay_s_max / 2 and is_good_time
             if not (is_long or is_late or is_time):
                 continue

@@ -253,19 +253,6 @@ class ItemBuilder:
         payload = self._payload(operation)
         op_id, adapter_id, seq = operation.name, log.adapter_id, operation.seq
         drop = log.copy.must_drop_gradient
-
-        def save(*, with_optimizer: bool, publish_as: str = "") -> SaveItem:
-            return SaveItem(
-                op_id=op_id,
-                adapter_id=adapter_id,
-                prev_seq=prev_seq,
-                seq=seq,
-                drop_gradient=drop,
-                with_optimizer=with_optimizer,
-                with_gradient=False,
-                publish_as=publish_as,
-            )
-
         match operation.kind:
             case Kind.OPTIM_STEP:
                 return OptimStepItem(
@@ -276,10 +263,17 @@ class ItemBuilder:
                     drop_gradient=drop,
                     params=decode_adam(payload),
                 )
-            case Kind.SAVE_STATE:
-                return save(with_optimizer=True)
-            case Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                return save(with_optimizer=False, publish_as=op_id)
+            case Kind.SAVE_STATE | Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+                is_state = operation.kind is Kind.SAVE_STATE
+                return SaveItem(
+                    op_id=op_id,
+                    adapter_id=adapter_id,
+                    prev_seq=prev_seq,
+                    seq=seq,
+                    drop_gradient=drop,
+                    with_optimizer=is_state,
+                    publish_as="" if is_state else op_id,
+                )
             case Kind.LOAD_STATE:
                 if isinstance(loaded, ServiceError):
                     raise loaded

@@ -108,11 +108,6 @@ class AdapterLog:
         has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
         return bool(self.worker_id) and has_run
 
-    @property
-    def has_pending_gradient(self) -> bool:
-        """The copy's gradient is not empty."""
-        return self.copy.window.has_gradient
-
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
         is_gap = self.snapshot_seq < seq < self.next_seq and seq not in self.operations
@@ -249,10 +244,7 @@ class AdapterLog:
     # ---- order
 
     def ahead(self, *, may_begin: bool = True) -> Ahead:
-        """Decide every operation that needs no worker; return what a worker may run next.
-
-        `may_begin`: whether operations may begin; otherwise only replays, and what has run in part, are ready.
-        """
+        """Decide every operation that needs no worker; return what a worker may run next. `may_begin`: see `Ahead`."""
         self._advance()
         ahead = self._ahead
         if (

@@ -184,7 +184,7 @@ class Ahead:
     quarantined: tuple[int, int]
     """First and last seq of operations that run in a batch of their own each."""
     may_begin: bool
-    """Whether operations may begin; otherwise only replays, and what has run in part, are ready."""
+    """Whether operations may begin; otherwise only replays, and operations that ran in part, are ready."""
 
     @property
     def is_replaying(self) -> bool:

@@ -70,52 +70,34 @@ def make_scheduling(
     accounts: Accounts,
 ) -> Scheduling:
     """Return the schedules of every base model that the pool serves."""
-    schedules = {
-        base_model: _schedule(base_model, context, fleet, registry, states, fair, probation, accounts)
-        for base_model in fleet.models
-    }
+
+    def make(base_model: str) -> Schedule:
+        config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
+        quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
+        clock = CycleClock(time, config.linger_s, costs, group.arrivals)
+        of_model = (group.changed, quarantine.changed, snapshots.changed)
+        for signal in (*of_model, states.publishing.changed, probation.changed, accounts.changed):
+            signal.subscribe(clock.wake)
+        budget = TokenBudget(
+            costs,
+            base_model=base_model,
+            chunk_tokens=fleet.models[base_model].chunk_tokens,
+            tokens=config.cycle_tokens_max,
+            cycle_s_max=config.cycle_s_max,
+        )
+        turns = SoloTurns(base_model, probation, group, fleet)
+        ready = ReadySet(group, quarantine, turns, snapshots, states.publishing, accounts.is_held)
+        return Schedule(
+            clock=clock,
+            planning=Planning(base_model, ready, budget, costs, fleet, fair, turns),
+            quarantine=quarantine,
+            turns=turns,
+            deadlines=Deadlines(costs),
+            snapshots=snapshots,
+        )
+
+    schedules = {base_model: make(base_model) for base_model in fleet.models}
     quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
     turns = {base_model: schedule.turns for base_model, schedule in schedules.items()}
     losses = LossRecorder(fleet, registry, quarantines, turns, probation, states.publishing)
     return Scheduling(schedules=schedules, losses=losses, fair=fair, probation=probation, accounts=accounts)
-
-
-def _schedule(
-    base_model: str,
-    context: Context,
-    fleet: Fleet,
-    registry: AdapterRegistry,
-    states: States,
-    fair: FairState,
-    probation: Probation,
-    accounts: Accounts,
-) -> Schedule:
-    config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
-    quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
-    clock = CycleClock(time, config.linger_s, costs, group.arrivals)
-    for signal in (
-        group.changed,
-        quarantine.changed,
-        snapshots.changed,
-        states.publishing.changed,
-        probation.changed,
-        accounts.changed,
-    ):
-        signal.subscribe(clock.wake)
-    budget = TokenBudget(
-        costs,
-        base_model=base_model,
-        chunk_tokens=fleet.models[base_model].chunk_tokens,
-        tokens=config.cycle_tokens_max,
-        cycle_s_max=config.cycle_s_max,
-    )
-    turns = SoloTurns(base_model, probation, group, fleet)
-    ready = ReadySet(group, quarantine, turns, snapshots, states.publishing, accounts.is_held)
-    return Schedule(
-        clock=clock,
-        planning=Planning(base_model, ready, budget, costs, fleet, fair, turns),
-        quarantine=quarantine,
-        turns=turns,
-        deadlines=Deadlines(costs),
-        snapshots=snapshots,
-    )

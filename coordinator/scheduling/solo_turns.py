@@ -206,7 +206,7 @@ class SoloTurns:
         if not candidates or not worker_id:
             return None
         now = self._probation.now()
-        if now < self._rest_until_s and self._is_shared(worker_id):
+        if now < self._rest_until_s and self._num_others(worker_id):
             return None
         name, tenant_id, is_sample = asking[min(candidates)[1]]
         self._num_turns += 1
@@ -260,9 +260,6 @@ class SoloTurns:
         tenants = [self._group.logs[adapter_id].tenant_id for adapter_id in self._group.residency.on(worker_id)]
         tenants += [flight.tenant_id for flight in self._fleet.worker(worker_id).samples.values()]
         return sum(not self._probation.has(tenant_id) for tenant_id in tenants)
-
-    def _is_shared(self, worker_id: str) -> bool:
-        return self._num_others(worker_id) > 0
 
     def _is_clear(self, worker_id: str) -> bool:
         worker = self._fleet.find(worker_id)

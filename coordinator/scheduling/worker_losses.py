@@ -100,7 +100,7 @@ class LossRecorder:
             return
         logger.warning("worker %s lost: %s", incarnation, reason)
         training, samples = in_flight
-        base_model = self._fleet.worker(worker_id).info.model.name
+        base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
         training = tuple(flight for flight in training if flight.target_id in group.logs)
         for adapter_id in group.residency.on(worker_id):
@@ -113,8 +113,7 @@ class LossRecorder:
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
         had_turn = self._turns[base_model].lose(worker_id)
         poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
-        quarantine.pause(is_paused=True)
-        self._turns[base_model].pause(is_paused=True)
+        self._pause(base_model, is_paused=True)
         probation = ""
         if poison is not None:
             probation = self._put_on_probation(poison)
@@ -128,15 +127,15 @@ class LossRecorder:
         """Record that a lost worker is replaced."""
         base_model = self._base_model(worker_id)
         self._turns[base_model].replaced(worker_id)
-        self._resume(base_model, is_paused=self._fleet.has_lost(base_model))
+        self._pause(base_model, is_paused=self._fleet.has_lost(base_model))
 
     def not_replaced(self, worker_id: str) -> None:
         """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
         base_model = self._base_model(worker_id)
         self._turns[base_model].not_replaced(worker_id)
-        self._resume(base_model, is_paused=False)
+        self._pause(base_model, is_paused=False)
 
-    def _resume(self, base_model: str, *, is_paused: bool) -> None:
+    def _pause(self, base_model: str, *, is_paused: bool) -> None:
         self._turns[base_model].pause(is_paused=is_paused)
         self._quarantines[base_model].pause(is_paused=is_paused)
 

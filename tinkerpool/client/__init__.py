@@ -5,5 +5,5 @@ Public interface, all of it importable from `tinkerpool`: `ServiceClient`, `Trai
 
 Imports run down this line: `service_client`, `training_client`, `sampling_client` and `rest_client`, `session`,
 `training` (one adapter's passes and sequence numbers), `calls` (from one attempt at a call to a committed outcome).
-Beside it: `tokenizer`, `imports`, `archive` and `export`, for files.
+Also `tokenizer`, `imports`, `archive` and `export`, for files.
 """

@@ -105,7 +105,7 @@ def test_a_discard_is_decided_in_its_turn_and_the_next_item_drops_the_gradient()
     assert seqs(decided := adapter.take_decided()) == [2, 3]
     assert all(each.outcome is not None and each.outcome.HasField("discard_gradient") for each in decided)
     assert (adapter.copy.cursor, adapter.copy.applied_seq, adapter.copy.must_drop_gradient) == (3, 1, True)
-    assert not adapter.has_pending_gradient
+    assert not adapter.copy.window.has_gradient
     assert seqs(adapter.ahead().passes()) == [4, 5]
 
 
@@ -247,7 +247,6 @@ def test_a_lost_copy_is_rebuilt_by_the_operations_that_changed_state() -> None:
     assert adapter.operations[6].is_failed
     run(adapter, 7)
     adapter.place_copy("w1")
-    assert adapter.ahead().is_replaying
     replayed = []
     while adapter.ahead().is_replaying:
         [first, *_] = [*adapter.ahead().passes(), *adapter.ahead().states()]
@@ -310,7 +309,7 @@ def test_a_gradient_is_pending_from_a_pass_to_the_next_step_or_load(
 ) -> None:
     adapter = adapter_with(*kinds)
     run(adapter, *(seq for seq, kind in enumerate(kinds, 1) if kind is not DISCARD), fail=failing)
-    assert adapter.has_pending_gradient is is_pending
+    assert adapter.copy.window.has_gradient is is_pending
 
 
 def test_a_failed_append_leaves_no_gap_before_the_next_server_assigned_seq() -> None:
