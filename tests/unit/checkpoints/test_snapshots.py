@@ -164,9 +164,7 @@ async def test_no_snapshot_is_taken_while_an_outcome_is_decided_and_not_committe
     assert snapshots.due([adapter], ()) == [adapter]
 
 
-async def test_an_operation_that_arrives_during_a_commit_does_not_put_off_the_snapshot_after_it(
-    snapshots: Snapshots,
-) -> None:
+async def test_an_operation_that_arrives_during_a_commit_puts_off_no_snapshot(snapshots: Snapshots) -> None:
     adapter = trained(11.0)
     adapter.add(operation(3, DISCARD))
     assert snapshots.due([adapter], ()) == [adapter]
