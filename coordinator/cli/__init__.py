@@ -1,8 +1,8 @@
 """The commands that run a pool, `serve`, `up`, `down` and `logs`, and those on its data: `backup`, `restore`, `doctor`.
 
 Public interface: `register`, which the `tinkerpool` command finds through an entry point. The pool's libraries are
-imported only when a command needs them, so that `tinkerpool --help` is quick and works without them. `process` finds a
-pool that runs in the background.
+imported only when a command needs them, so that `tinkerpool --help` is quick and works without them. `checks` refuses
+a start that cannot succeed; `process` starts and stops a pool in the background.
 """
 
 from __future__ import annotations

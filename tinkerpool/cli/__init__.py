@@ -2,5 +2,5 @@
 
 Public interface: `main.main`, which runs the command line; `show.CliError` and `app.RUN_PANEL` for the commands that
 run a pool, which `coordinator.cli` adds through an entry point. The commands are in `adapters`, `checkpoints`, `keys`,
-`tenants`, `limits`, `audit` and `pool`; `finding` and `connection` lead to the pool.
+`tenants`, `limits`, `audit`, `pool` and `pools`; `finding` and `connection` lead to a pool.
 """
