@@ -6,10 +6,10 @@ import itertools
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
-from coordinator.operations.responses import Responses
+from coordinator.limits.results import Responses
+from coordinator.limits.turns import Turns
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
-from coordinator.runtime.turns import Turns
 from coordinator.service import Service
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role

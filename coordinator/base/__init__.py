@@ -6,7 +6,7 @@ Public interface:
   error;
 - `config`: every option of a coordinator and its doors; `VERSION`;
 - `tenant_limits`: every limit of one tenant, with default, unit and reason;
-- `budget`: amounts that calls share; `memory`: blocks that go back to the system, short garbage collections;
+- `memory`: blocks that go back to the system, short garbage collections;
 - `time`: `Time`, `SystemTime`, `Signal`, and `within`, a time-out that a pause of the process does not trigger.
 
 Imported by every other room; must not depend on any of them.

@@ -1,7 +1,7 @@
 """Every limit of one tenant: default, unit and reason. The only place of these numbers.
 
 A pool's operator may give other defaults to all tenants (`CoordinatorConfig.tenant_limits`), and an administrator other
-values to one tenant (`coordinator.tenants.limits`). In requests and in the database a value is text, as people type it.
+values to one tenant (`coordinator.limits.quotas`). In requests and in the database a value is text, as people type it.
 
 Pure. Main invariant: checked on construction; a text that `as_text` made is parsed to the same value.
 """

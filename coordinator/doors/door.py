@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.responses import Responses
-from coordinator.runtime.turns import Turns
+from coordinator.limits.results import Responses
+from coordinator.limits.turns import Turns
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 

@@ -25,7 +25,7 @@ from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
-from coordinator.operations.responses import UNCOUNTED_BYTES
+from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.tenants.principals import Role
 
 PREFIX = "/api/v1"

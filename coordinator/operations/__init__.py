@@ -6,7 +6,7 @@ Public interface:
 - `adapter_log`: `AdapterLog`, one adapter's operations by sequence number; `windows`: its gradient windows as rows;
 - `copy`: `Copy`, the adapter's state on a worker, and `Ahead`, the operations that a worker may run next;
 - `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model, with its `Arrivals`;
-- `sessions`: `SessionTable` and `Session`; `responses`: the memory of results that doors are sending;
+- `sessions`: `SessionTable` and `Session`;
 - `admission`: `Admission`, the only way for a `Request` to become an operation; `storage_error`;
 - `ceilings`, `holdings` and `spending`: what a tenant may hold, holds and claims, and has used in a month;
 - `in_flight`: `InFlightTable`, operations without a committed outcome, and the waits for them; `FinishedSamples` of the

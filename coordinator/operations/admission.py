@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
+from coordinator.limits.rates import Rates
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.ceilings import Ceilings, full
 from coordinator.operations.holdings import NO_CLAIM, Claim
@@ -32,7 +33,6 @@ from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.payloads.samples import unversioned_form
 from coordinator.storage.sqlite import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
-from coordinator.tenants.rates import Rates
 from tinkerpool.names import operation_name
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from coordinator.base.errors import Quota, ServiceError, busy, over_ceiling
+from coordinator.limits.quotas import Quotas
 from coordinator.operations.holdings import Claim, Holdings
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.sessions import SessionTable
 from coordinator.operations.spending import Spending
-from coordinator.tenants.limits import Quotas
 
 
 class Ceilings:

@@ -11,6 +11,9 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.fleet.fleet import Fleet
+from coordinator.limits.ceiling import Streams
+from coordinator.limits.quotas import Quotas
+from coordinator.limits.rates import Rates
 from coordinator.operations.admission import Admission
 from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.holdings import Holdings
@@ -19,9 +22,6 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.sessions import SessionTable
 from coordinator.operations.spending import Spending
 from coordinator.storage.store import Store
-from coordinator.tenants.limits import Quotas
-from coordinator.tenants.rates import Rates
-from coordinator.tenants.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.responses import UNCOUNTED_BYTES
 from coordinator.payloads.passes import DecodedPass
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from coordinator.base.errors import over_ceiling
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
+from coordinator.limits.quotas import Quotas
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Holdings
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.rows import AdapterRow
-from coordinator.tenants.limits import Quotas
 from workers.contract.messages import AdapterSpec
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, ServiceError, over_ceiling, sampler_exists
 from coordinator.base.time import Time
+from coordinator.limits.quotas import Quotas
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
-from coordinator.tenants.limits import Quotas
 from tinkerpool import names
 
 

@@ -14,13 +14,13 @@ from coordinator.base.time import SystemTime, Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
+from coordinator.limits.results import Responses
+from coordinator.limits.turns import Turns
 from coordinator.operations.epoch import Context, Registers, open_registers
-from coordinator.operations.responses import Responses
 from coordinator.runtime.assembly import Runners, make_runners
 from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
 from coordinator.runtime.tasks import Tasks
-from coordinator.runtime.turns import Turns
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from coordinator.base.errors import invalid
-from coordinator.runtime.turns import Turns
+from coordinator.limits.turns import Turns
 from coordinator.storage.rows import Listing
 from tinkerpool.v1.adapters_pb2 import ListAdaptersRequest
 from tinkerpool.v1.admin_pb2 import ListApiKeysRequest, ListTenantsRequest

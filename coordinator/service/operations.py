@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.limits.results import Room
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.responses import Room
 from coordinator.service.access import UseCases, streamed
 from coordinator.service.listings import LARGE_LISTS, PAGE_BYTES_MAX
 from coordinator.tenants.principals import Principal, Role

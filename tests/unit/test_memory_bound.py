@@ -9,8 +9,8 @@ from coordinator.base.config import DATUMS_MAX, MESSAGE_BYTES_MAX, GrpcConfig, H
 from coordinator.checkpoints.published_weights import HELD_BYTES_MAX
 from coordinator.cycle.phases import DECODED_BYTES_MAX, INSTALL_BYTES_MAX
 from coordinator.doors.grpc.intake import RESERVED_READERS, WAITING_MAX
+from coordinator.limits.results import COPIES, OF_TENANT_MAX, RESPONSE_BYTES_MAX
 from coordinator.operations.in_flight import REQUEST_BYTES_MAX, RESULT_BYTES_MAX
-from coordinator.operations.responses import COPIES, OF_TENANT_MAX, RESPONSE_BYTES_MAX
 from coordinator.scheduling.state_budget import BYTES_MAX
 from scripts.attack.report import MEMORY_GROWTH_MAX
 

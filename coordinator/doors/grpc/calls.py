@@ -25,7 +25,7 @@ from coordinator.doors.door import Backend, to_refusal
 from coordinator.doors.grpc.callers import caller_of
 from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
-from coordinator.operations.responses import Room
+from coordinator.limits.results import Room
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.payloads.passes import INLINE_BYTES_MAX
 from coordinator.service.roles import LEAST_ROLES

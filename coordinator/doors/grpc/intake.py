@@ -15,9 +15,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from coordinator.base.budget import PARTS, Budget
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.limits.budget import PARTS, Budget
 
 SMALL_BYTES_MAX = 2 << 20
 """Largest request of a call without data for training or sampling. A wait for 10,000 operations has 1 MiB."""

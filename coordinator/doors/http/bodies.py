@@ -16,9 +16,9 @@ from types import TracebackType
 import zstandard
 from starlette.requests import Request
 
-from coordinator.base.budget import PARTS, Budget, Held
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.limits.budget import PARTS, Budget, Held
 
 INLINE_BYTES_MAX = 256 << 10
 """Larger bodies are decompressed, parsed and encoded on a thread."""

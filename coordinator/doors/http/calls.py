@@ -20,7 +20,7 @@ from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Polls, RunningCalls
 from coordinator.doors.peers import is_this_machine
-from coordinator.operations.responses import Room
+from coordinator.limits.results import Room
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal
 

@@ -14,7 +14,7 @@ from coordinator.doors.http.calls import Call
 from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
 from coordinator.doors.openai.errors import no_model, refused
 from coordinator.doors.openai.templates import ChatTemplate, ChatTemplateError, read_template
-from coordinator.runtime.turns import Turns
+from coordinator.limits.turns import Turns
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _INLINE_CHARACTERS_MAX = 4096

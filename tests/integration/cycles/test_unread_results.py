@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.operations import in_flight, responses
-from coordinator.operations.responses import COPIES, Responses
+from coordinator.limits import results
+from coordinator.limits.results import COPIES, Responses
+from coordinator.operations import in_flight
 from tests.support.toy_pool import ToyPool, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
 @pytest.fixture(autouse=True)
 def every_result_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (in_flight, responses):
+    for module in (in_flight, results):
         monkeypatch.setattr(module, "UNCOUNTED_BYTES", 0)
 
 

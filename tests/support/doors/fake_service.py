@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
-from coordinator.operations.responses import Responses, Room
-from coordinator.runtime.turns import Turns
+from coordinator.limits.results import Responses, Room
+from coordinator.limits.turns import Turns
 from coordinator.service.listings import Listed
 from coordinator.storage.folders import CONFIG, WEIGHTS
 from coordinator.storage.rows import Listing

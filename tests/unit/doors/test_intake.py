@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.base.budget import Budget
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc import intake
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.limits.budget import Budget
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService, KeysByName
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc

@@ -17,8 +17,8 @@ from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
-from coordinator.operations import responses
-from coordinator.operations.responses import Responses
+from coordinator.limits import results
+from coordinator.limits.results import Responses
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService, KeysByName
 from tinkerpool.convert import to_tensor
@@ -46,7 +46,7 @@ def backend() -> FakeBackend:
         wait_operations=[operations_pb2.WaitOperationsResponse(operation=result())] * 2,
     )
     made = FakeBackend(service, keys=KeysByName())
-    one = responses.COPIES * (RESULT_BYTES + 1000)
+    one = results.COPIES * (RESULT_BYTES + 1000)
     made.responses = Responses(bytes_max=2 * one, of_tenant_max=one)
     return made
 

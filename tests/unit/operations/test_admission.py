@@ -10,6 +10,8 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.tenant_limits import TenantLimits
 from coordinator.fleet.fleet import Fleet
+from coordinator.limits.quotas import Quotas
+from coordinator.limits.rates import Rates
 from coordinator.operations import admission
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
@@ -23,8 +25,6 @@ from coordinator.operations.spending import Spending
 from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.access.audit import Act
 from coordinator.storage.store import Store
-from coordinator.tenants.limits import Quotas
-from coordinator.tenants.rates import Rates
 from tests.support.adapter_logs import adapter_with
 from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2

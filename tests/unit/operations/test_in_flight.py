@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
+from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations import in_flight
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Acceptance, Kind, Operation, Usage
-from coordinator.operations.responses import UNCOUNTED_BYTES
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

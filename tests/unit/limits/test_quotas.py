@@ -15,9 +15,9 @@ from coordinator.base.tenant_limits import (
     limits_with,
     parse_limit,
 )
+from coordinator.limits.quotas import Quotas
 from coordinator.storage.access.audit import Act
 from coordinator.storage.store import Store
-from coordinator.tenants.limits import Quotas
 from tests.support.database import TENANT, open_store
 
 DEFAULTS = TenantLimits(adapters_max=5)

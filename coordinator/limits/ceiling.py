@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from coordinator.base.errors import busy
-from coordinator.tenants.limits import Quotas
+from coordinator.limits.quotas import Quotas
 
 
 class Streams:

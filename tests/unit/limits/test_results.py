@@ -7,15 +7,15 @@ import asyncio
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations import responses
-from coordinator.operations.responses import COPIES, UNCOUNTED_BYTES, Responses
+from coordinator.limits import results
+from coordinator.limits.results import COPIES, UNCOUNTED_BYTES, Responses
 
 RESULT = 100 << 10
 ONE = COPIES * RESULT
 
 
 async def test_a_result_counts_with_its_copies_until_its_room_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "ROOM_S", 0.01)
+    monkeypatch.setattr(results, "ROOM_S", 0.01)
     room = Responses(bytes_max=2 * ONE - 1, of_tenant_max=2 * ONE - 1)
     first = room.room("a")
     await first.take(RESULT)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coordinator.runtime.turns import Turns
+from coordinator.limits.turns import Turns
 
 
 async def hold(turns: Turns, tenant: str, log: list[str], may_end: asyncio.Event) -> None:

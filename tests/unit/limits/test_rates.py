@@ -7,11 +7,11 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import BURST_S, TenantLimits
+from coordinator.limits import rates as rates_module
+from coordinator.limits.quotas import Quotas
+from coordinator.limits.rates import Rates
 from coordinator.storage.access.audit import Act
 from coordinator.storage.store import Store
-from coordinator.tenants import rates as rates_module
-from coordinator.tenants.limits import Quotas
-from coordinator.tenants.rates import Rates
 from tests.support.database import TENANT
 from tests.support.toy_pool import FakeTime
 

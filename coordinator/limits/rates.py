@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from coordinator.base.errors import busy
 from coordinator.base.tenant_limits import BURST_S
-from coordinator.tenants.limits import Quotas
+from coordinator.limits.quotas import Quotas
 
 TENANTS_KEPT = 4096
 """Buckets that are kept while they may be full; above that, the full ones are dropped."""

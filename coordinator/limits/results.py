@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from coordinator.base.budget import Budget, Held
+from coordinator.limits.budget import Budget, Held
 
 RESPONSE_BYTES_MAX = 48 << 20
 """Memory for results that are being made or sent."""
