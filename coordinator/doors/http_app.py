@@ -26,6 +26,7 @@ from coordinator.doors.openai.errors import error_response as openai_error_respo
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
 from coordinator.limits.results import UNCOUNTED_BYTES
+from coordinator.service.roles import LEAST_ROLES
 from coordinator.tenants.principals import Role
 
 PREFIX = "/api/v1"
@@ -38,59 +39,56 @@ _CHECKPOINTS = "/training_runs/{run}/checkpoints"
 _CHECKPOINT = f"{_CHECKPOINTS}/{{kind}}/{{name}}"
 """A checkpoint's id has two parts, so that a checkpoint named `publish` is not taken for the endpoint."""
 
-HANDLERS: tuple[tuple[str, str, Handler, Role], ...] = (
-    ("POST", "/client/config", sessions.client_config, Role.READ_ONLY),
-    ("POST", "/client/dynamic_config", sessions.dynamic_config, Role.READ_ONLY),
-    ("POST", "/telemetry", sessions.telemetry, Role.READ_ONLY),
-    ("GET", "/get_server_capabilities", sessions.server_capabilities, Role.READ_ONLY),
-    ("POST", "/create_session", sessions.create_session, Role.MEMBER),
-    ("POST", "/session_heartbeat", sessions.heartbeat, Role.MEMBER),
-    ("POST", "/sessions/{session}/finish", sessions.finish_session, Role.MEMBER),
-    ("POST", "/create_model", models.create_model, Role.MEMBER),
-    ("POST", "/get_info", models.get_info, Role.READ_ONLY),
-    ("POST", "/unload_model", models.unload_model, Role.MEMBER),
-    ("POST", "/load_weights", models.load_weights, Role.MEMBER),
-    ("POST", "/forward_backward", training.forward_backward, Role.MEMBER),
-    ("POST", "/forward", training.forward_backward, Role.MEMBER),
-    ("POST", "/optim_step", training.optim_step, Role.MEMBER),
-    ("POST", "/save_weights", training.save_weights, Role.MEMBER),
-    ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler, Role.MEMBER),
-    ("POST", "/save_weights_external", training.save_weights_external, Role.MEMBER),
-    ("POST", "/create_sampling_session", sampling.create_sampling_session, Role.MEMBER),
-    ("GET", "/samplers/{sampler}", sampling.get_sampler, Role.READ_ONLY),
-    ("POST", "/asample", sampling.asample, Role.MEMBER),
-    ("POST", "/join_sampling_session", sampling.join_sampling_session, Role.MEMBER),
-    ("POST", "/retrieve_future", futures.retrieve_future, Role.READ_ONLY),
-    ("POST", "/retrieve_futures", futures.retrieve_futures, Role.READ_ONLY),
-    ("POST", "/cancel_future", futures.cancel_future, Role.MEMBER),
-    ("GET", "/sessions", sessions.list_sessions, Role.READ_ONLY),
-    ("GET", "/sessions/{session}", sessions.get_session, Role.READ_ONLY),
-    ("GET", "/training_runs", runs.list_runs, Role.READ_ONLY),
-    ("GET", "/training_runs/{run}", runs.get_run, Role.READ_ONLY),
-    ("GET", _CHECKPOINTS, runs.list_of_run, Role.READ_ONLY),
-    ("GET", "/checkpoints", runs.list_all, Role.READ_ONLY),
-    ("POST", "/copy_weights", runs.copy_weights, Role.MEMBER),
-    ("POST", "/weights_info", runs.weights_info, Role.READ_ONLY),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls", runs.download_urls, Role.READ_ONLY),
-    ("GET", f"{_CHECKPOINT}/archive", runs.download_archive, Role.READ_ONLY),
-    ("POST", f"{_CHECKPOINT}/publish", runs.publish, Role.MEMBER),
-    ("DELETE", f"{_CHECKPOINT}/publish", runs.unpublish, Role.MEMBER),
-    ("PUT", f"{_CHECKPOINT}/ttl", runs.set_ttl, Role.MEMBER),
-    (
-        "DELETE",
-        f"{_CHECKPOINTS}/{{checkpoint:path}}",
-        runs.delete,
-        Role.MEMBER,
-    ),  # also for a path that is not a checkpoint's id
+HANDLERS: tuple[tuple[str, str, Handler, str], ...] = (
+    ("POST", "/client/config", sessions.client_config, "get_capabilities"),
+    ("POST", "/client/dynamic_config", sessions.dynamic_config, "get_capabilities"),
+    ("POST", "/telemetry", sessions.telemetry, "get_capabilities"),
+    ("GET", "/get_server_capabilities", sessions.server_capabilities, "get_capabilities"),
+    ("POST", "/create_session", sessions.create_session, "create_session"),
+    ("POST", "/session_heartbeat", sessions.heartbeat, "heartbeat"),
+    ("POST", "/sessions/{session}/finish", sessions.finish_session, "finish_session"),
+    ("POST", "/create_model", models.create_model, "create_adapter"),
+    ("POST", "/get_info", models.get_info, "get_adapter"),
+    ("POST", "/unload_model", models.unload_model, "delete_adapter"),
+    ("POST", "/load_weights", models.load_weights, "create_adapter"),
+    ("POST", "/forward_backward", training.forward_backward, "forward_backward"),
+    ("POST", "/forward", training.forward_backward, "forward"),
+    ("POST", "/optim_step", training.optim_step, "optim_step"),
+    ("POST", "/save_weights", training.save_weights, "save_state"),
+    ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler, "save_weights_for_sampler"),
+    ("POST", "/save_weights_external", training.save_weights_external, "save_weights_for_sampler"),
+    ("POST", "/create_sampling_session", sampling.create_sampling_session, "create_sampler"),
+    ("GET", "/samplers/{sampler}", sampling.get_sampler, "get_sampler"),
+    ("POST", "/asample", sampling.asample, "sample"),
+    ("POST", "/join_sampling_session", sampling.join_sampling_session, "create_sampler"),
+    ("POST", "/retrieve_future", futures.retrieve_future, "wait_operations"),
+    ("POST", "/retrieve_futures", futures.retrieve_futures, "wait_operations"),
+    ("POST", "/cancel_future", futures.cancel_future, "cancel_operation"),
+    ("GET", "/sessions", sessions.list_sessions, "list_sessions"),
+    ("GET", "/sessions/{session}", sessions.get_session, "get_session"),
+    ("GET", "/training_runs", runs.list_runs, "list_adapters"),
+    ("GET", "/training_runs/{run}", runs.get_run, "get_adapter"),
+    ("GET", _CHECKPOINTS, runs.list_of_run, "list_checkpoints"),
+    ("GET", "/checkpoints", runs.list_all, "list_checkpoints"),
+    ("POST", "/copy_weights", runs.copy_weights, "copy_checkpoint"),
+    ("POST", "/weights_info", runs.weights_info, "get_checkpoint"),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", runs.download_urls, "export_checkpoint"),
+    ("GET", f"{_CHECKPOINT}/archive", runs.download_archive, "export_checkpoint"),
+    ("POST", f"{_CHECKPOINT}/publish", runs.publish, "set_checkpoint_access"),
+    ("DELETE", f"{_CHECKPOINT}/publish", runs.unpublish, "set_checkpoint_access"),
+    ("PUT", f"{_CHECKPOINT}/ttl", runs.set_ttl, "set_checkpoint_ttl"),
+    # also for a path that is not a checkpoint's id
+    ("DELETE", f"{_CHECKPOINTS}/{{checkpoint:path}}", runs.delete, "delete_checkpoint"),
 )
-"""Method, path and handler of each endpoint, and the least role of its callers."""
+"""Method, path and handler of each endpoint, and the use case whose least role its callers need."""
 
 
 def make_app(door: DoorContext) -> ASGIApp:
     """Make the ASGI application. A call ends when its client leaves; what it has begun to write is written."""
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [
-        Route(path, _Guarded(handler, door, least), methods=[method]) for method, path, handler, least in HANDLERS
+        Route(path, _Guarded(handler, door, LEAST_ROLES[use_case]), methods=[method])
+        for method, path, handler, use_case in HANDLERS
     ]
     routes.append(Route("/{path:path}", _Guarded(_unknown, door, Role.READ_ONLY), methods=METHODS))
     for_openai = _openai_routes(door)
@@ -104,16 +102,16 @@ def make_app(door: DoorContext) -> ASGIApp:
 
 def _openai_routes(door: DoorContext) -> list[BaseRoute]:
     own = openai.OpenAi()
-    handlers: tuple[tuple[list[str], str, Handler, Role], ...] = (
-        (["POST"], "/completions", own.completions, Role.MEMBER),
-        (["POST"], "/chat/completions", own.chat, Role.MEMBER),
-        (["GET"], "/models", own.list_models, Role.READ_ONLY),
-        (["GET"], "/models/{model:path}", own.get_model, Role.READ_ONLY),
-        (METHODS, "/{path:path}", openai.unknown, Role.READ_ONLY),
+    handlers: tuple[tuple[list[str], str, Handler, str], ...] = (
+        (["POST"], "/completions", own.completions, "sample"),
+        (["POST"], "/chat/completions", own.chat, "sample"),
+        (["GET"], "/models", own.list_models, "get_capabilities"),
+        (["GET"], "/models/{model:path}", own.get_model, "get_capabilities"),
+        (METHODS, "/{path:path}", openai.unknown, "get_capabilities"),
     )
     return [
-        Route(path, _Guarded(handler, door, least, openai_error_response), methods=methods)
-        for methods, path, handler, least in handlers
+        Route(path, _Guarded(handler, door, LEAST_ROLES[use_case], openai_error_response), methods=methods)
+        for methods, path, handler, use_case in handlers
     ]
 
 

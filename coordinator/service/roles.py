@@ -1,6 +1,6 @@
-"""The least role for each RPC of the contract, by the name of its use case. Data only; the gRPC door checks it.
+"""The least role for each RPC of the contract, by the name of its use case. Data only; the doors check it.
 
-The HTTP door's table of routes has the same roles. A role that only reads may also wait for results: that changes
+The HTTP door's routes name use cases of this table. A role that only reads may also wait for results: that changes
 nothing, because a result that it fetches does not count as fetched.
 """
 
