@@ -6,6 +6,7 @@ import itertools
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
+from coordinator.limits.ceiling import Limit
 from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
 from coordinator.runtime.core import Core
@@ -57,6 +58,11 @@ class Coordinator:
     def decode_turns(self) -> Turns:
         """The turns at decoding and encoding of large messages."""
         return self.core.decode_turns
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """The limits on what tenants take, by name."""
+        return self.core.quotas.listed
 
     def health(self) -> bool:
         """Return whether cycles can make progress."""

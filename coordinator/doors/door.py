@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.limits.ceiling import Limit
 from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
 from coordinator.service import Service
@@ -46,6 +47,10 @@ class Backend(Protocol):
     @property
     def decode_turns(self) -> Turns:
         """The turns at decoding and encoding of large messages."""
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """The limits on what tenants take, by name; a door adds its own."""
 
     def health(self) -> bool:
         """Return whether cycles can make progress."""

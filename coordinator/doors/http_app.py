@@ -150,7 +150,7 @@ class _Guarded:
             )
         principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), self.least)
         request.scope[WITH_KEY] = True
-        held.enter_context(door.running.counted(principal.tenant_id))
+        held.enter_context(door.running.holding(principal.tenant_id))
         room = held.enter_context(door.backend.responses.room(principal.tenant_id))
         with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as body:
             response = await self.handler(Call(request, principal, door, body, room))

@@ -21,13 +21,14 @@ from coordinator.base.config import POLLS_DIVISOR, HttpConfig
 from coordinator.base.time import SystemTime, Time
 from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.http.bodies import Bodies
-from coordinator.doors.http.calls import DoorContext, Gate
+from coordinator.doors.http.calls import DoorContext, Gate, running_calls
 from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
-from coordinator.doors.http.places import Places, Polls, RunningCalls
+from coordinator.doors.http.places import Places
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
 from coordinator.doors.tls import TlsFiles
+from coordinator.limits.polls import Polls
 
 _DROP_S = 5.0
 """Seconds that cancelled calls may take to end."""
@@ -82,19 +83,25 @@ class HttpDoor:
             tokenizers = await write_tokenizers(backend.service, tokenizers_dir)
 
         num_max = _connections_max(config.connections_max)
-        app = make_app(
-            DoorContext(
-                backend=backend,
-                config=config,
-                gate=self._gate,
-                downloads=Downloads(self._time),
-                polls=Polls(max(1, num_max // POLLS_DIVISOR)),
-                running=RunningCalls(num_max),
-                bodies=Bodies(config),
-                tokenizers=tokenizers,
-                time=self._time,
-            )
+        door = DoorContext(
+            backend=backend,
+            config=config,
+            gate=self._gate,
+            downloads=Downloads(self._time),
+            polls=Polls(max(1, num_max // POLLS_DIVISOR), backend.limits["streams_max"].maximum),
+            running=running_calls(num_max),
+            bodies=Bodies(config),
+            tokenizers=tokenizers,
+            time=self._time,
         )
+        backend.limits.update(
+            http_calls=door.running,
+            http_downloads=door.downloads.running,
+            http_polls=door.polls,
+            http_received_bytes=door.bodies.received,
+            http_decompressed_bytes=door.bodies.decompressed,
+        )
+        app = make_app(door)
         tls = TlsFiles(config) if config.is_tls else None
         self._server = _Server(_uvicorn_config(app, config), self._socket, Places(num_max), config.handshake_s, tls)
         self._serving = asyncio.create_task(self._server.serve(), name="http door")

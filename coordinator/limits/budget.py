@@ -41,6 +41,14 @@ class Budget:
         self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
         self._num_waiting = 0
 
+    def used(self, tenant_id: str) -> int:
+        """Return what the calls of a tenant have taken."""
+        return self._taken[tenant_id]
+
+    def maximum(self, _tenant_id: str) -> int:
+        """Return the part that one tenant may take."""
+        return self._of_tenant_max
+
     async def take(self, tenant_id: str, amount: int, timeout_s: float) -> None:
         """Take an amount. Raises ServiceError CALLS_BUSY after `timeout_s` seconds, or if too many calls wait."""
         if tenant_id not in self._waiting and self._fits(tenant_id, amount):
@@ -59,7 +67,7 @@ class Budget:
             else:
                 self.give(tenant_id, amount)
             if isinstance(error, TimeoutError):
-                raise _busy(self._used(tenant_id, amount)) from None
+                raise _busy(self._quota(tenant_id, amount)) from None
             raise
 
     def check_waiting(self, tenant_id: str) -> None:
@@ -73,7 +81,7 @@ class Budget:
     def take_now(self, tenant_id: str, amount: int) -> None:
         """Take an amount without waiting. Raises ServiceError CALLS_BUSY if the rest or the tenant's part is small."""
         if not self._fits(tenant_id, amount):
-            raise _busy(self._used(tenant_id, amount))
+            raise _busy(self._quota(tenant_id, amount))
         self._grant(tenant_id, amount)
 
     def give(self, tenant_id: str, amount: int) -> None:
@@ -88,7 +96,7 @@ class Budget:
     def _fits(self, tenant_id: str, amount: int) -> bool:
         return amount <= self._free and self._taken[tenant_id] + amount <= self._of_tenant_max
 
-    def _used(self, tenant_id: str, amount: int) -> Quota:
+    def _quota(self, tenant_id: str, amount: int) -> Quota:
         """Return the quota for which this amount waited: the tenant's own part, or the whole."""
         of_tenant = self._taken[tenant_id]
         if of_tenant + amount > self._of_tenant_max:

@@ -1,39 +1,100 @@
-"""The calls of each tenant that wait or stream: at most so many at a time.
+"""Ceilings: limits that count what each tenant has, or does at a time.
 
-Does not depend on what a call waits for. Main invariant: a call counts from its start until it has ended.
+Does not depend on what is counted. Main invariant: nothing is awaited between a check and its count, so that calls at
+the same time never exceed a ceiling together.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from coordinator.base.errors import busy
-from coordinator.limits.quotas import Quotas
+from coordinator.base.errors import Quota, ServiceError, busy, over_ceiling
 
 
-class Streams:
-    """The open calls of all tenants."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a call above a limit is refused."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
-        self._num_open: Counter[str] = Counter()
+    reason: str
+    mend: str
+    """What frees some; `{added}` stands for what the call would add."""
+    make: Callable[[str, Quota, str], ServiceError] = busy
+    """Makes the refusal; `over_ceiling` if no waiting helps."""
 
-    def num_of(self, tenant_id: str) -> int:
-        """Return the number of a tenant's open calls."""
-        return self._num_open[tenant_id]
+    def of(self, quota: Quota, added: int = 1) -> ServiceError:
+        """Return the refusal of a call that would add so much to what is used up."""
+        return self.make(self.reason, quota, self.mend.format(added=added))
+
+
+class Limit(Protocol):
+    """A limit of each tenant."""
+
+    def used(self, tenant_id: str, /) -> int:
+        """Return how much is in use."""
+
+    def maximum(self, tenant_id: str, /) -> int | None:
+        """Return the most that may be in use; None if that is unlimited."""
+
+
+class Ceiling:
+    """A limit on a number: of things that are stored, and of those that blocks hold."""
+
+    def __init__(
+        self,
+        refusal: Refusal,
+        what: str,
+        maximum: Callable[[str], int | None],
+        *,
+        stored: Callable[[str], int] = lambda _: 0,
+        command: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        """`what` names what is counted, for people. `stored` counts what a tenant has beside what its blocks hold.
+
+        `command` is what an administrator types to raise the maximum of a tenant; empty if it is the same for all.
+        """
+        self.maximum = maximum
+        self._refusal, self._what, self._stored, self._command = refusal, what, stored, command
+        self._held: Counter[str] = Counter()
+
+    def used(self, tenant_id: str) -> int:
+        """Return how many a tenant has."""
+        return self._stored(tenant_id) + self._held[tenant_id]
+
+    def num_held(self) -> int:
+        """Return how many the blocks of all tenants hold."""
+        return self._held.total()
+
+    def check(self, tenant_id: str, added: int = 1) -> None:
+        """Raise ServiceError if a tenant may not have so many more."""
+        used, maximum = self.used(tenant_id), self.maximum(tenant_id)
+        if maximum is not None and used + added > maximum:
+            raise self._refusal.of(Quota(self._what, used, maximum, self._command(tenant_id)), added)
+
+    def refusal(self, tenant_id: str, added: int = 1) -> ServiceError | None:
+        """Return why a tenant may not have so many more; None: it may."""
+        try:
+            self.check(tenant_id, added)
+        except ServiceError as error:
+            return error
+        return None
 
     @contextmanager
-    def open(self, tenant_id: str) -> Iterator[None]:
-        """Count a call until the block ends. Raises ServiceError STREAMS_FULL if the tenant has too many."""
-        if (num_open := self._num_open[tenant_id]) >= self._quotas.of(tenant_id).streams_max:
-            quota = self._quotas.quota(tenant_id, "streams_max", num_open)
-            raise busy("STREAMS_FULL", quota, "wait for more operations in one call, or end some calls")
-        self._num_open[tenant_id] += 1
+    def holding(self, tenant_id: str, added: int = 1) -> Iterator[None]:
+        """Count so many more until the block ends. Raises ServiceError if the tenant may not have them."""
+        self.check(tenant_id, added)
+        self._held[tenant_id] += added
         try:
             yield
         finally:
-            self._num_open[tenant_id] -= 1
-            if not self._num_open[tenant_id]:
-                del self._num_open[tenant_id]
+            self._held[tenant_id] -= added
+            if not self._held[tenant_id]:
+                del self._held[tenant_id]
+
+
+def full(reason: str, quota: Quota, mend: str) -> ServiceError:
+    """Return the refusal of what waiting makes room for; for good if the limit is 0."""
+    return busy(reason, quota, mend) if quota.maximum else over_ceiling(reason, quota, mend)

@@ -31,11 +31,11 @@ class Responses:
 
     def __init__(self, bytes_max: int = RESPONSE_BYTES_MAX, of_tenant_max: int = OF_TENANT_MAX) -> None:
         self._of_tenant_max = of_tenant_max
-        self._budget = Budget(bytes_max, of_tenant_max, WAITING_MAX, what="results that are being sent")
+        self.budget = Budget(bytes_max, of_tenant_max, WAITING_MAX, what="results that are being sent")
 
     def room(self, tenant_id: str) -> Room:
         """Return the room of one call, which takes nothing yet."""
-        return Room(Held(self._budget, tenant_id), self._of_tenant_max)
+        return Room(Held(self.budget, tenant_id), self._of_tenant_max)
 
 
 class Room:

@@ -47,8 +47,18 @@ class Turns:
 
     def __init__(self, num_at_once: int) -> None:
         """`num_at_once`: the most holders at a time."""
+        self._num_at_once = num_at_once
         self._num_free = num_at_once
         self._tenants: dict[str, _Tenant] = {}
+
+    def used(self, tenant_id: str) -> int:
+        """Return the number of turns that a tenant holds."""
+        tenant = self._tenants.get(tenant_id)
+        return tenant.num_held if tenant is not None else 0
+
+    def maximum(self, _tenant_id: str) -> int:
+        """Return the most that are held at a time, also by one tenant."""
+        return self._num_at_once
 
     @asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[Turn]:

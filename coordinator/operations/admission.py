@@ -20,9 +20,10 @@ from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
+from coordinator.limits.quotas import QUEUE_FULL
 from coordinator.limits.rates import Rates
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.ceilings import Ceilings, full
+from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
@@ -112,7 +113,6 @@ class Admission:
         self._registry = registry
         self._limits = limits
         self._ceilings = ceilings
-        self._quotas = ceilings.quotas
         self._rates = rates
         self._numbers = SampleNumbers(store)
         self._appending: dict[str, asyncio.Future[None]] = {}
@@ -301,8 +301,8 @@ class Admission:
             self._check_queue(log.tenant_id, log.adapter_id, num_bytes)
             self._rates.check(log.tenant_id, *amounts)
         except ServiceError as refusal:
-            pending = self._in_flight.bytes_of_tenant(log.tenant_id)
-            has_room = pending + num_bytes <= self._quotas.of(log.tenant_id).queued_bytes_max + AWAITED_BYTES_MAX
+            bytes_beyond = num_bytes - AWAITED_BYTES_MAX
+            has_room = self._ceilings.queued_bytes.refusal(log.tenant_id, bytes_beyond) is None
             if refusal.reason not in ("QUEUE_FULL", "RATE_LIMITED") or not has_room or not log.waits_for(seq):
                 raise
 
@@ -310,13 +310,11 @@ class Admission:
         self.check_open()
         num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
-            raise _full(Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max))
-        limits, of_tenant = self._quotas.of(tenant_id), self._in_flight.num_of_tenant(tenant_id)
-        if of_tenant >= limits.queued_operations_max:
-            raise _full(self._quotas.quota(tenant_id, "queued_operations_max", of_tenant))
-        pending = self._in_flight.bytes_of_tenant(tenant_id)
-        if pending + num_bytes > limits.queued_bytes_max and pending:
-            raise _full(self._quotas.quota(tenant_id, "queued_bytes_max", pending))
+            quota = Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max)
+            raise QUEUE_FULL.of(quota)
+        self._ceilings.queued_operations.check(tenant_id)
+        if self._in_flight.bytes_of_tenant(tenant_id):  # one that is larger than the whole ceiling is accepted alone
+            self._ceilings.queued_bytes.check(tenant_id, num_bytes)
 
     def _refusal(self, log: AdapterLog, requests: Sequence[Request]) -> ServiceError | None:
         """Return why these requests are refused for good: malformed, not possible now, or too much for one window."""
@@ -530,7 +528,3 @@ def _taken(operation: Operation, metadata: dict[str, str]) -> ServiceError:
 
 def _expected(log: AdapterLog) -> dict[str, str]:
     return {"expected_seq": str(log.next_seq)}
-
-
-def _full(quota: Quota) -> ServiceError:
-    return full("QUEUE_FULL", quota, "wait for some operations to finish")

@@ -11,7 +11,6 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.fleet.fleet import Fleet
-from coordinator.limits.ceiling import Streams
 from coordinator.limits.quotas import Quotas
 from coordinator.limits.rates import Rates
 from coordinator.operations.admission import Admission
@@ -46,7 +45,6 @@ class Registers:
     quotas: Quotas
     holdings: Holdings
     ceilings: Ceilings
-    streams: Streams
     rates: Rates
 
 
@@ -60,7 +58,7 @@ def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
     sessions = SessionTable(store, context.time)
     sessions.load()
     rates = Rates(quotas, context.time.monotonic)
-    ceilings = Ceilings(quotas, in_flight, sessions, holdings, Spending(store, in_flight, context.time.wall))
+    ceilings = Ceilings(quotas, in_flight, sessions, registry, holdings, Spending(store, in_flight, context.time.wall))
     return Registers(
         registry=registry,
         sessions=sessions,
@@ -70,6 +68,5 @@ def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
         quotas=quotas,
         holdings=holdings,
         ceilings=ceilings,
-        streams=Streams(quotas),
         rates=rates,
     )

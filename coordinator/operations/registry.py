@@ -6,14 +6,10 @@ walks through; `AdapterGroup.dirty` has an adapter from a change until it was fo
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
-from coordinator.base.errors import over_ceiling
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
-from coordinator.limits.quotas import Quotas
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Holdings
 from coordinator.storage.adapters import Adapters
@@ -117,8 +113,6 @@ class AdapterRegistry:
         self._holdings = holdings
         self._logs: dict[str, AdapterLog] = {}
         self._groups: dict[str, AdapterGroup] = {}
-        self._num_reserved: Counter[str] = Counter()
-        """Tenant to its adapters whose rows are being written."""
 
     @property
     def logs(self) -> Mapping[str, AdapterLog]:
@@ -167,25 +161,8 @@ class AdapterRegistry:
         return sum(log is not None and tenant_id in (None, log.tenant_id) for log in found)
 
     def num_of(self, tenant_id: str) -> int:
-        """Return the number of a tenant's adapters, those that are being written included."""
-        return sum(log.tenant_id == tenant_id for log in self._logs.values()) + self._num_reserved[tenant_id]
-
-    @contextmanager
-    def reserving(self, tenant_id: str, quotas: Quotas) -> Iterator[None]:
-        """Reserve room for one adapter of a tenant while the block writes its row and adds it.
-
-        Raises ServiceError ADAPTER_QUOTA if the tenant has as many as it may have, those that are being written
-        included: so calls at the same time never exceed the ceiling together.
-        """
-        if (num_adapters := self.num_of(tenant_id)) >= quotas.of(tenant_id).adapters_max:
-            raise over_ceiling("ADAPTER_QUOTA", quotas.quota(tenant_id, "adapters_max", num_adapters), "delete some")
-        self._num_reserved[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._num_reserved[tenant_id] -= 1
-            if not self._num_reserved[tenant_id]:
-                del self._num_reserved[tenant_id]
+        """Return the number of a tenant's adapters."""
+        return sum(log.tenant_id == tenant_id for log in self._logs.values())
 
 
 def adapter_of_row(row: AdapterRow) -> AdapterLog:

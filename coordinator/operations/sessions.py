@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, ServiceError, over_ceiling, sampler_exists
+from coordinator.base.errors import Code, ServiceError, sampler_exists
 from coordinator.base.time import Time
-from coordinator.limits.quotas import Quotas
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
 from tinkerpool import names
@@ -68,7 +67,6 @@ class SessionTable:
         self._monotonic = time.monotonic
         self._live: dict[str, Session] = {}
         self._num_by_tenant: Counter[str] = Counter()
-        """Tenant to its live sessions, and those whose rows are being written."""
         self._samplers_by_tenant: Counter[str] = Counter()
 
     def load(self) -> None:
@@ -76,23 +74,8 @@ class SessionTable:
         for row in self._store.sessions.live():
             self._load(row)
 
-    @contextmanager
-    def reserving(self, tenant_id: str, quotas: Quotas) -> Iterator[None]:
-        """Reserve room for one session of a tenant while the block writes its row and adds it.
-
-        Raises ServiceError SESSION_QUOTA if the tenant has as many as it may have.
-        """
-        if (num_sessions := self._num_by_tenant[tenant_id]) >= quotas.of(tenant_id).sessions_max:
-            quota = quotas.quota(tenant_id, "sessions_max", num_sessions)
-            raise over_ceiling("SESSION_QUOTA", quota, "finish some (those without a client expire by themselves)")
-        self._num_by_tenant[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._uncount(tenant_id)
-
     def num_of(self, tenant_id: str) -> int:
-        """Return the number of a tenant's live sessions, those that are being written included."""
+        """Return the number of a tenant's live sessions."""
         return self._num_by_tenant[tenant_id]
 
     def num_samplers(self, tenant_id: str) -> int:
@@ -172,15 +155,12 @@ class SessionTable:
         if (ended := self._live.get(session_id)) is not None:
             self.count_samplers(session_id, -ended.num_samplers)
             del self._live[session_id]
-            self._uncount(ended.tenant_id)
+            self._num_by_tenant[ended.tenant_id] -= 1
+            if not self._num_by_tenant[ended.tenant_id]:
+                del self._num_by_tenant[ended.tenant_id]
 
     def _has_sampler(self, session_id: str, index: int) -> bool:
         return self._store.samplers.get(names.sampler_id(session_id, index)) is not None
-
-    def _uncount(self, tenant_id: str) -> None:
-        self._num_by_tenant[tenant_id] -= 1
-        if not self._num_by_tenant[tenant_id]:
-            del self._num_by_tenant[tenant_id]
 
     def _load(self, row: SessionRow) -> None:
         self._num_by_tenant[row.tenant_id] += 1

@@ -129,8 +129,13 @@ class Core:
         self.registry, self.sessions = registers.registry, registers.sessions
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
         self.admission, self.quotas = registers.admission, registers.quotas
-        self.holdings, self.ceilings, self.streams = registers.holdings, registers.ceilings, registers.streams
-        self.rates = registers.rates
+        self.holdings, self.ceilings, self.rates = registers.holdings, registers.ceilings, registers.rates
+        self.quotas.listed.update(
+            result_bytes=self.responses.budget,
+            file_turns=self.file_turns,
+            decode_turns=self.decode_turns,
+            listing_turns=self.listing_turns,
+        )
         self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 

@@ -62,7 +62,7 @@ def streamed(
     @functools.wraps(use_case)
     async def run(self: Any, principal: Principal, request: Any) -> AsyncGenerator[T, None]:
         core: Core = self._core
-        with core.streams.open(principal.tenant_id):
+        with core.ceilings.streams.holding(principal.tenant_id):
             async with aclosing(use_case(self, principal, request)) as responses:
                 async for response in responses:
                     yield response
@@ -135,30 +135,6 @@ class UseCases:
                 Code.NOT_FOUND, "NOT_FOUND", f"this pool does not serve base model {name[:200]!r}; it serves: {served}"
             )
         return model
-
-    def _check_permitted(self, principal: Principal, base_model: str, rank: int | None = None) -> None:
-        """Refuse a base model or rank that the tenant may not use for something new.
-
-        An imported adapter may have a rank between two that can be created: it counts as the larger one.
-        """
-        limits = self._core.quotas.of(principal.tenant_id)
-        if limits.base_models is not None and base_model not in limits.base_models:
-            command = self._core.quotas.command(principal.tenant_id, f"base_models={base_model},...")
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
-                "BASE_MODEL_NOT_PERMITTED",
-                f"you may use the base models {', '.join(limits.base_models)}, not {base_model}: name one of them, or "
-                f"ask an administrator: {command}",
-            )
-        rank = None if rank is None else 1 << (rank - 1).bit_length()
-        if rank is not None and limits.ranks is not None and rank not in limits.ranks:
-            command = self._core.quotas.command(principal.tenant_id, f"ranks={rank},...")
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
-                "RANK_NOT_PERMITTED",
-                f"you may use the ranks {', '.join(map(str, limits.ranks))}, not {rank}: use one of them, or ask an "
-                f"administrator: {command}",
-            )
 
     def _page(
         self, read: Callable[[int, int], Page[R]], request: ListRequest, default_size: int

@@ -91,11 +91,11 @@ class AdapterUseCases(UseCases):
 
         `spec` is without its id. Call it with `session.creating` held. Raises ServiceError.
         """
-        self._check_permitted(principal, base_model, spec.rank)
+        self._core.quotas.check_permitted(principal.tenant_id, base_model, spec.rank)
         num_bytes = self._core.holdings.state_bytes(spec, base_model) + len(payload)
         with (
-            self._core.registry.reserving(principal.tenant_id, self._core.quotas),
-            self._core.ceilings.storing(principal.tenant_id, num_bytes),
+            self._core.ceilings.adapters.holding(principal.tenant_id),
+            self._core.ceilings.stored_bytes.holding(principal.tenant_id, num_bytes),
         ):
             self._core.rates.take_creation(principal.tenant_id)
             index = session.take_adapter_index(request.index if request.HasField("index") else None)

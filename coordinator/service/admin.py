@@ -89,8 +89,8 @@ class AdminUseCases(UseCases):
         return pb.GetTenantResponse(
             tenant=_tenant(row),
             num_keys=self._core.store.api_keys.num_unrevoked(row.tenant_id),
-            num_sessions=self._core.sessions.num_of(row.tenant_id),
-            num_adapters=self._core.registry.num_of(row.tenant_id),
+            num_sessions=self._core.ceilings.sessions.used(row.tenant_id),
+            num_adapters=self._core.ceilings.adapters.used(row.tenant_id),
             num_checkpoints=held.num_checkpoints(row.tenant_id),
             stored_bytes=held.num_bytes(row.tenant_id),
         )

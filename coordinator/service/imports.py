@@ -221,13 +221,13 @@ class ImportUseCases(CopyUseCases):
     ) -> Upload:
         """Return a new upload, if its import has room. Raises ServiceError."""
         core, tenant_id = self._core, principal.tenant_id
-        self._check_permitted(principal, plan.base_model, plan.rank)
+        self._core.quotas.check_permitted(principal.tenant_id, plan.base_model, plan.rank)
         save = checkpoints_pb.SaveStateRequest(name=request.upload_id)
         claim = core.holdings.claim_of_save(plan.spec("", 0), plan.base_model, save).plus(Claim(num_bytes=len(payload)))
         if (refusal := core.ceilings.refusal(tenant_id, claim)) is not None:
             raise refusal
-        with core.registry.reserving(tenant_id, core.quotas):  # only to see whether the adapter would have room
-            core.rates.take_creation(tenant_id)
+        core.ceilings.adapters.check(tenant_id)
+        core.rates.take_creation(tenant_id)
         return Upload(
             tenant_id=tenant_id,
             session_id=request.session_id,

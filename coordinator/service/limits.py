@@ -6,10 +6,8 @@ like a missing one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from coordinator.base.errors import not_found
-from coordinator.base.tenant_limits import LIMIT_NAMES, TenantLimits, as_text
+from coordinator.base.tenant_limits import LIMIT_NAMES, as_text
 from coordinator.service.access import UseCases, uninterrupted
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import TenantRow
@@ -48,10 +46,6 @@ class LimitUseCases(UseCases):
         self._core.weigh(tenant_id)
         return pb.SetTenantLimitsResponse(limits=self._limits(tenant_id))
 
-    def limits_of(self, principal: Principal) -> TenantLimits:
-        """Return the limits of the caller's tenant."""
-        return self._core.quotas.of(principal.tenant_id)
-
     def _tenant(self, name: str) -> TenantRow:
         row = self._core.store.tenants.named(name)
         if row is None:
@@ -59,29 +53,13 @@ class LimitUseCases(UseCases):
         return row
 
     def _limits(self, tenant_id: str) -> list[pb.TenantLimit]:
-        limits, usage = self._core.quotas.of(tenant_id), self._usage(tenant_id)
+        limits, listed = self._core.quotas.of(tenant_id), self._core.quotas.listed
         return [
             pb.TenantLimit(
                 name=name,
                 value=as_text(name, getattr(limits, name)),
                 is_set=self._core.quotas.is_set(tenant_id, name),
-                usage=usage.get(name),
+                usage=listed[name].used(tenant_id) if name in listed else None,
             )
             for name in LIMIT_NAMES
         ]
-
-    def _usage(self, tenant_id: str) -> Mapping[str, int]:
-        """Return what is in use of each limit that counts something."""
-        core = self._core
-        return {
-            "sessions_max": core.sessions.num_of(tenant_id),
-            "adapters_max": core.registry.num_of(tenant_id),
-            "queued_operations_max": core.in_flight.num_of_tenant(tenant_id),
-            "queued_bytes_max": core.in_flight.bytes_of_tenant(tenant_id),
-            "streams_max": core.streams.num_of(tenant_id),
-            "samples_max": core.ceilings.num_samples(tenant_id),
-            "samplers_max": core.ceilings.num_samplers(tenant_id),
-            "checkpoints_max": core.ceilings.num_checkpoints(tenant_id),
-            "tokens_per_month": core.ceilings.num_tokens(tenant_id),
-            "stored_bytes_max": core.ceilings.stored_bytes(tenant_id),
-        }

@@ -68,7 +68,7 @@ class OperationUseCases(UseCases):
         `is_poll`: the call is not one of its tenant's open calls, because its door answers early if there are many.
         Raises ServiceError CALLS_BUSY without room, and as `wait_operations` does.
         """
-        with nullcontext() if is_poll else self._core.streams.open(principal.tenant_id):
+        with nullcontext() if is_poll else self._core.ceilings.streams.holding(principal.tenant_id):
             unique = await self._awaited(principal, names)
             found = {_name(each): each async for each in self._core.in_flight.wait(unique)}
         if len(found) < len(unique):

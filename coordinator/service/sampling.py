@@ -53,7 +53,7 @@ class SamplingUseCases(UseCases):
             return pb.CreateSamplerResponse(sampler=_message(_same(existing, payload)))
         source = self._readable_checkpoint(principal, request.model_path) if request.model_path else None
         model = self._model(source.base_model if source else request.base_model)
-        self._check_permitted(principal, model.name)
+        self._core.quotas.check_permitted(principal.tenant_id, model.name)
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
         try:

@@ -6,9 +6,8 @@ import asyncio
 import functools
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
 from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
@@ -21,23 +20,16 @@ from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
 
 
-@dataclass(slots=True)
-class _Turn:
-    """The calls that create a session with one request id."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    num_calls: int = 0
-
-
 class SessionUseCases(UseCases):
     """SessionService."""
 
-    _creating: dict[tuple[str, str], _Turn]
-    """Running creations by tenant and request id."""
+    _creating: WeakValueDictionary[tuple[str, str], asyncio.Lock]
+    """The lock of the running creations with one request id, by tenant and id: a repeat finds the first one's session.
+    """
 
     def __init__(self, core: Core, authenticator: Authenticator) -> None:
         super().__init__(core, authenticator)
-        self._creating = {}
+        self._creating = WeakValueDictionary()
 
     async def get_capabilities(
         self, principal: Principal, request: pb.GetCapabilitiesRequest
@@ -75,24 +67,14 @@ class SessionUseCases(UseCases):
         """Create a session; return the existing one if the request id was used before."""
         self._core.admission.check_open()
         check_metadata(request.user_metadata, self._core.config.limits)
-        async with self._turn_of_request(principal.tenant_id, request.request_id):
-            return await self._create_session(principal, request)
-
-    @asynccontextmanager
-    async def _turn_of_request(self, tenant_id: str, request_id: str) -> AsyncIterator[None]:
-        """Run the calls with one request id one after another: a repeat finds the session of the first one."""
-        if not request_id:
-            yield
-            return
-        turn = self._creating.setdefault((tenant_id, request_id), _Turn())
-        turn.num_calls += 1
+        creating = asyncio.Lock()
+        if request.request_id:
+            creating = self._creating.setdefault((principal.tenant_id, request.request_id), creating)
         try:
-            async with turn.lock:
-                yield
+            async with creating:
+                return await self._create_session(principal, request)
         finally:
-            turn.num_calls -= 1
-            if not turn.num_calls:
-                del self._creating[tenant_id, request_id]
+            del creating  # the traceback of a refusal would keep it
 
     async def _create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:
         core, tenant_id = self._core, principal.tenant_id
@@ -107,8 +89,8 @@ class SessionUseCases(UseCases):
             user_metadata=_to_json(request.user_metadata),
             created_at=core.time.wall(),
         )
-        storing = core.ceilings.storing(tenant_id, len(row.user_metadata))
-        with core.sessions.reserving(tenant_id, core.quotas), storing:
+        storing = core.ceilings.stored_bytes.holding(tenant_id, len(row.user_metadata))
+        with core.ceilings.sessions.holding(tenant_id), storing:
             core.rates.take_creation(tenant_id)
             await core.store.sessions.insert(row)
             core.sessions.add(session_id)

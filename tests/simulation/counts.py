@@ -26,7 +26,7 @@ def check_counts(core: Core) -> None:
         tenant_id = tenant.tenant_id
         counted = {
             "claims": core.in_flight.claimed(tenant_id) != NO_CLAIM,
-            "sessions": core.sessions.num_of(tenant_id),
+            "sessions": core.ceilings.sessions.used(tenant_id),
             "samplers": core.sessions.num_samplers(tenant_id),
             "checkpoints": core.holdings.num_checkpoints(tenant_id),
             "stored bytes": core.holdings.num_bytes(tenant_id),

@@ -35,6 +35,7 @@ GENERATED = ("tinkerpool/v1/", "tinkerpool/compat/")
 REFUSALS = {
     "ServiceError",
     "OperationError",
+    "Refusal",
     "UnreadableBody",
     "busy",
     "invalid",
@@ -295,6 +296,8 @@ def raised(node: ast.AST) -> Iterator[tuple[str, bool]]:
         if name not in REFUSALS | {"full", "__init__"} - {"OperationError"}:
             continue
         has_delay = name in {"busy", "full"} or any(keyword.arg == "retry_delay_s" for keyword in each.keywords)
+        if name == "Refusal":
+            has_delay = "over_ceiling" not in {getattr(arg, "id", "") for arg in each.args}
         given = [*each.args, *(keyword.value for keyword in each.keywords if keyword.arg == "reason")]
         for text in (text for expression in given for text in strings(expression)):
             if re.fullmatch(r"[A-Z][A-Z_]{3,}", text):

@@ -56,10 +56,10 @@ class Intake:
         self._message_bytes = config.message_bytes_max
         self._receive_s = config.receive_s
         total = config.receive_bytes_max
-        self._bytes = Budget(
+        self.budget = Budget(
             total - RESERVED_READERS * self._message_bytes, max(total // PARTS, self._message_bytes), WAITING_MAX
         )
-        self._readers = Budget(SMALL_READERS, 1, WAITING_MAX, unit="readers")
+        self.readers = Budget(SMALL_READERS, 1, WAITING_MAX, unit="readers")
 
     @asynccontextmanager
     async def received(self, tenant_id: str, read: Read, *, is_large: bool) -> AsyncIterator[Received]:
@@ -68,32 +68,32 @@ class Intake:
         Raises ServiceError CALLS_BUSY if there was no room in time, BODY_TOO_SLOW, or REQUEST_TOO_LARGE.
         """
         if is_large:
-            await self._bytes.take(tenant_id, self._message_bytes, self._receive_s)
+            await self.budget.take(tenant_id, self._message_bytes, self._receive_s)
             held = self._message_bytes
             try:
                 received = Received(await _read_within(self._receive_s, read))
-                self._bytes.give(tenant_id, held - received.num_bytes)
+                self.budget.give(tenant_id, held - received.num_bytes)
                 held = received.num_bytes
                 yield received
             finally:
-                self._bytes.give(tenant_id, held)
+                self.budget.give(tenant_id, held)
             return
         received = Received(await self._read_small(tenant_id, read))
         if received.num_bytes <= UNCOUNTED_BYTES:
             yield received
             return
-        await self._bytes.take(tenant_id, received.num_bytes, self._receive_s)
+        await self.budget.take(tenant_id, received.num_bytes, self._receive_s)
         try:
             yield received
         finally:
-            self._bytes.give(tenant_id, received.num_bytes)
+            self.budget.give(tenant_id, received.num_bytes)
 
     async def _read_small(self, tenant_id: str, read: Read) -> bytes:
-        await self._readers.take(tenant_id, 1, self._receive_s)
+        await self.readers.take(tenant_id, 1, self._receive_s)
         try:
             body = await _read_within(SMALL_S, read)
         finally:
-            self._readers.give(tenant_id, 1)
+            self.readers.give(tenant_id, 1)
         if len(body) > SMALL_BYTES_MAX:
             raise ServiceError(
                 Code.INVALID_ARGUMENT,

@@ -65,9 +65,10 @@ class GrpcDoor:
 
     async def start(self, backend: Backend) -> None:
         """Serve the RPCs and, updated every second, the health of the backend."""
-        self._server.add_generic_rpc_handlers(
-            (Calls(backend, Intake(self._config), self._config.host), self._public)  # asked in this order
-        )
+        intake = Intake(self._config)
+        backend.limits.update(grpc_received_bytes=intake.budget, grpc_readers=intake.readers)
+        calls = Calls(backend, intake, self._config.host)
+        self._server.add_generic_rpc_handlers((calls, self._public))  # asked in this order
         self._public.set_health(is_serving=backend.health())
         await self._server.start()
         self._health_task = asyncio.create_task(self._watch_health(backend), name="grpc health")

@@ -53,12 +53,12 @@ class Bodies:
         total = config.receive_bytes_max // 2
         part = max(total // PARTS, config.message_bytes_max)
         self._body_s = config.body_s
-        self._received = Budget(total, part, WAITING_MAX)
-        self._decompressed = Budget(total, part, WAITING_MAX)
+        self.received = Budget(total, part, WAITING_MAX)
+        self.decompressed = Budget(total, part, WAITING_MAX)
 
     def of_call(self, tenant_id: str) -> HeldBody:
         """Return the body of a call, not received yet."""
-        return HeldBody(Held(self._received, tenant_id), Held(self._decompressed, tenant_id), self._body_s)
+        return HeldBody(Held(self.received, tenant_id), Held(self.decompressed, tenant_id), self._body_s)
 
 
 class HeldBody:

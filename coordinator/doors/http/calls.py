@@ -18,8 +18,9 @@ from coordinator.doors.door import Backend
 from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
 from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
-from coordinator.doors.http.places import Polls, RunningCalls
 from coordinator.doors.peers import is_this_machine
+from coordinator.limits.ceiling import Ceiling, Refusal
+from coordinator.limits.polls import Polls
 from coordinator.limits.results import Room
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal
@@ -57,6 +58,19 @@ class Gate:
             )
 
 
+def running_calls(num_places: int) -> Ceiling:
+    """Return the ceiling of running calls: a tenant has at most three quarters of the places that the others leave.
+
+    So every further tenant finds places, and one with all the long polls of the door can still make short calls.
+    """
+
+    def maximum(tenant_id: str) -> int:
+        return max(1, (num_places - running.num_held() + running.used(tenant_id)) * 3 // 4)
+
+    running = Ceiling(Refusal("CALLS_BUSY", "wait for some calls to end"), "calls of yours that run", maximum)
+    return running
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorContext:
     """The parts and settings that all handlers of the HTTP door share."""
@@ -66,7 +80,8 @@ class DoorContext:
     gate: Gate
     downloads: Downloads
     polls: Polls
-    running: RunningCalls
+    running: Ceiling
+    """The calls that run, by tenant."""
     bodies: Bodies
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""

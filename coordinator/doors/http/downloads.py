@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from urllib.parse import urlencode
 
-from coordinator.base.errors import Code, Quota, ServiceError, busy
+from coordinator.base.errors import Code, ServiceError
 from coordinator.base.time import Time
+from coordinator.limits.ceiling import Ceiling, Refusal
 
 DOWNLOAD_S = 3600
 """Lifetime of a URL in seconds."""
@@ -30,7 +29,11 @@ class Downloads:
     def __init__(self, time: Time) -> None:
         self._time = time
         self._secret = secrets.token_bytes(32)
-        self._num_running: Counter[str] = Counter()
+        self.running = Ceiling(
+            Refusal("DOWNLOADS_BUSY", "wait for one to end"),
+            "downloads of yours that are running",
+            lambda _: AT_ONCE_MAX,
+        )
 
     def expiry(self) -> int:
         """Return the expiry of a URL that is signed now, in seconds since 1970."""
@@ -50,20 +53,6 @@ class Downloads:
         if int(expires) < self._time.wall():
             raise _refused("has expired")
         return key_id, path
-
-    @contextmanager
-    def running(self, tenant_id: str) -> Iterator[None]:
-        """Count a download while the block runs. Raises ServiceError RESOURCE_EXHAUSTED above the limit."""
-        if self._num_running[tenant_id] >= AT_ONCE_MAX:
-            quota = Quota("downloads of yours that are running", self._num_running[tenant_id], AT_ONCE_MAX)
-            raise busy("DOWNLOADS_BUSY", quota, "wait for one to end")
-        self._num_running[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._num_running[tenant_id] -= 1
-            if not self._num_running[tenant_id]:
-                del self._num_running[tenant_id]
 
     def _signature(self, *parts: str) -> str:
         return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()

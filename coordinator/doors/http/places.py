@@ -1,4 +1,4 @@
-"""Places: which connections may stay open, which long polls may wait, and how many calls of a tenant may run.
+"""Places: which connections may stay open.
 
 A place is taken when a connection is accepted, before its TLS handshake and its first request. When all are taken, idle
 connections give way to new ones. Does not depend on sockets or on the protocol.
@@ -11,19 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
-
-from coordinator.base.errors import Quota, busy
 
 _log = logging.getLogger(__name__)
 
 REPORT_S = 60.0
 """Refused connections are logged in sum, once in this many seconds: a line for each would fill the disk."""
-POLL_S_MIN = 1.0
-"""Seconds for which a poll is held at least. Its client asks again at once: without this, too many polls would become a
-flood of calls."""
 
 
 class Holder(Protocol):
@@ -102,74 +95,6 @@ class Places:
                 del idle[holder]
                 return True
         return False
-
-
-class Polls:
-    """Long polls: calls that wait for a result. Beyond `num_max`, a poll is answered early, with nothing yet.
-
-    The oldest poll of the tenant with the most polls is answered, at least `POLL_S_MIN` after its start; of a tenant
-    with more polls than it may have, its own oldest.
-    """
-
-    def __init__(self, num_max: int) -> None:
-        self._num_max = num_max
-        self._waiting: dict[str, dict[asyncio.Timeout, float]] = {}
-        """Deadlines and their starts, by tenant, the oldest first."""
-        self._count = 0
-
-    @asynccontextmanager
-    async def held(self, tenant_id: str, seconds: float, of_tenant_max: int) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block after `seconds`, or earlier to make room for other polls."""
-        async with asyncio.timeout(seconds) as deadline:
-            self._waiting.setdefault(tenant_id, {})[deadline] = asyncio.get_running_loop().time()
-            self._count += 1
-            try:
-                if len(self._waiting[tenant_id]) > of_tenant_max:
-                    self._answer_one(tenant_id)
-                elif self._count > self._num_max:
-                    self._answer_one(max(self._waiting, key=lambda each: len(self._waiting[each])))
-                yield
-            finally:
-                self._forget(tenant_id, deadline)
-
-    def _answer_one(self, tenant_id: str) -> None:
-        deadline, began = next(iter(self._waiting[tenant_id].items()))
-        self._forget(tenant_id, deadline)
-        deadline.reschedule(max(began + POLL_S_MIN, asyncio.get_running_loop().time()))
-
-    def _forget(self, tenant_id: str, deadline: asyncio.Timeout) -> None:
-        polls = self._waiting.get(tenant_id, {})
-        if deadline in polls:
-            del polls[deadline]
-            self._count -= 1
-        if not polls:
-            self._waiting.pop(tenant_id, None)
-
-
-class RunningCalls:
-    """The calls that run, by tenant: one has at most three quarters of the places that the others leave.
-
-    So every further tenant finds places, and one with all the long polls of the door can still make short calls.
-    """
-
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._counts: Counter[str] = Counter()
-
-    @contextmanager
-    def counted(self, tenant_id: str) -> Iterator[None]:
-        """Count a call until the block ends. Raises ServiceError CALLS_BUSY if its tenant has too many."""
-        num_own = self._counts[tenant_id]
-        num_max = max(1, (self._num_places - self._counts.total() + num_own) * 3 // 4)
-        if num_own >= num_max:
-            raise busy("CALLS_BUSY", Quota("calls of yours that run", num_own, num_max), "wait for some calls to end")
-        self._counts[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._counts[tenant_id] -= 1
-            if not self._counts[tenant_id]:
-                del self._counts[tenant_id]
 
 
 class Report:

@@ -8,7 +8,6 @@ of the coordinator.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any
 
@@ -81,7 +80,7 @@ async def retrieve_futures(call: Call) -> Response:
     timeout_s = call.door.config.poll_s if asked.timeout is None else min(asked.timeout, call.door.config.poll_s)
     target = asked.target
     try:
-        async with _held(call, 2 * call.door.config.poll_s):
+        async with call.door.polls.held(call.principal.tenant_id, 2 * call.door.config.poll_s):
             samples, cursor = await call.service.finished_samples(
                 call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
             )
@@ -117,7 +116,7 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
     Raises ServiceError.
     """
     try:
-        async with _held(call, timeout_s):
+        async with call.door.polls.held(call.principal.tenant_id, timeout_s):
             [found] = await call.service.finished_operations(call.principal, [name], call.room, is_poll=True)
             return found
     except TimeoutError:
@@ -131,12 +130,6 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
             f"no result of {name[:200]!r}: this API key was never promised it, or its lifetime is over and it was "
             "dropped",
         ) from None
-
-
-def _held(call: Call, seconds: float) -> AbstractAsyncContextManager[None]:
-    """Return a block that raises TimeoutError after `seconds`, or earlier to make room for other polls."""
-    num_max = call.service.limits_of(call.principal).streams_max
-    return call.door.polls.held(call.principal.tenant_id, seconds, num_max)
 
 
 async def _try_again(call: Call, request_id: str) -> Response:

@@ -170,7 +170,7 @@ async def download(request: Request, door: DoorContext) -> Response:
     key_id, path = door.downloads.check(request.query_params, file)
     reader = await door.service.holder_of_key(key_id)
     with ExitStack() as download_slot:
-        download_slot.enter_context(door.downloads.running(reader.tenant_id))
+        download_slot.enter_context(door.downloads.running.holding(reader.tenant_id))
         pieces = door.service.export_for_tinker(reader, path, file)
         first = await anext(pieces)  # after the first piece, an error could only cut the connection
         return _Download(first, pieces, download_slot.pop_all())

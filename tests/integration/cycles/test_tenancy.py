@@ -172,7 +172,6 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         "join_sampler",
         "finished_samples",
         "queue_reason",  # tested with the probation
-        "limits_of",
         "finished_operations",
         "make_room",
         "holder_of_key",  # called by a door that has signed the key's id

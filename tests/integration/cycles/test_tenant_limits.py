@@ -322,8 +322,8 @@ async def test_claims_of_unfinished_saves_are_counted_again_after_a_crash(tmp_pa
         assert stored(pool) == RESERVED + pool.core.holdings.weights_bytes(pool.spec_of(adapter), "toy")
         before = await used(pool)
     async with running_pool(tmp_path) as pool:
-        assert pool.core.ceilings.num_checkpoints(only_tenant(pool)) == before["checkpoints_max"] == 1
-        assert pool.core.ceilings.num_samplers(only_tenant(pool)) == before["samplers_max"] == 1
+        assert pool.core.ceilings.checkpoints.used(only_tenant(pool)) == before["checkpoints_max"] == 1
+        assert pool.core.ceilings.samplers.used(only_tenant(pool)) == before["samplers_max"] == 1
         await pool.take_over()
         await pool.wait(*names)
         after = await used(pool)

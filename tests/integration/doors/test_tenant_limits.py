@@ -11,6 +11,7 @@ import pytest
 import tinker
 
 import tinkerpool
+from coordinator.base.tenant_limits import LABELS
 from coordinator.tenants.principals import Role
 from tests.support.doors.sdk import LEAKS, Wire, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
@@ -121,3 +122,17 @@ def test_a_member_sees_its_limits_with_its_usage(
     limits = {each["name"]: each for each in shown["limits"]}
     assert limits["stored_bytes_max"] == {"name": "stored_bytes_max", "value": "3GiB", "is_set": True, "usage": "0"}
     assert (limits["weight"]["value"], limits["adapters_max"]["is_set"]) == ("0.5", False)
+
+
+def test_every_limit_on_what_a_tenant_takes_is_listed_with_its_use_and_maximum(pool: RestartablePool) -> None:
+    async def listed() -> dict[str, tuple[int, int | None]]:
+        tenant_id, limits = "of a tenant without calls", pool.pool.coordinator.limits
+        return {name: (limit.used(tenant_id), limit.maximum(tenant_id)) for name, limit in limits.items()}
+
+    found = pool.run(listed())
+    of_pool = {"operations_at_once", "tokens_at_once", "result_bytes", "file_turns", "decode_turns", "listing_turns"}
+    of_http = {"http_calls", "http_downloads", "http_polls", "http_received_bytes", "http_decompressed_bytes"}
+    of_grpc = {"grpc_received_bytes", "grpc_readers"}
+    assert found.keys() == of_pool | of_http | of_grpc | {name for name in LABELS if not name.endswith("_per_s")}
+    assert not any(used for used, _ in found.values())
+    assert {name for name, (_, most) in found.items() if most is None} == {"tokens_per_month", "tokens_at_once"}

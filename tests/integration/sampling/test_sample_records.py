@@ -223,11 +223,11 @@ async def test_records_count_as_stored_bytes_and_a_ceiling_refuses_a_sample_befo
         sampler, _ = await sampler_and_adapter(pool)
         tenant_id = (await pool.principal()).tenant_id
         pool.hold()
-        before = pool.core.ceilings.stored_bytes(tenant_id)
+        before = pool.core.ceilings.stored_bytes.used(tenant_id)
         await pool.sample(sampler, 1, num_samples=2, max_tokens=50)
-        without = pool.core.ceilings.stored_bytes(tenant_id)
+        without = pool.core.ceilings.stored_bytes.used(tenant_id)
         name = await pool.sample(sampler, 2, record_stability_info=True, num_samples=2, max_tokens=50)
-        recorded = pool.core.ceilings.stored_bytes(tenant_id)
+        recorded = pool.core.ceilings.stored_bytes.used(tenant_id)
         assert 0 < (recorded - without) - (without - before) - record_bytes(2, 100) < 100, "beside its longer request"
         await set_stored_bytes_max(pool, recorded)
         refused = await refusal(pool.sample(sampler, 3, record_stability_info=True, max_tokens=1))

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
+from coordinator.limits.ceiling import Ceiling, Limit, Refusal
 from coordinator.limits.results import Responses, Room
 from coordinator.limits.turns import Turns
 from coordinator.service.listings import Listed
@@ -50,10 +51,6 @@ class FakeService:
     def __init__(self, **responses: Message | str | Exception | list[Message | Exception] | Callable[..., Any]) -> None:
         self.responses = responses
         self.calls: list[tuple[str, Principal, Message]] = []
-
-    def limits_of(self, principal: Principal) -> TenantLimits:
-        """Return the defaults."""
-        return TenantLimits()
 
     async def make_room(self, principal: Principal, request: Message, room: Room) -> None:
         """Take nothing: the test's responses are in memory already."""
@@ -130,3 +127,5 @@ class FakeBackend:
         self.health = health
         self.responses = Responses()
         self.decode_turns = Turns(1)
+        streams = Ceiling(Refusal("STREAMS_FULL", "end some"), "streams", lambda _: TenantLimits().streams_max)
+        self.limits: dict[str, Limit] = {"streams_max": streams}

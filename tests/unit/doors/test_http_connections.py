@@ -17,11 +17,14 @@ import pytest
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http import connections, places
+from coordinator.doors.http import connections
+from coordinator.doors.http.calls import running_calls
 from coordinator.doors.http.connections import Listener
-from coordinator.doors.http.places import Places, Polls, Report, RunningCalls
+from coordinator.doors.http.places import Places, Report
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
+from coordinator.limits import polls as polls_module
+from coordinator.limits.polls import Polls
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService, KeysByName
 from tests.support.logs import logged_by
@@ -206,12 +209,12 @@ async def test_without_a_file_descriptor_the_door_pauses_and_then_accepts(
 async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "POLL_S_MIN", 0.05)
-    polls, answered = Polls(3), list[str]()
+    monkeypatch.setattr(polls_module, "POLL_S_MIN", 0.05)
+    polls, answered = Polls(3, lambda _: 10), list[str]()
 
     async def poll(name: str, tenant: str) -> None:
         try:
-            async with polls.held(tenant, 60, 10):
+            async with polls.held(tenant, 60):
                 await asyncio.Event().wait()
         except TimeoutError:
             answered.append(name)
@@ -231,12 +234,12 @@ async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room
 async def test_a_poll_above_those_of_its_tenant_has_the_oldest_of_them_answered_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "POLL_S_MIN", 0.0)
-    polls, answered = Polls(100), list[str]()
+    monkeypatch.setattr(polls_module, "POLL_S_MIN", 0.0)
+    polls, answered = Polls(100, lambda _: 2), list[str]()
 
     async def poll(name: str, tenant: str) -> None:
         try:
-            async with polls.held(tenant, 60, 2):
+            async with polls.held(tenant, 60):
                 await asyncio.Event().wait()
         except TimeoutError:
             answered.append(name)
@@ -272,24 +275,24 @@ async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:
 
 
 def test_tenants_that_hold_all_that_they_may_leave_places_for_others() -> None:
-    running, num_taken = RunningCalls(64), list[int]()
+    running, num_taken = running_calls(64), list[int]()
     with contextlib.ExitStack() as held:
         for tenant in ("a", "b", "c"):
             calls = held.enter_context(contextlib.ExitStack())
             num = 0
             with contextlib.suppress(ServiceError):
                 while True:
-                    calls.enter_context(running.counted(tenant))
+                    calls.enter_context(running.holding(tenant))
                     num += 1
             num_taken.append(num)
         assert num_taken == [48, 12, 3]
         with pytest.raises(ServiceError, match="calls of yours that run: 3 in use, at most 3") as refused:
-            held.enter_context(running.counted("c"))
+            held.enter_context(running.holding("c"))
         assert refused.value.retry_delay_s
-        held.enter_context(running.counted("d"))
+        held.enter_context(running.holding("d"))
     with contextlib.ExitStack() as held:  # what they held is free again
         for _ in range(48):
-            held.enter_context(running.counted("a"))
+            held.enter_context(running.holding("a"))
 
 
 async def test_refused_connections_are_logged_in_sum(caplog: pytest.LogCaptureFixture) -> None:

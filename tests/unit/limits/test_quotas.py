@@ -119,6 +119,6 @@ async def test_a_change_that_is_not_durable_is_not_in_effect(tmp_path: Path) -> 
 
 
 async def test_a_refusal_names_what_an_administrator_types(store: Store) -> None:
-    quota = Quotas(store, DEFAULTS).quota(TENANT, "adapters_max", 4)
-    assert quota.command == "tinkerpool tenant limit alice adapters_max=NUMBER"
-    assert (quota.usage, quota.maximum) == (4, 5)
+    expected = "5 in use, at most 5; .*: tinkerpool tenant limit alice adapters_max=NUMBER"
+    with pytest.raises(ServiceError, match=expected):
+        Quotas(store, DEFAULTS).ceiling("adapters_max", lambda _: 5).check(TENANT)

@@ -124,4 +124,4 @@ async def test_buckets_that_are_full_again_take_no_memory(bench: Bench, monkeypa
     for number in range(100):
         bench.take(1, tenant_id=f"t{number}")
         bench.time.now += 1.0
-    assert len(bench.rates._buckets) <= 10  # private: nothing shows how many there are
+    assert len(bench.rates._operations._buckets) <= 10  # private: nothing shows how many there are

@@ -50,11 +50,9 @@ class Bench:
         self.rates = Rates(self.quotas, self.time.monotonic)
         registry.add(self.adapter)
         self.group: AdapterGroup = registry.group_of(self.adapter)
-        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, self.ceilings(), self.rates)
-
-    def ceilings(self) -> Ceilings:
         sessions, spending = SessionTable(self.store, self.time), Spending(self.store, self.in_flight, self.time.wall)
-        return Ceilings(self.quotas, self.in_flight, sessions, self.holdings, spending)
+        ceilings = Ceilings(self.quotas, self.in_flight, sessions, registry, self.holdings, spending)
+        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, ceilings, self.rates)
 
     async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
         acceptance = self.admission.accept(self.adapter, seq, request_id, requests)
