@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
 
 from coordinator.base.errors import Quota, ServiceError, busy
 
@@ -29,8 +30,13 @@ class Budget:
         *,
         unit: str = "bytes",
         what: str = "requests that are being read",
+        order: Callable[[Collection[str]], Iterable[str]] = list,
     ) -> None:
-        """`unit` and `what` name the amount in refusals: `unit` of `what`."""
+        """`unit` and `what` name the amount in refusals: `unit` of `what`.
+
+        `order` returns the waiting tenants in the order in which they are served, of those that wait in turn.
+        """
+        self._order = order
         self._total = total
         self._unit = unit
         self._what = what
@@ -49,7 +55,11 @@ class Budget:
         """Return the part that one tenant may take."""
         return self._of_tenant_max
 
-    async def take(self, tenant_id: str, amount: int, timeout_s: float) -> None:
+    def is_active(self, tenant_id: str) -> bool:
+        """Return whether calls of a tenant hold a part, or wait for one."""
+        return tenant_id in self._taken or tenant_id in self._waiting
+
+    async def take(self, tenant_id: str, amount: int, timeout_s: float | None) -> None:
         """Take an amount. Raises ServiceError CALLS_BUSY after `timeout_s` seconds, or if too many calls wait."""
         if tenant_id not in self._waiting and self._fits(tenant_id, amount):
             self._grant(tenant_id, amount)
@@ -112,8 +122,8 @@ class Budget:
         is_progress = True
         while is_progress:
             is_progress = False
-            for tenant_id, queue in list(self._waiting.items()):
-                granted, amount = queue[0]
+            for tenant_id in self._order(self._waiting):
+                granted, amount = (queue := self._waiting[tenant_id])[0]
                 has_left = granted.cancelled()
                 if not has_left and not self._fits(tenant_id, amount):
                     continue
