@@ -23,8 +23,6 @@ from coordinator.doors.http.connections import Listener
 from coordinator.doors.http.places import Places, Report
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
-from coordinator.limits import polls as polls_module
-from coordinator.limits.polls import Polls
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService, KeysByName
 from tests.support.logs import logged_by
@@ -204,52 +202,6 @@ async def test_without_a_file_descriptor_the_door_pauses_and_then_accepts(
     await listener.wait_closed()
     writer.close()
     listening.close()
-
-
-async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(polls_module, "POLL_S_MIN", 0.05)
-    polls, answered = Polls(3, lambda _: 10), list[str]()
-
-    async def poll(name: str, tenant: str) -> None:
-        try:
-            async with polls.held(tenant, 60):
-                await asyncio.Event().wait()
-        except TimeoutError:
-            answered.append(name)
-
-    tasks = []
-    for name, tenant in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b"), ("a3", "a")):
-        tasks.append(asyncio.create_task(poll(name, tenant)))
-        await asyncio.sleep(0)
-    assert answered == []  # a client whose poll is answered at once asks again at once
-    await until(lambda: len(answered) == 2)
-    assert answered == ["a1", "a2"]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_a_poll_above_those_of_its_tenant_has_the_oldest_of_them_answered_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(polls_module, "POLL_S_MIN", 0.0)
-    polls, answered = Polls(100, lambda _: 2), list[str]()
-
-    async def poll(name: str, tenant: str) -> None:
-        try:
-            async with polls.held(tenant, 60):
-                await asyncio.Event().wait()
-        except TimeoutError:
-            answered.append(name)
-
-    tasks = [asyncio.create_task(poll(name, name[0])) for name in ("b1", "a1", "a2", "b2", "a3")]
-    await until(lambda: bool(answered))
-    assert answered == ["a1"]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:

@@ -15,7 +15,6 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc import intake
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
-from coordinator.limits.budget import Budget
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService, KeysByName
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc
@@ -128,47 +127,6 @@ async def test_bytes_of_a_received_request_are_held_until_its_call_ends() -> Non
         await held.enter_async_context(receiving.received("bob", read, is_large=True))
     async with receiving.received("alice", read, is_large=True) as received:
         assert received.num_bytes == len(received.take()) == 90
-
-
-async def test_waiting_tenants_take_turns() -> None:
-    budget = Budget(total=1, of_tenant_max=1, waiting_max=100)
-    await budget.take("first", 1, 10)
-    order: list[str] = []
-
-    async def take(tenant: str) -> None:
-        await budget.take(tenant, 1, 10)
-        order.append(tenant)
-        budget.give(tenant, 1)
-
-    calls = [asyncio.create_task(take(tenant)) for tenant in ("a", "a", "a", "b", "c")]
-    await asyncio.sleep(0)
-    budget.give("first", 1)
-    await asyncio.gather(*calls)
-    assert order == ["a", "b", "c", "a", "a"]
-
-
-async def test_a_call_that_leaves_while_it_waits_or_is_granted_takes_nothing() -> None:
-    budget = Budget(total=1, of_tenant_max=1, waiting_max=8)
-    await budget.take("a", 1, 10)
-    waiting = [asyncio.create_task(budget.take("b", 1, 10)) for _ in range(2)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    await asyncio.wait(waiting[:1])
-    budget.give("a", 1)  # grants the second ...
-    waiting[1].cancel()  # ... which leaves before it runs again
-    await asyncio.wait(waiting)
-    await budget.take("c", 1, 0.1)
-
-
-async def test_calls_beyond_the_highest_number_of_waiting_ones_are_refused_at_once() -> None:
-    budget = Budget(total=1, of_tenant_max=1, waiting_max=8)
-    await budget.take("a", 1, 10)
-    waiting = [asyncio.create_task(budget.take("b", 1, 10)) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(ServiceError, match="calls of yours that wait for room: 2 in use, at most 2"):
-        await budget.take("b", 1, 10)
-    for call in waiting:
-        call.cancel()
 
 
 @pytest.mark.parametrize("receive_bytes_max", [0, 6 * 100 - 1])
