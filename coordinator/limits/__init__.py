@@ -2,9 +2,10 @@
 
 Public interface:
 
-- `quotas.Quotas`: the limits of every tenant;
-- a call above a limit is refused: `ceiling.Streams` counts open calls, `rates.Rates` measures by time;
-- or it waits: `budget.Budget` shares amounts, `turns.Turns` work, `results.Responses` the memory of results.
+- `quotas.Quotas`: the values of every tenant, and a list of all limits, each with its use and maximum;
+- a call above a limit is refused: `ceiling.Ceiling` counts, `rates.Rates` measures by time;
+- or it waits: `budget.Budget` shares amounts, `turns.Turns` work, `results.Responses` the memory of results;
+- `polls.Polls`: or it is answered early.
 
 Must not depend on what is limited.
 """

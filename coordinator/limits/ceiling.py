@@ -70,8 +70,8 @@ class Ceiling:
 
     def check(self, tenant_id: str, added: int = 1) -> None:
         """Raise ServiceError if a tenant may not have so many more."""
-        used, maximum = self.used(tenant_id), self.maximum(tenant_id)
-        if maximum is not None and used + added > maximum:
+        maximum = self.maximum(tenant_id)
+        if maximum is not None and (used := self.used(tenant_id)) + added > maximum:
             raise self._refusal.of(Quota(self._what, used, maximum, self._command(tenant_id)), added)
 
     def refusal(self, tenant_id: str, added: int = 1) -> ServiceError | None:
