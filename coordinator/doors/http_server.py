@@ -21,7 +21,7 @@ from coordinator.base.config import POLLS_DIVISOR, HttpConfig
 from coordinator.base.time import SystemTime, Time
 from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.http.bodies import Bodies
-from coordinator.doors.http.calls import DoorContext, Gate, running_calls
+from coordinator.doors.http.calls import DoorContext, Gate, RunningCalls
 from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Places
@@ -89,7 +89,7 @@ class HttpDoor:
             gate=self._gate,
             downloads=Downloads(self._time),
             polls=Polls(max(1, num_max // POLLS_DIVISOR), backend.limits["streams_max"].maximum),
-            running=running_calls(num_max),
+            running=RunningCalls(num_max),
             bodies=Bodies(config),
             tokenizers=tokenizers,
             time=self._time,

@@ -1,11 +1,12 @@
-"""Ceilings: limits that count what each tenant has, or does at a time.
+"""Ceilings: limits on a number of things that a tenant has, or calls that it makes at a time.
 
-Does not depend on what is counted. Main invariant: nothing is awaited between a check and its count, so that calls at
-the same time never exceed a ceiling together.
+Does not depend on the things that are counted. Main invariant: nothing is awaited between a check and its count, so
+that calls at the same time never exceed a ceiling together.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +22,12 @@ class Refusal:
 
     reason: str
     mend: str
-    """What frees some; `{added}` stands for what the call would add."""
+    """How to free some; `{added}` stands for the amount that the call would add."""
     make: Callable[[str, Quota, str], ServiceError] = busy
-    """Makes the refusal; `over_ceiling` if no waiting helps."""
+    """`over_ceiling` if no waiting helps."""
 
     def of(self, quota: Quota, added: int = 1) -> ServiceError:
-        """Return the refusal of a call that would add so much to what is used up."""
+        """Return the refusal of a call that would add so much."""
         return self.make(self.reason, quota, self.mend.format(added=added))
 
 
@@ -40,25 +41,21 @@ class Limit(Protocol):
         """Return the most that may be in use; None if that is unlimited."""
 
 
-class Ceiling:
+class Ceiling(ABC):
     """A limit on a number: of things that are stored, and of those that blocks hold."""
 
-    def __init__(
-        self,
-        refusal: Refusal,
-        what: str,
-        maximum: Callable[[str], int | None],
-        *,
-        stored: Callable[[str], int] = lambda _: 0,
-        command: Callable[[str], str] = lambda _: "",
-    ) -> None:
-        """`what` names what is counted, for people. `stored` counts what a tenant has beside what its blocks hold.
-
-        `command` is what an administrator types to raise the maximum of a tenant; empty if it is the same for all.
-        """
-        self.maximum = maximum
-        self._refusal, self._what, self._stored, self._command = refusal, what, stored, command
+    def __init__(self, refusal: Refusal, what: str, stored: Callable[[str], int] = lambda _: 0) -> None:
+        """`what` names the things, for people. `stored` counts those of a tenant that no block holds."""
+        self._refusal, self._what, self._stored = refusal, what, stored
         self._held: Counter[str] = Counter()
+
+    @abstractmethod
+    def maximum(self, tenant_id: str) -> int | None:
+        """Return the most that a tenant may have; None if that is unlimited."""
+
+    def command(self, _tenant_id: str) -> str:
+        """Return what an administrator types to raise the maximum of a tenant; empty if it is the same for all."""
+        return ""
 
     def used(self, tenant_id: str) -> int:
         """Return how many a tenant has."""
@@ -72,7 +69,7 @@ class Ceiling:
         """Raise ServiceError if a tenant may not have so many more."""
         maximum = self.maximum(tenant_id)
         if maximum is not None and (used := self.used(tenant_id)) + added > maximum:
-            raise self._refusal.of(Quota(self._what, used, maximum, self._command(tenant_id)), added)
+            raise self._refusal.of(Quota(self._what, used, maximum, self.command(tenant_id)), added)
 
     def refusal(self, tenant_id: str, added: int = 1) -> ServiceError | None:
         """Return why a tenant may not have so many more; None: it may."""
@@ -96,5 +93,5 @@ class Ceiling:
 
 
 def full(reason: str, quota: Quota, mend: str) -> ServiceError:
-    """Return the refusal of what waiting makes room for; for good if the limit is 0."""
+    """Return the refusal of a call that waiting makes room for; for good if the limit is 0."""
     return busy(reason, quota, mend) if quota.maximum else over_ceiling(reason, quota, mend)

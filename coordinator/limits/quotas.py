@@ -67,16 +67,7 @@ class Quotas:
 
     def ceiling(self, name: str, stored: Callable[[str], int] = lambda _: 0) -> Ceiling:
         """Return the ceiling of a limit, and list it. `stored`: see `Ceiling`."""
-
-        def maximum(tenant_id: str) -> int | None:
-            limit: int | None = getattr(self.of(tenant_id), name)
-            return limit
-
-        def command(tenant_id: str) -> str:
-            return self.command(tenant_id, f"{name}=NUMBER")
-
-        ceiling = Ceiling(_REFUSALS[name], LABELS[name], maximum, stored=stored, command=command)
-        self.listed[name] = ceiling
+        self.listed[name] = ceiling = _QuotaCeiling(name, self, stored)
         return ceiling
 
     def check_permitted(self, tenant_id: str, base_model: str, rank: int | None = None) -> None:
@@ -121,3 +112,18 @@ class Quotas:
         await self._store.tenants.set_limits(tenant_id, texts, act)
         self._set[tenant_id] = self._store.tenants.limits().get(tenant_id, {})
         self._limits[tenant_id] = limits_with(self._defaults, self._set[tenant_id])
+
+
+class _QuotaCeiling(Ceiling):
+    """The ceiling of one of the limits."""
+
+    def __init__(self, name: str, quotas: Quotas, stored: Callable[[str], int]) -> None:
+        super().__init__(_REFUSALS[name], LABELS[name], stored)
+        self._name, self._quotas = name, quotas
+
+    def maximum(self, tenant_id: str) -> int | None:
+        limit: int | None = getattr(self._quotas.of(tenant_id), self._name)
+        return limit
+
+    def command(self, tenant_id: str) -> str:
+        return self._quotas.command(tenant_id, f"{self._name}=NUMBER")

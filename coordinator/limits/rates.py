@@ -96,8 +96,9 @@ class Rates:
     """The rates of all tenants, listed among their limits by what a bucket holds."""
 
     def __init__(self, quotas: Quotas, monotonic: Callable[[], float]) -> None:
-        self._operations = quotas.listed["operations_at_once"] = Rate("operations_per_s", quotas, monotonic)
-        self._tokens = quotas.listed["tokens_at_once"] = Rate("tokens_per_s", quotas, monotonic)
+        self._operations = Rate("operations_per_s", quotas, monotonic)
+        self._tokens = Rate("tokens_per_s", quotas, monotonic)
+        quotas.listed.update(operations_at_once=self._operations, tokens_at_once=self._tokens)
 
     def check(self, tenant_id: str, num_operations: int, num_tokens: int) -> None:
         """Raise ServiceError RATE_LIMITED with a delay if a bucket that a request draws from is empty now."""

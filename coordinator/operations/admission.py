@@ -20,7 +20,6 @@ from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
-from coordinator.limits.quotas import QUEUE_FULL
 from coordinator.limits.rates import Rates
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.ceilings import Ceilings
@@ -308,13 +307,9 @@ class Admission:
 
     def _check_queue(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
         self.check_open()
-        num_unfinished = self._in_flight.num_of_target(target_id)
-        if num_unfinished >= self._limits.pending_operations_max:
-            quota = Quota(f"queued operations of {target_id}", num_unfinished, self._limits.pending_operations_max)
-            raise QUEUE_FULL.of(quota)
-        self._ceilings.queued_operations.check(tenant_id)
-        if self._in_flight.bytes_of_tenant(tenant_id):  # one that is larger than the whole ceiling is accepted alone
-            self._ceilings.queued_bytes.check(tenant_id, num_bytes)
+        num_unfinished, num_max = self._in_flight.num_of_target(target_id), self._limits.pending_operations_max
+        of_target = Quota(f"queued operations of {target_id}", num_unfinished, num_max)
+        self._ceilings.check_queue(tenant_id, of_target, num_bytes)
 
     def _refusal(self, log: AdapterLog, requests: Sequence[Request]) -> ServiceError | None:
         """Return why these requests are refused for good: malformed, not possible now, or too much for one window."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.base.errors import ServiceError
-from coordinator.limits.quotas import Quotas
+from coordinator.base.errors import Quota, ServiceError
+from coordinator.limits.quotas import QUEUE_FULL, Quotas
 from coordinator.operations.holdings import Claim, Holdings
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterRegistry
@@ -64,6 +64,17 @@ class Ceilings:
         )
         refusals = (ceiling.refusal(tenant_id, added) for ceiling, added in claimed if added)
         return next((refusal for refusal in refusals if refusal is not None), None)
+
+    def check_queue(self, tenant_id: str, of_target: Quota, num_bytes: int) -> None:
+        """Raise ServiceError QUEUE_FULL if a request has to wait until others of its target or tenant are finished.
+
+        `of_target`: the queue of its adapter or sampler. One of more bytes than the whole ceiling is accepted alone.
+        """
+        if of_target.usage >= of_target.maximum:
+            raise QUEUE_FULL.of(of_target)
+        self.queued_operations.check(tenant_id)
+        if self.queued_bytes.used(tenant_id):
+            self.queued_bytes.check(tenant_id, num_bytes)
 
     def check_samples(self, tenant_id: str, claim: Claim) -> None:
         """Raise ServiceError if a sample is above the budget, or has to wait until others of its tenant are finished.

@@ -38,6 +38,7 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list. Validation stops at the first wrong item: reasons for a million wrong items would take gigabytes."""
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 """A dictionary, with the same limit."""
+_TOO_MANY = Refusal("CALLS_BUSY", "wait for some calls to end")
 
 
 class Gate:
@@ -58,17 +59,19 @@ class Gate:
             )
 
 
-def running_calls(num_places: int) -> Ceiling:
-    """Return the ceiling of running calls: a tenant has at most three quarters of the places that the others leave.
+class RunningCalls(Ceiling):
+    """The calls that run, by tenant: one has at most three quarters of the places that the others leave.
 
     So every further tenant finds places, and one with all the long polls of the door can still make short calls.
     """
 
-    def maximum(tenant_id: str) -> int:
-        return max(1, (num_places - running.num_held() + running.used(tenant_id)) * 3 // 4)
+    def __init__(self, num_places: int) -> None:
+        super().__init__(_TOO_MANY, "calls of yours that run")
+        self._num_places = num_places
 
-    running = Ceiling(Refusal("CALLS_BUSY", "wait for some calls to end"), "calls of yours that run", maximum)
-    return running
+    def maximum(self, tenant_id: str) -> int:
+        """Return the most calls of a tenant beside those that run now."""
+        return max(1, (self._num_places - self.num_held() + self.used(tenant_id)) * 3 // 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +83,7 @@ class DoorContext:
     gate: Gate
     downloads: Downloads
     polls: Polls
-    running: Ceiling
-    """The calls that run, by tenant."""
+    running: RunningCalls
     bodies: Bodies
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""

@@ -23,16 +23,22 @@ AT_ONCE_MAX = 4
 """Downloads of a tenant at once."""
 
 
+class RunningDownloads(Ceiling):
+    """The downloads that run, by tenant."""
+
+    def maximum(self, _tenant_id: str) -> int:
+        """Return the same for every tenant."""
+        return AT_ONCE_MAX
+
+
 class Downloads:
     """Signs and checks URLs, and limits the downloads of a tenant."""
 
     def __init__(self, time: Time) -> None:
         self._time = time
         self._secret = secrets.token_bytes(32)
-        self.running = Ceiling(
-            Refusal("DOWNLOADS_BUSY", "wait for one to end"),
-            "downloads of yours that are running",
-            lambda _: AT_ONCE_MAX,
+        self.running = RunningDownloads(
+            Refusal("DOWNLOADS_BUSY", "wait for one to end"), "downloads of yours that are running"
         )
 
     def expiry(self) -> int:

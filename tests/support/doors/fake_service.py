@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
-from coordinator.limits.ceiling import Ceiling, Limit, Refusal
+from coordinator.limits.ceiling import Limit
 from coordinator.limits.results import Responses, Room
 from coordinator.limits.turns import Turns
 from coordinator.service.listings import Listed
@@ -127,5 +127,4 @@ class FakeBackend:
         self.health = health
         self.responses = Responses()
         self.decode_turns = Turns(1)
-        streams = Ceiling(Refusal("STREAMS_FULL", "end some"), "streams", lambda _: TenantLimits().streams_max)
-        self.limits: dict[str, Limit] = {"streams_max": streams}
+        self.limits: dict[str, Limit] = {"streams_max": Turns(TenantLimits().streams_max)}

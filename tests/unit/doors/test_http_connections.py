@@ -18,7 +18,7 @@ import pytest
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http import connections
-from coordinator.doors.http.calls import running_calls
+from coordinator.doors.http.calls import RunningCalls
 from coordinator.doors.http.connections import Listener
 from coordinator.doors.http.places import Places, Report
 from coordinator.doors.http_app import PREFIX
@@ -227,7 +227,7 @@ async def test_long_polls_leave_room_for_short_calls(opened: Open) -> None:
 
 
 def test_tenants_that_hold_all_that_they_may_leave_places_for_others() -> None:
-    running, num_taken = running_calls(64), list[int]()
+    running, num_taken = RunningCalls(64), list[int]()
     with contextlib.ExitStack() as held:
         for tenant in ("a", "b", "c"):
             calls = held.enter_context(contextlib.ExitStack())
