@@ -1,4 +1,4 @@
-"""Run docs/tutorial.md from its first command to its last: an hour and a half on two cores.
+"""Run docs/tutorial.md from its first command to its last: about an hour on two cores.
 
     make tutorial
     make tutorial ARGS="--num-steps 20"     # a short curve
