@@ -50,17 +50,16 @@ def _draw_reinforcement(axes: Any, run: Mapping[str, Any], accuracy: Mapping[str
     means = [sum(rewards[max(0, n - SMOOTHED) : n]) / min(n, SMOOTHED) for n in range(1, len(rewards) + 1)]
     axes.plot(steps, rewards, color=PALE, lw=0.8, label="mean reward of a step's 128 samples")
     axes.plot(steps, means, color=SECOND, lw=1.6, label=f"its mean over {SMOOTHED} steps")
-    axes.plot(
-        *_points(run["steps"], "test_reward"), color=FIRST, marker="o", ms=3.5, label="right of 200 unseen problems"
-    )
-    for name, label in (("base", "the model as it comes"), ("supervised", "after supervised fine-tuning")):
+    tested_at, tested = _points(run["steps"], "test_reward")
+    tested_at, tested = [0, *tested_at], [accuracy["supervised"], *tested]
+    axes.plot(tested_at, tested, color=FIRST, marker="o", ms=3.5, label="right of 200 unseen problems")
+    for name, label in (("base", "the model as it comes: "), ("reinforcement", "at the end: ")):
         axes.axhline(accuracy[name], color=INK, lw=0.8, ls=":")
-        axes.text(
-            steps[-1], accuracy[name] + 0.012, f"{label}: {accuracy[name]:.0%}", ha="right", fontsize=8, color=INK
-        )
+        axes.text(0, accuracy[name] + 0.012, f"{label}{accuracy[name]:.1%}", fontsize=8, color=INK)
+    axes.text(0, accuracy["supervised"] + 0.025, f"{accuracy['supervised']:.1%}", fontsize=8, color=FIRST)
     axes.set_ylim(0, 1)
     axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.08))
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.09))
     axes.set_title(f"Reinforcement from answers alone, {run['seconds'] / 60:.0f} minutes", loc="left", fontsize=9.5)
 
 

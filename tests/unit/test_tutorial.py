@@ -22,7 +22,7 @@ RESULTS = json.loads((ROOT / "docs" / "results" / "tutorial.json").read_text(enc
 def command_of(recipe: str) -> list[str]:
     """Return the arguments of the page's command that runs a recipe."""
     [found] = re.findall(rf"^    python -m tinkerpool\.recipes\.{recipe} ((?:.*\\\n)*.*)$", PAGE, flags=re.MULTILINE)
-    return shlex.split(found)
+    return shlex.split(found.replace("\\\n", " "))
 
 
 def test_the_commands_of_the_page_are_the_runs_of_make_tutorial() -> None:
