@@ -292,14 +292,7 @@ class RequestFailedError(TinkerpoolError):
 
 
 class OperationFailed(RequestFailedError):
-    """An accepted operation ended in an error. It changed nothing, and its sequence number is used.
-
-    Attributes:
-        code: canonical status code.
-        reason: a constant for programs, `NON_FINITE`.
-        message: a sentence for people: what was wrong, and how to mend it.
-        operation: the operation's name.
-    """
+    """An accepted operation ended in an error. It changed nothing, and its sequence number is used."""
 
     def __init__(self, message: str, *, code: Code, reason: str, operation: str) -> None:
         super().__init__(message)

@@ -1,8 +1,7 @@
 """The pools of this machine, and which of them is meant: one rule for all commands and for `ServiceClient()`.
 
-The pool in use is the one that was started last, or chosen since by `tinkerpool use`: credentials.json has it. Unless
-something else names a pool, it is meant. If it does not run and others do, calls go to the one of them that was started
-last, and whoever calls says so.
+The pool in use is the one that was started last, or chosen since by `tinkerpool use`: credentials.json has it. Commands
+and clients that name no pool call it. If it does not run and others do, they call the newest of these, and say so.
 
 Invariants: a key is sent to its own pool only; a pool that an argument, an option or the environment names is never
 replaced by another one. Does not depend on the client or the pool.

@@ -39,7 +39,7 @@ from workers.contract.messages import UNMARKED, RequestBatch
 
 RETRY_DELAY_S = 1.0
 DISK_DELAY_S = 10.0
-"""Pause before a retry when the disk is full: somebody has to delete files first."""
+"""Pause before a retry when the disk is full: files have to be deleted first."""
 AWAITED_BYTES_MAX = 32 << 20
 """Room beyond `queued_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
 Without it a client that sends the first part of a batch last would wait for its own later parts, which wait for it."""

@@ -1,4 +1,4 @@
-"""Run docs/tutorial.md from its first command to its last: about an hour on two cores.
+"""Run docs/tutorial.md from its first command to its last: three quarters of an hour on two cores.
 
     make tutorial
     make tutorial ARGS="--num-steps 20"     # a short curve

@@ -41,6 +41,14 @@ def test_the_accuracies_that_a_page_names_are_those_of_the_run(page: str) -> Non
         assert f"{accuracy:.1%}".replace("%", " %") in text, name
 
 
+def test_the_page_has_what_sharing_cost_each() -> None:
+    cells = re.findall(r"([\d.]+) s(?=[ ,])", PAGE.partition("## Two users at once")[2])
+    median = RESULTS["sharing"]["median_s"]
+    in_turn = round(median["ada_alone"] + median["ben_alone"], 1)
+    tenants = [median[f"{tenant}_{when}"] for tenant in ("ada", "ben") for when in ("alone", "together")]
+    assert [float(cell) for cell in cells] == [*tenants, in_turn, median["both"]]
+
+
 def test_the_picture_is_drawn_from_the_figures(tmp_path: Path) -> None:
     draw(RESULTS, tmp_path / "images" / "tutorial.png")
     assert (tmp_path / "images" / "tutorial.png").stat().st_size > 10_000

@@ -203,9 +203,7 @@ def train(
             progress.report(done, metrics)
             run.record(done, saved)
 
-        path = run.finish(client)
-        progress.say(f"trained weights: {path}")
-    return path
+        return run.finish(client, progress)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tinkerpool import AdamParams, APIFuture, ServiceClient, TrainingClient, typ
 from tinkerpool.data import Schedule
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option
+from tinkerpool.recipes.progress import Progress
 
 CHECKPOINT, SETTINGS = "checkpoint.json", "settings.json"
 KEPT_S = 30 * 24 * 3600
@@ -113,10 +114,11 @@ class Run:
         if saved is not None:
             self._write_checkpoint({"step": done, "path": saved.result().path})
 
-    def finish(self, client: TrainingClient) -> str:
-        """Save the weights for sampling, record that the run is finished, and return their path."""
+    def finish(self, client: TrainingClient, progress: Progress) -> str:
+        """Save the weights for sampling, record that the run is finished, and return and report their path."""
         path = str(client.save_weights_for_sampler("final").result().path)
         self._write_checkpoint(self._checkpoint | {"trained_weights": path})
+        progress.say(f"trained weights: {path}")
         return path
 
     def _write_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -90,9 +90,7 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
         while in_flight:
             finish(*in_flight.popleft())
 
-        path = run.finish(client)
-        progress.say(f"trained weights: {path}")
-    return path
+        return run.finish(client, progress)
 
 
 if __name__ == "__main__":
