@@ -430,7 +430,7 @@ class AdamOptimizerConfig:
     """The optimizer of every adapter.
 
     Attributes:
-        type: Always.
+        type: `adamw`, the only one.
     """
 
     type: Literal["adamw"] = "adamw"
