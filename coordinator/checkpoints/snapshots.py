@@ -71,8 +71,8 @@ class Snapshots:
         """
         by_worker: dict[str, list[AdapterLog]] = {}
         for adapter in adapters:
-            if adapter.worker_id and adapter.adapter_id not in lost:
-                by_worker.setdefault(adapter.worker_id, []).append(adapter)
+            if adapter.home and adapter.adapter_id not in lost:
+                by_worker.setdefault(adapter.home, []).append(adapter)
         return [adapter for resident in by_worker.values() for adapter in self._due_on_worker(resident)]
 
     def has_room(self, num_states: int) -> bool:
@@ -83,7 +83,7 @@ class Snapshots:
         """Return whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""
         if adapter.adapter_id in self._writing:
             return False
-        has_run = bool(adapter.worker_id) and adapter.copy.applied_seq > adapter.snapshot_seq
+        has_run = bool(adapter.home) and adapter.copy.applied_seq > adapter.snapshot_seq
         return has_run and adapter.is_between_operations and adapter.is_as_committed
 
     def begin(self, adapter: AdapterLog) -> None:

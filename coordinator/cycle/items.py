@@ -49,6 +49,11 @@ class Entry:
     item: Item
 
     @property
+    def chunk(self) -> int:
+        """Which part of its operation the item is: a pass's chunk; of a load, 1 is the snapshot behind it."""
+        return self.item.chunk_index if isinstance(self.item, PassItem) else int(self.item.op_id == SNAPSHOT)
+
+    @property
     def is_current(self) -> bool:
         """Whether the copy that the item was built for is still the adapter's copy."""
         return self.log.copy.generation == self.generation
@@ -71,7 +76,7 @@ class MovedState:
 
 
 class PhaseWork:
-    """The items and copies that one phase of a cycle sends to the workers."""
+    """The chunks, other items and copies that one phase of a cycle sends to each worker."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[Entry]] = {}
@@ -80,18 +85,19 @@ class PhaseWork:
         self.num_install_bytes = 0
         """Of the states in the copies."""
 
-    def add(self, log: AdapterLog, operation: Operation | None, item: Item) -> None:
-        """Send an item to the worker of the adapter's copy."""
-        self._entries.setdefault(log.worker_id, []).append(Entry(log, log.copy.generation, operation, item))
+    def add(self, worker_id: str, log: AdapterLog, operation: Operation | None, item: Item) -> None:
+        """Send an item to the home of the adapter's copy, or a chunk of a pass to one of its helpers."""
+        assert worker_id == log.home or (worker_id in log.copy.helpers and isinstance(item, PassItem))
+        self._entries.setdefault(worker_id, []).append(Entry(log, log.copy.generation, operation, item))
 
     def install(self, log: AdapterLog, install: AdapterInstall) -> None:
-        """Send a copy of the adapter to the worker where it was just placed."""
-        self._installs.setdefault(log.worker_id, []).append((log, log.copy.generation, install))
+        """Send a copy of the adapter to its home, where it was just placed."""
+        self._installs.setdefault(log.home, []).append((log, log.copy.generation, install))
         self.num_install_bytes += install.state.num_bytes if install.state is not None else 0
 
     def expect(self, log: AdapterLog) -> None:
-        """Add a hint for the worker: the next phase is likely to have this adapter."""
-        self._expected.setdefault(log.worker_id, []).append(log.adapter_id)
+        """Add a hint for the adapter's home: the next phase is likely to have it."""
+        self._expected.setdefault(log.home, []).append(log.adapter_id)
 
     def worker_ids(self) -> list[str]:
         """Return the workers that get copies or items."""

@@ -116,6 +116,8 @@ class CycleLoop:
         if self._is_over:
             return True
         self._snapshots.settle(self._group.logs)
+        for worker in self.planning.drained():
+            self._group.lose_copies(worker.info.worker_id)
         return self.planning.has_workers() and self.planning.ready.refresh()
 
     def tenants(self) -> frozenset[str]:
@@ -128,7 +130,7 @@ class CycleLoop:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a worker is live and the present cycle is not overdue."""
+        """Whether a worker takes work and the present cycle is not overdue."""
         return self.planning.has_workers() and not self._phases.dispatch.is_overdue
 
     async def stop(self, seconds_max: float) -> None:

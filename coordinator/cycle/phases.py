@@ -188,7 +188,7 @@ class Phases:
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
                     log.copy.start(operation)
-                    work.add(log, operation, item)
+                    work.add(log.home, log, operation, item)
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
         for log in itertools.islice(self._planning.left_over(plan), EXPECTED_MAX):
             work.expect(log)
@@ -217,7 +217,7 @@ class Phases:
         first = next(log.ahead(may_begin=may_begin).states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return
-        worker_id = log.worker_id or self._planning.place(log.adapter_id, residents)
+        worker_id = log.home or self._planning.place(log.adapter_id, residents)
         if worker_id not in residents or not await self._install(cycle, log, worker_id, work):
             return
         residents[worker_id] += 1
@@ -237,14 +237,14 @@ class Phases:
             return
         for operation, item in items:
             log.copy.start(operation)
-            work.add(log, operation, item)
+            work.add(log.home, log, operation, item)
 
     async def take_snapshots(self, logs: Iterable[AdapterLog]) -> None:
         """Read these adapters' states from their workers; they are written while later cycles run."""
         work = PhaseWork()
         for log in logs:
             self._snapshots.begin(log)
-            work.add(log, None, self._items.snapshot_item(log))
+            work.add(log.home, log, None, self._items.snapshot_item(log))
         await self._run(Cycle(0, self._time.wall(), self._time.monotonic()), work)
         self._snapshots.end()
 
@@ -272,7 +272,7 @@ class Phases:
         False also if the phase has no room for another copy, or its stored state is damaged; its operations are failed
         then.
         """
-        if log.worker_id:
+        if log.home:
             return True
         worker = self._fleet.find(worker_id)
         if worker is None or self._snapshots.is_unsettled(log.adapter_id):

@@ -53,11 +53,11 @@ class Results:
         if operation is None:
             self._snapshots.take(log, result)
             return
-        is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
+        is_last = not isinstance(item, PassItem) or log.copy.num_chunks_done(operation) == item.num_chunks - 1
         if operation.is_final:
             self._apply_replay(log, operation, worker, result, is_last=is_last)
         else:
-            log.copy.add_result(operation, result)
+            log.copy.add_result(operation, entry.chunk, result)
             window, role = log.copy.window, operation.kind.window_role
             if window.forbids(role, operation.seq):
                 operation.fail(window_closed(window, role), log.copy.usage(operation), cycle_id=cycle.cycle_id)

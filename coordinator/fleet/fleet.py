@@ -1,8 +1,9 @@
 """The workers of a pool: incarnations with flights and versions held, adapter copies, facts of the base models.
 
-In memory. Does not depend on schedules or storage, nor on what operations mean: flights are opaque records. Main
-invariants: an incarnation that was marked lost never becomes live again, and has nothing in flight; its replacement is
-a new incarnation of the same worker.
+Workers join and leave while a pool runs. A worker that is to leave is drained first: it gets nothing new. In memory.
+Does not depend on schedules or storage, nor on what operations mean: flights are opaque records. Main invariants: an
+incarnation that was marked lost never becomes live again, and has nothing in flight; its replacement is a new
+incarnation of the same worker; a worker is removed only when nothing is in flight there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from coordinator.base.time import Signal
 from workers.contract.messages import ModelInfo, WorkerInfo
 
 VERSIONS_MAX = 64
@@ -39,6 +41,8 @@ class Incarnation:
 
     info: WorkerInfo
     is_live: bool = True
+    is_draining: bool = False
+    """It gets nothing new, because the worker is to be removed."""
     training: tuple[Flight, ...] = ()
     """The operations of the present phase."""
     samples: dict[str, Flight] = field(default_factory=dict)
@@ -50,6 +54,11 @@ class Incarnation:
     def name(self) -> str:
         """The incarnation's name, unique over all epochs."""
         return self.info.incarnation
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing is in flight there."""
+        return not self.training and not self.samples
 
     def begin_phase(self, flights: tuple[Flight, ...]) -> None:
         """Record the operations of a cycle's phase that are sent to the worker."""
@@ -66,6 +75,10 @@ class Incarnation:
     def end_sample(self, name: str) -> bool:
         """Record that the worker no longer has this sample; return whether it had it."""
         return self.samples.pop(name, None) is not None
+
+    def drain(self) -> None:
+        """Get nothing new from now on."""
+        self.is_draining = True
 
     def end(self) -> tuple[tuple[Flight, ...], tuple[Flight, ...]]:
         """Mark the incarnation lost; return the training operations and samples that were in flight."""
@@ -100,7 +113,7 @@ class Incarnation:
         """Record that the worker does not hold this version, as it reported."""
         self._versions.pop(version, None)
 
-    def remove(self, key: str) -> None:
+    def drop(self, key: str) -> None:
         """Have the worker drop an adapter or version with its next batch or sample."""
         self._removals.append(key)
 
@@ -111,7 +124,7 @@ class Incarnation:
 
 
 class Residency:
-    """Which adapters have a copy on which worker: adapters by worker, in order of arrival."""
+    """Which adapters have a copy whose home is which worker: adapters by worker, in order of arrival."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, dict[str, None]] = {}
@@ -137,6 +150,8 @@ class Fleet:
     """The workers of all base models."""
 
     def __init__(self) -> None:
+        self.changed = Signal()
+        """Other workers take work than before."""
         self.models: dict[str, ModelInfo] = {}
         """Base model to its facts: the memory of the worker with the least to train, of the one with the most to
         sample."""
@@ -144,17 +159,26 @@ class Fleet:
         self._num_losses: Counter[str] = Counter()
         """By worker, since its last reply to a batch."""
 
-    def start(self, workers: Iterable[WorkerInfo]) -> None:
-        """Take in the workers of a pool that has started."""
-        for info in workers:
-            self._workers[info.worker_id] = Incarnation(info)
-            self.models.setdefault(info.model.name, info.model)
-        self._note_memory()
-
-    def revive(self, info: WorkerInfo) -> None:
-        """Replace a lost incarnation of a worker by a new one, which holds no adapter and no version."""
-        assert info.worker_id in self._workers
+    def add(self, info: WorkerInfo) -> None:
+        """Take in a worker, or the next incarnation of a lost one; it holds no adapter and no version."""
+        assert not self.is_live(info.worker_id)
         self._workers[info.worker_id] = Incarnation(info)
+        self.models.setdefault(info.model.name, info.model)
+        self._note_memory()
+        self.changed.notify()
+
+    def drain(self, worker_id: str) -> None:
+        """Give a worker nothing new, so that it can be removed."""
+        self._workers[worker_id].drain()
+        self.changed.notify()
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a drained worker that has nothing in flight. The facts of its base model stay."""
+        worker = self._workers.pop(worker_id)
+        assert worker.is_draining
+        assert worker.is_clear
+        worker.end()
+        self._num_losses.pop(worker_id, None)
         self._note_memory()
 
     def worker_ids(self) -> list[str]:
@@ -174,23 +198,25 @@ class Fleet:
         """Return whether the worker's present incarnation is live."""
         return self.find(worker_id) is not None
 
-    def live(self, base_model: str) -> list[WorkerInfo]:
-        """Return the live workers of a base model."""
-        return [w.info for w in self._workers.values() if w.is_live and w.info.model.name == base_model]
+    def available(self, base_model: str) -> list[Incarnation]:
+        """Return the workers of a base model that take work: live and not drained."""
+        return [w for w in self._of(base_model) if w.is_live and not w.is_draining]
+
+    def drained(self, base_model: str) -> list[Incarnation]:
+        """Return the workers of a base model that are to be removed, live or not."""
+        return [w for w in self._of(base_model) if w.is_draining]
 
     def has_lost(self, base_model: str) -> bool:
-        """Return whether a worker of this base model is lost and not yet replaced."""
-        return any(not w.is_live and w.info.model.name == base_model for w in self._workers.values())
+        """Return whether a worker of this base model is lost and to be replaced."""
+        return any(not w.is_live and not w.is_draining for w in self._of(base_model))
 
     def lose(self, worker_id: str, incarnation: str) -> tuple[tuple[Flight, ...], tuple[Flight, ...]] | None:
         """Mark an incarnation lost; return its training operations and samples in flight.
 
-        None if that incarnation was lost before.
+        None if that incarnation was lost or removed before.
         """
-        found = self._workers.get(worker_id)
-        if found is None or not found.is_live or found.name != incarnation:
-            return None
-        return found.end()
+        found = self.find(worker_id)
+        return found.end() if found is not None and found.name == incarnation else None
 
     def note_loss(self, worker_id: str) -> int:
         """Count a loss of the worker; return the number of losses since its last reply to a batch."""
@@ -206,19 +232,23 @@ class Fleet:
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
             found.hold(version)
 
-    def remove(self, worker_id: str, key: str) -> None:
+    def drop(self, worker_id: str, key: str) -> None:
         """Have a worker drop an adapter or version with its next message; ignored if the worker is lost."""
         if (found := self.find(worker_id)) is not None:
-            found.remove(key)
+            found.drop(key)
+
+    def _of(self, base_model: str) -> list[Incarnation]:
+        return [worker for worker in self._workers.values() if worker.info.model.name == base_model]
 
     def _note_memory(self) -> None:
-        """Update the memory facts of every base model.
+        """Update the memory facts of every base model that has workers.
 
         The worker with the least memory limits training, because an adapter may be placed on any worker. The one with
         the most limits sampling, because a large sample can be placed there.
         """
         for name, model in self.models.items():
-            found = [each.info.model for each in self._workers.values() if each.info.model.name == name]
+            if not (found := [each.info.model for each in self._of(name)]):
+                continue
             fitting = [each.fitting_tokens for each in found if each.fitting_tokens is not None]
             blocks = [each.num_cache_blocks for each in found if each.num_cache_blocks is not None]
             self.models[name] = replace(

@@ -70,9 +70,9 @@ class AdapterLog:
         self.adapter_id = self.spec.adapter_id
 
     @property
-    def worker_id(self) -> str:
-        """Where the copy is; empty: nowhere."""
-        return self.copy.worker_id
+    def home(self) -> str:
+        """The worker that has the copy; empty: none."""
+        return self.copy.home
 
     @property
     def has_decided(self) -> bool:
@@ -106,7 +106,7 @@ class AdapterLog:
     def is_past_snapshot(self) -> bool:
         """An operation ran on the copy that the snapshot does not contain."""
         has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
-        return bool(self.worker_id) and has_run
+        return bool(self.home) and has_run
 
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
@@ -177,15 +177,15 @@ class AdapterLog:
         self.engine_s_since_snapshot = 0.0
 
     def _renew_copy(self, worker_id: str) -> None:
-        if self.worker_id:
-            self.residency.leave(self.worker_id, self.adapter_id)
+        if self.home:
+            self.residency.leave(self.home, self.adapter_id)
         self.copy = self.copy.next_generation(self.snapshot_seq, self.snapshot_window, worker_id)
 
     def join(self, residency: Residency) -> None:
         """Record this adapter's copy in `residency` from now on, and no longer in the residency before."""
-        if self.worker_id:
-            self.residency.leave(self.worker_id, self.adapter_id)
-            residency.enter(self.worker_id, self.adapter_id)
+        if self.home:
+            self.residency.leave(self.home, self.adapter_id)
+            residency.enter(self.home, self.adapter_id)
         self.residency = residency
 
     def quarantine(self, first: int, last: int) -> None:

@@ -29,8 +29,8 @@ class Progress:
     """How far an operation has run on one generation of its adapter's copy."""
 
     num_chunks_done: int = 0
-    results: list[ItemResult] = field(default_factory=list)
-    """The results of those chunks."""
+    results: dict[int, ItemResult] = field(default_factory=dict)
+    """The results of those chunks, by chunk."""
     is_running: bool = False
     """A worker has it."""
 
@@ -47,8 +47,10 @@ class Copy:
     """The gradient window at the cursor."""
     applied_window: Window = EMPTY
     """The gradient window at `applied_seq`: that of a snapshot."""
-    worker_id: str = ""
-    """Empty: there is no copy, the next worker must install one."""
+    home: str = ""
+    """The worker that has the state. Empty: there is no copy, the next worker must install one."""
+    helpers: tuple[str, ...] = ()
+    """Workers that run chunks of its passes beside its home: none, so far."""
     must_drop_gradient: bool = False
     """The copy holds gradient of a closed window."""
     progress: dict[int, Progress] = field(default_factory=dict)
@@ -56,9 +58,9 @@ class Copy:
     reinstalls: Counter[str] = field(default_factory=Counter)
     """How often each operation found a copy out of order, since the last result for an undecided operation."""
 
-    def next_generation(self, seq: int, window: Window, worker_id: str) -> Copy:
+    def next_generation(self, seq: int, window: Window, home: str) -> Copy:
         """Return the copy that begins at a snapshot after this one was lost."""
-        return Copy(self.generation + 1, seq, seq, window, window, worker_id, reinstalls=self.reinstalls)
+        return Copy(self.generation + 1, seq, seq, window, window, home, reinstalls=self.reinstalls)
 
     def count_reinstall(self, op_id: str) -> int:
         """Count that this operation found the copy before this one out of order; return how often in a row it did."""
@@ -73,9 +75,9 @@ class Copy:
         return found.num_chunks_done if found is not None else 0
 
     def results(self, operation: Operation) -> list[ItemResult]:
-        """Return the results of those chunks."""
+        """Return the results of those chunks, in their order."""
         found = self.progress.get(operation.seq)
-        return found.results if found is not None else []
+        return [result for _, result in sorted(found.results.items())] if found is not None else []
 
     def usage(self, operation: Operation) -> Usage:
         """Return what the operation cost on this copy so far."""
@@ -121,10 +123,10 @@ class Copy:
         self._progress_of(operation).is_running = False
         self._added_gradient(operation)
 
-    def add_result(self, operation: Operation, result: ItemResult) -> None:
-        """Add the result of one more chunk, or of a whole operation without chunks."""
+    def add_result(self, operation: Operation, chunk: int, result: ItemResult) -> None:
+        """Add the result of one more chunk, or of a whole operation without chunks, as chunk 0."""
         progress = self._progress_of(operation)
-        progress.results.append(result)
+        progress.results[chunk] = result
         progress.num_chunks_done += 1
         self.reinstalls.clear()
 

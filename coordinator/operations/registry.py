@@ -76,7 +76,7 @@ class AdapterGroup:
 
     def add(self, log: AdapterLog) -> None:
         """Register an adapter that has no copy yet."""
-        assert not log.worker_id
+        assert not log.home
         log.join(self.residency)
         self._logs[log.adapter_id] = log
 
@@ -85,6 +85,13 @@ class AdapterGroup:
         self._logs.pop(log.adapter_id, None)
         self._dirty.pop(log.adapter_id, None)
         log.join(Residency())
+
+    def lose_copies(self, worker_id: str) -> None:
+        """Drop every copy on a worker that is lost, or is to be removed."""
+        for adapter_id in self.residency.on(worker_id):
+            log = self._logs[adapter_id]
+            log.lose_copy()
+            self.mark_dirty(log)
 
     def mark_dirty(self, log: AdapterLog) -> None:
         """Record that the adapter changed, and wake the clock. (It may have been deleted meanwhile.)"""

@@ -69,7 +69,7 @@ def make_runners(
     return Runners(
         cycles=cycles,
         samples=samples,
-        supervisor=Supervisor(pool, time, fleet, scheduling.losses, samples, tasks),
+        supervisor=Supervisor(pool, time, fleet, registers.registry, scheduling.losses, samples, tasks),
         deletions=deletions,
         housekeeping=housekeeping,
         tenant_deletions=TenantDeletions(context.config, time, store, registers, states, deletions, housekeeping),

@@ -76,7 +76,8 @@ class Core:
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         await self.pool.start()
-        self.fleet.start(self.pool.workers())
+        for worker in self.pool.workers():
+            self.fleet.add(worker)
         self.probation = Probation(self.store.probations, self.config.probation_s)
         self.scheduling = make_scheduling(
             context,
@@ -138,6 +139,7 @@ class Core:
         )
         self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
+        self.supervisor = runners.supervisor
 
     async def _finish(self, runners: Runners) -> None:
         """Refuse new operations, end waits and streams, finish the running cycles, write unwritten states."""

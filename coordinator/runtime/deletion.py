@@ -70,8 +70,8 @@ class Deletions:
         except StorageError:
             self._put_back(log, unfinished)
             raise
-        if log.worker_id:
-            self._fleet.remove(log.worker_id, log.adapter_id)
+        if log.home:
+            self._fleet.drop(log.home, log.adapter_id)
         for operation in unfinished:
             if operation.is_durable:  # if its append failed meanwhile, its caller got that error
                 self._in_flight.finish(operation)

@@ -48,7 +48,7 @@ class Placement:
         self._taken[worker.name] = Counter()
 
     def close(self, incarnation: str) -> None:
-        """Remove a lost incarnation."""
+        """Remove an incarnation that has ended."""
         self._taken.pop(incarnation, None)
 
     def num_slots(self, num_samples: int) -> int:
@@ -114,8 +114,7 @@ class Placement:
         return min(self._slots_max, worker.info.model.num_sequence_slots)
 
     def _open(self, base_model: str) -> list[Incarnation]:
-        live = (self._fleet.worker(info.worker_id) for info in self._fleet.live(base_model))
-        return [worker for worker in live if worker.name in self._taken]
+        return [worker for worker in self._fleet.available(base_model) if worker.name in self._taken]
 
 
 class SamplerVersions:

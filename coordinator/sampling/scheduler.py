@@ -164,7 +164,6 @@ class SampleScheduler:
     def _read_losses(self) -> None:
         """Fail the poison, then start the other samples of lost workers again."""
         for loss in self._lost.take():
-            self._placement.close(loss.incarnation)
             for sample in self._unfinished(loss):
                 if sample.name == loss.poison:
                     self._fail(sample, worker_died(sample.operation, loss.probation))
@@ -224,6 +223,7 @@ class SampleScheduler:
         except WorkerLost as error:
             if not self._is_stopping:
                 self._losses.record(worker.info.worker_id, worker.name, str(error))
+                self._placement.close(worker.name)
 
     def _is_on(self, sample: Sample, worker: Incarnation) -> bool:
         self._read_losses()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
@@ -65,7 +65,7 @@ def plan_pass(
     """
     rotations: dict[str, deque[_Unplanned]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
-        if not candidate.worker_id or candidate.worker_id in residents:
+        if not candidate.home or candidate.home in residents:
             rest = candidate.chunks()
             if (cost := next(rest, None)) is not None:
                 rotations.setdefault(candidate.tenant_id, deque()).append(_Unplanned(candidate, rest, cost))
@@ -84,9 +84,9 @@ def plan_pass(
         rotation = rotations[tenant]
         first = rotation.popleft()
         adapter_id, cost = first.candidate.adapter_id, first.cost
-        worker = placements.get(adapter_id) or first.candidate.worker_id or placer.choose()
+        worker = placements.get(adapter_id) or first.candidate.home or placer.choose()
         if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
-            if adapter_id not in placements and not first.candidate.worker_id:
+            if adapter_id not in placements and not first.candidate.home:
                 placer.placed(first.candidate, worker)
             first.num_planned += 1
             placements[adapter_id] = worker
@@ -115,10 +115,10 @@ class _Placer:
         self._budget_tokens = budget_tokens
         self._load = dict.fromkeys(residents, 0)
         candidates = [each.candidate for rotation in rotations for each in rotation]
-        if len(residents) > 1 and not all(candidate.worker_id for candidate in candidates):
+        if len(residents) > 1 and not all(candidate.home for candidate in candidates):
             for candidate in candidates:
-                if candidate.worker_id in self._load:
-                    self._load[candidate.worker_id] += self._tokens(candidate)
+                if candidate.home in self._load:
+                    self._load[candidate.home] += self._tokens(candidate)
 
     def choose(self) -> str:
         """Return the worker for a candidate without a copy."""
@@ -173,16 +173,20 @@ class Planning:
         return decode_share(sampling, set(training).union(*waiting), self._fair.shares)
 
     def has_workers(self) -> bool:
-        """Return whether a worker of this base model is live."""
-        return bool(self._fleet.live(self.base_model))
+        """Return whether a worker of this base model takes work."""
+        return bool(self._fleet.available(self.base_model))
+
+    def drained(self) -> list[Incarnation]:
+        """Return the workers that are to be removed: their adapters go on elsewhere."""
+        return self._fleet.drained(self.base_model)
 
     def is_full(self) -> bool:
         """Return whether the ready chunks fill the budget of every worker."""
-        return self.ready.has_tokens(self.budget.tokens * max(1, len(self._fleet.live(self.base_model))))
+        return self.ready.has_tokens(self.budget.tokens * max(1, len(self._fleet.available(self.base_model))))
 
     def residents(self) -> dict[str, int]:
-        """Return how many adapters have a copy on each live worker."""
-        return self.ready.residents(worker.worker_id for worker in self._fleet.live(self.base_model))
+        """Return how many adapters have a copy on each worker that takes work."""
+        return self.ready.residents(worker.info.worker_id for worker in self._fleet.available(self.base_model))
 
     def place(self, adapter_id: str, residents: Mapping[str, int]) -> str:
         """Return the worker with the fewest adapters, for an adapter that needs no pass; empty if there is none."""
@@ -200,7 +204,7 @@ class Planning:
         self._ready_on = {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:
-                worker_id = plan.placements.get(candidate.adapter_id, candidate.worker_id)
+                worker_id = plan.placements.get(candidate.adapter_id, candidate.home)
                 self._ready_on.setdefault(worker_id, set()).add(candidate.tenant_id)
         return plan
 
@@ -209,7 +213,7 @@ class Planning:
 
         The tenants of the last plan count as active: one that awaits each of its steps misses every other cycle.
         """
-        workers = (self._fleet.worker(info.worker_id) for info in self._fleet.live(self.base_model))
+        workers = self._fleet.available(self.base_model)
         sampling = {flight.tenant_id for worker in workers for flight in worker.samples.values()}
         part = SHARED_PART if len(self._fair.active.union(training, sampling)) > 1 else LONE_PART
         return part * (1.0 - decode_share(sampling, training, self._fair.shares)) if sampling else part
@@ -250,7 +254,7 @@ class Planning:
     def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
         """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""
         for log in self.ready.allowed():
-            is_left = log.adapter_id not in plan.num_chunks and self._fleet.is_live(log.worker_id)
+            is_left = log.adapter_id not in plan.num_chunks and self._fleet.is_live(log.home)
             if is_left and next(self.ready.ahead(log).passes(), None) is not None:
                 yield log
 

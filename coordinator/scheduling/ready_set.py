@@ -28,7 +28,7 @@ class Candidate:
 
     adapter_id: str
     tenant_id: str
-    worker_id: str
+    home: str
     """The worker of its copy; empty: it may be placed on any worker."""
     chunks: Callable[[], Iterator[int]]
     """Yields the tokens of its ready chunks, in the order in which they must run; each call yields the same."""
@@ -156,7 +156,7 @@ class ReadySet:
             Candidate(
                 adapter_id=log.adapter_id,
                 tenant_id=log.tenant_id,
-                worker_id=log.worker_id or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
+                home=log.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
                 chunks=self.ahead(log).chunks,
                 last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
             )
@@ -206,7 +206,7 @@ class ReadySet:
             return False
         states = list(log.ahead(may_begin=may_begin).states())
         is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
-        return is_loading or (is_unsettled and not log.worker_id)
+        return is_loading or (is_unsettled and not log.home)
 
     def _release_survivors(self) -> None:
         """Release quarantined adapters that ran their quarantined operations, became idle, or are of a held tenant."""

@@ -76,7 +76,7 @@ def make_scheduling(
         quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
         clock = CycleClock(time, config.linger_s, costs, group.arrivals)
         of_model = (group.changed, quarantine.changed, snapshots.changed)
-        for signal in (*of_model, states.publishing.changed, probation.changed, accounts.changed):
+        for signal in (*of_model, fleet.changed, states.publishing.changed, probation.changed, accounts.changed):
             signal.subscribe(clock.wake)
         budget = TokenBudget(
             costs,

@@ -59,7 +59,7 @@ class SoloTurns:
         """Tenant to the number of its last turn."""
         self._worker, self._kept_until_s, self._rest_until_s = "", 0.0, 0.0
         self._lost: dict[str, _Turn] = {}
-        """Turns that lost their worker, until that is replaced, by worker."""
+        """Turns that lost their worker, until that is replaced or removed, by worker."""
         self._charges: list[tuple[str, float]] = []
         self._is_paused = False
 
@@ -98,9 +98,9 @@ class SoloTurns:
         """Return whether an adapter that is not held has a worker besides the reserved one."""
         if self._turn is None:
             return True
-        if log.worker_id:
-            return log.worker_id != self.reserved
-        return any(info.worker_id != self.reserved for info in self._fleet.live(self._base_model))
+        if log.home:
+            return log.home != self.reserved
+        return any(each.info.worker_id != self.reserved for each in self._fleet.available(self._base_model))
 
     def workers_for(self, adapter_id: str, residents: Mapping[str, int]) -> dict[str, int]:
         """Return the workers on which an adapter without a copy may be placed, of those with these residents."""
@@ -179,8 +179,8 @@ class SoloTurns:
         self._end(turn)
         return True
 
-    def replaced(self, worker_id: str) -> None:
-        """Charge a loss to the tenant whose turn it was: its worker is replaced."""
+    def settled(self, worker_id: str) -> None:
+        """Charge a loss to the tenant whose turn it was: its worker is replaced, or is to be removed."""
         self.not_replaced(worker_id)
         self._lost.pop(worker_id, None)
 
@@ -218,8 +218,8 @@ class SoloTurns:
     def _begin(self, turn: _Turn, can_run: Callable[[AdapterLog], bool]) -> None:
         if not turn.is_sample:
             log = self._group.logs[turn.name]
-            if log.worker_id not in ("", turn.worker_id):
-                self._fleet.remove(log.worker_id, log.adapter_id)
+            if log.home not in ("", turn.worker_id):
+                self._fleet.drop(log.home, log.adapter_id)
                 log.lose_copy()
                 if not can_run(log):
                     self._end(turn, can_rest=False)
@@ -239,7 +239,8 @@ class SoloTurns:
 
     def _is_wanted(self, turn: _Turn, can_run: Callable[[AdapterLog], bool]) -> bool:
         """Return whether a turn may go on: a sample ends its own turn."""
-        if not self._fleet.is_live(turn.worker_id):
+        worker = self._fleet.find(turn.worker_id)
+        if worker is None or (worker.is_draining and turn.name not in worker.samples):
             return False
         if turn.is_running and turn.is_sample:
             return True
@@ -250,10 +251,10 @@ class SoloTurns:
 
     def _chosen_worker(self) -> str:
         """Return the solo worker while it is kept, else the one with the fewest adapters of others; empty: none."""
-        live = [info.worker_id for info in self._fleet.live(self._base_model)]
-        if self._worker in live and self._probation.now() < self._kept_until_s:
+        available = [worker.info.worker_id for worker in self._fleet.available(self._base_model)]
+        if self._worker in available and self._probation.now() < self._kept_until_s:
             return self._worker
-        return min(live, key=lambda worker: (self._num_others(worker), worker), default="")
+        return min(available, key=lambda worker: (self._num_others(worker), worker), default="")
 
     def _num_others(self, worker_id: str) -> int:
         """Return the adapters of tenants that are not on probation, with a copy there, and their samples there."""
@@ -263,4 +264,4 @@ class SoloTurns:
 
     def _is_clear(self, worker_id: str) -> bool:
         worker = self._fleet.find(worker_id)
-        return worker is not None and not worker.samples and not worker.training
+        return worker is not None and worker.is_clear

@@ -103,17 +103,14 @@ class LossRecorder:
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
         training = tuple(flight for flight in training if flight.target_id in group.logs)
-        for adapter_id in group.residency.on(worker_id):
-            log = group.logs[adapter_id]
-            log.lose_copy()
-            group.mark_dirty(log)
+        group.lose_copies(worker_id)
         suspects = self._suspects(training, samples)
         for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
         had_turn = self._turns[base_model].lose(worker_id)
         poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
-        self._pause(base_model, is_paused=True)
+        self._pause(base_model, is_paused=self._fleet.has_lost(base_model))
         probation = ""
         if poison is not None:
             probation = self._put_on_probation(poison)
@@ -123,10 +120,10 @@ class LossRecorder:
         for feed in self._feeds:
             feed.put(WorkerLoss(worker_id, incarnation, samples, poison.name if poison else "", probation, had_turn))
 
-    def replaced(self, worker_id: str) -> None:
-        """Record that a lost worker is replaced."""
+    def settled(self, worker_id: str) -> None:
+        """Record that nothing waits for a worker any more: it was lost and is replaced, or it is to be removed."""
         base_model = self._base_model(worker_id)
-        self._turns[base_model].replaced(worker_id)
+        self._turns[base_model].settled(worker_id)
         self._pause(base_model, is_paused=self._fleet.has_lost(base_model))
 
     def not_replaced(self, worker_id: str) -> None:

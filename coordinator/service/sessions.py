@@ -45,7 +45,7 @@ class SessionUseCases(UseCases):
                     max_sequence_tokens=model.max_seq_len,
                     max_rank=model.max_rank,
                     chunk_tokens=model.chunk_tokens,
-                    num_workers=len(self._core.fleet.live(model.name)),
+                    num_workers=len(self._core.fleet.available(model.name)),
                     eos_token_ids=model.eos_token_ids,
                     fingerprint=model.fingerprint,
                     has_tied_unembedding=model.has_tied_unembedding,

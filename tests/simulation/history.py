@@ -37,6 +37,7 @@ from tests.simulation.counts import check_counts
 from tests.simulation.disk import SimDisk
 from tests.simulation.key_rotations import KeyRotations
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
+from tests.simulation.membership import Membership
 from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
 from tests.simulation.poisoner import Kills, Poisoner
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
@@ -131,6 +132,7 @@ class History:
         self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
         self._short_sessions = [ShortSessions(world, client) for client in self._clients]
         self._administrator = Administrator(world, self._clients, self._standings)
+        self._membership = Membership(world)
         self._rotations = [KeyRotations(world, client) for client in self._clients]
         self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
         self._ending = Ending(kind="")
@@ -242,10 +244,11 @@ class History:
         work = loop.create_task(self._work(coordinator))
         stop = loop.create_task(self._until_stopped())
         faults = () if self._is_last else (self._fill_disk(coordinator), self._lock_database(), self._set_wall_clock())
-        timers = [loop.create_task(each) for each in faults]
+        timers = [loop.create_task(each) for each in (*faults, self._membership.change(coordinator))]
         await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
         for timer in timers:
-            timer.cancel()
+            if not timer.cancel():
+                timer.result()
         self._empty_disk()
         self.world.is_database_locked = False
         if self._must_end_at is not None:
@@ -552,6 +555,7 @@ def _draw_worker_faults(random: Random) -> WorkerFaults:
         twice=some(0.03),
         slow_ping=some(0.03),
         no_replacement=some(0.1),
+        reference_gone=some(0.1),
         survive=random.choice((0.0, 0.9)),
     )
 

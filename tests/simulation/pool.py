@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NoReturn
 
@@ -24,7 +24,16 @@ from tests.simulation.poisoner import Kills
 from tests.simulation.standing import Standings
 from tests.simulation.world import World
 from tests.support.toy_engine import ToyEngine
-from workers.contract.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.messages import (
+    AdapterState,
+    Batch,
+    BatchResult,
+    ErrorCode,
+    SampleEvent,
+    SampleRequest,
+    StateReference,
+    WorkerInfo,
+)
 from workers.contract.protocols import WorkerLost
 
 NETWORK_S = 0.0005
@@ -51,8 +60,26 @@ class WorkerFaults:
     """Per ping: the reply takes up to twice the timeout of a ping."""
     no_replacement: float = 0.0
     """Per attempt: the next incarnation of a worker does not start."""
+    reference_gone: float = 0.0
+    """Per copy that is installed: its state is sent by a reference that leads nowhere any more."""
     survive: float = 0.0
     """Per worker, when its coordinator is killed: the worker keeps running."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Implements `StateReference`; without a state it leads nowhere."""
+
+    state: AdapterState | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.state.num_bytes if self.state is not None else 0
+
+    def fetch(self) -> AdapterState:
+        if self.state is None:
+            raise LookupError("nobody holds the state any more")
+        return self.state
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +135,8 @@ class SimPool:
         """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
         operation is poison, so no fault is injected into a worker that runs such an operation."""
         self.num_workers = num_workers
+        """Of each coordinator's start. Workers that join later end with their coordinator."""
+        self._num_joined = 0
         self._num_incarnations = 0
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
@@ -116,6 +145,11 @@ class SimPool:
         incarnation = f"{worker_id}-{self._num_incarnations}"
         self.workers[worker_id] = _Incarnation(incarnation, ToyEngine(incarnation))
         return self.workers[worker_id]
+
+    def next_worker(self) -> int:
+        """Return the number of a worker that joins."""
+        self._num_joined += 1
+        return self.num_workers + self._num_joined - 1
 
     def note_loss(self, worker: _Incarnation) -> None:
         """Record the operation of a lost worker if it ran solo."""
@@ -127,7 +161,8 @@ class SimPool:
         for worker_id, worker in list(self.workers.items()):
             # Without a batch, the worker would take the next epoch for its first, and keep samples of this one.
             is_fresh = not worker.engine.batches
-            if worker.is_lost or is_fresh or self.random.random() >= self.faults.survive:
+            has_joined = int(worker_id[1:]) >= self.num_workers
+            if worker.is_lost or is_fresh or has_joined or self.random.random() >= self.faults.survive:
                 del self.workers[worker_id]
         for worker, batch in outstanding:
             if worker in self.workers.values():
@@ -150,6 +185,8 @@ class SimPoolFront:
         self.outstanding: list[tuple[_Incarnation, Batch]] = []
         """Batches that were sent and have no reply yet."""
         self.num_replayed = 0
+        self._num_gone = 0
+        """References in a row that led nowhere."""
 
     async def start(self) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
@@ -176,18 +213,7 @@ class SimPoolFront:
         self._workers.clear()
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        return tuple(
-            WorkerInfo(
-                worker_id=worker_id,
-                incarnation=worker.incarnation,
-                model=worker.engine.info,
-                pid=1,
-                node="sim",
-                num_slots=16,
-                device="none",
-            )
-            for worker_id, worker in sorted(self._workers.items())
-        )
+        return tuple(self._info(worker_id) for worker_id in sorted(self._workers))
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         worker = self._worker(worker_id)
@@ -244,6 +270,24 @@ class SimPoolFront:
         await self._until_running(worker)
         await self._delay()
 
+    async def add(self, base_model: str) -> WorkerInfo:
+        await asyncio.sleep(self._random.uniform(0, 0.05))
+        worker_id = f"w{self._pool.next_worker()}"
+        if self._random.random() < self._pool.faults.no_replacement:
+            self._world.fault("no new worker", worker_id)
+            raise WorkerLost(f"{worker_id} does not start")
+        self._pool.start_incarnation(worker_id)
+        return self._info(worker_id)
+
+    async def remove(self, worker_id: str) -> None:
+        self._pool.kills.replaced(worker_id)
+        worker = self._workers.pop(worker_id)
+        if worker.is_lost:
+            self._world.fault("drained worker lost", worker.incarnation)
+        worker.is_replaced = worker.is_lost = True
+        worker.events.put_nowait(None)
+        worker.change()
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         await asyncio.sleep(self._random.uniform(0, 0.05))
         if (worker := self._workers.get(worker_id)) is not None:
@@ -257,7 +301,19 @@ class SimPoolFront:
             raise WorkerLost(f"{worker_id} does not start")
         self._pool.start_incarnation(worker_id)
         self._pool.kills.replaced(worker_id)
-        return next(worker for worker in self.workers() if worker.worker_id == worker_id)
+        return self._info(worker_id)
+
+    def _info(self, worker_id: str) -> WorkerInfo:
+        worker = self._workers[worker_id]
+        return WorkerInfo(
+            worker_id=worker_id,
+            incarnation=worker.incarnation,
+            model=worker.engine.info,
+            pid=1,
+            node="sim",
+            num_slots=16,
+            device="none",
+        )
 
     async def _run(self, worker_id: str, worker: _Incarnation, batch: Batch) -> BatchResult:
         sent_s = self._world.time()
@@ -270,7 +326,7 @@ class SimPoolFront:
         if kind == "crash before":
             self._crash(worker, f"before batch {batch.cycle_id}")
         try:
-            result = worker.engine.run(batch)
+            result = worker.engine.run(self._by_reference(batch))
         except RuntimeError:  # it has a token that ends its engine
             self._pool.kills.killed(worker_id, sent_s, batch, frozenset(worker.engine._done))
             self._crash(worker, f"poisoned by batch {batch.cycle_id}")
@@ -287,6 +343,21 @@ class SimPoolFront:
         await self._until_running(worker)
         self._decode(worker)
         return result
+
+    def _by_reference(self, batch: Batch) -> Batch:
+        """Send the states of copies by reference, some of which lead nowhere any more."""
+        if not any(install.state for install in batch.installs):
+            return batch
+        installs = tuple(replace(each, state=each.state and self._reference(each.state)) for each in batch.installs)
+        return replace(batch, installs=installs)
+
+    def _reference(self, state: AdapterState | StateReference) -> StateReference:
+        is_gone = self._random.random() < self._pool.faults.reference_gone and self._num_gone < 2
+        self._num_gone = self._num_gone + 1 if is_gone else 0
+        if is_gone:
+            self._world.fault("reference gone")
+        assert isinstance(state, AdapterState)
+        return _Reference(None if is_gone else state)
 
     def _draw(self) -> str:
         faults, value = self._pool.faults, self._random.random()

@@ -84,6 +84,12 @@ class TimedPool:
     async def ping(self, worker_id: str) -> None:
         pass
 
+    async def add(self, base_model: str) -> WorkerInfo:
+        raise AssertionError("there is one worker")
+
+    async def remove(self, worker_id: str) -> None:
+        raise AssertionError("there is one worker")
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         raise AssertionError("this worker is never lost")
 

@@ -224,12 +224,16 @@ class ToyEngine:
     def _install(self, install: AdapterInstall) -> None:
         adapter_id = install.spec.adapter_id
         self._remove(adapter_id)
-        adapter = ToyAdapter(install.spec, fresh_chain(install.spec), progress=Progress.of(install))
-        if install.state is not None:
+        try:
+            state = install.fetch()
+        except LookupError:
+            return
+        adapter = ToyAdapter(install.spec, fresh_chain(install.spec), progress=Progress.of(state, install.batch))
+        if state is not None:
             try:
-                _load(adapter, install.state, with_optimizer=True)
-                if install.state.gradient is not None:
-                    adapter.gradient = read_chain(install.state.gradient)
+                _load(adapter, state, with_optimizer=True)
+                if state.gradient is not None:
+                    adapter.gradient = read_chain(state.gradient)
             except ValueError as error:
                 self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
                 return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,17 +114,34 @@ class AdapterState:
         return len(self.weights) + len(self.optimizer or b"") + len(self.gradient or b"")
 
 
+class StateReference(Protocol):
+    """A state that another process holds; the worker that needs it fetches it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files."""
+
+    def fetch(self) -> AdapterState:
+        """Return the state. Raises LookupError if nobody holds it any more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInstall:
     """Put a copy of an adapter on a worker, replacing an older one. `state` None: a fresh one, from the seed, at seq 0.
 
-    A gradient in the state is pending again, so later items give the same bits as if the copy had never been lost.
+    A gradient in the state is pending again, so later items give the same bits as if the copy had never been lost. If a
+    reference cannot be fetched, the worker has no copy: its items are out of order, and it is installed again.
     """
 
     spec: AdapterSpec
-    state: AdapterState | None
+    state: AdapterState | StateReference | None
     batch: RequestBatch | None = None
     """The batch of the pending gradient, as in `GradientWindow.batch`; None: none is pending."""
+
+    def fetch(self) -> AdapterState | None:
+        """Return the state itself. Raises LookupError if it is a reference and nobody holds the state any more."""
+        state = self.state
+        return state if state is None or isinstance(state, AdapterState) else state.fetch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

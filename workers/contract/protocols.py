@@ -70,5 +70,11 @@ class Pool(Protocol):
     async def ping(self, worker_id: str) -> None:
         """Return when the worker replies, which does not queue behind its batches. Raises `WorkerLost`."""
 
+    async def add(self, base_model: str) -> WorkerInfo:
+        """Start another worker of a configured base model, with an id of its own. Raises `WorkerLost`."""
+
+    async def remove(self, worker_id: str) -> None:
+        """End a worker for good."""
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill the worker's process, if it lives, and start the next incarnation, empty. Raises `WorkerLost`."""

@@ -104,6 +104,20 @@ class LocalPool:
         """Raise WorkerLost if the engine's thread has ended. A hung thread is not noticed."""
         self._incarnation(worker_id).loop.check()
 
+    async def add(self, base_model: str) -> WorkerInfo:
+        """Start another worker of a base model. Raises WorkerLost."""
+        worker_id = f"w{len(self._factories)}"
+        factories = (self._factories[each.worker_id] for each in self.workers() if each.model.name == base_model)
+        self._factories[worker_id] = next(factories)
+        try:
+            return await self._begin(worker_id)
+        except Exception as error:
+            raise WorkerLost(f"{worker_id} does not start: {error}") from error
+
+    async def remove(self, worker_id: str) -> None:
+        """End a worker's thread."""
+        await asyncio.to_thread(self._incarnations.pop(worker_id).loop.stop, STOP_TIMEOUT_S)
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         """End a worker's thread and start its next incarnation, empty. Raises WorkerLost."""
         await asyncio.to_thread(self._incarnation(worker_id).loop.stop, STOP_TIMEOUT_S)

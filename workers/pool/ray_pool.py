@@ -110,6 +110,20 @@ class RayPool:
         """Raise WorkerLost unless the worker's process replies and its engine has not failed."""
         await self._incarnation(worker_id).call("ping", group="ping")
 
+    async def add(self, base_model: str) -> WorkerInfo:
+        """Start another worker of a base model. Raises WorkerLost."""
+        worker_id = f"w{len(self._engines)}"  # those of removed workers stay, so that no id is used again
+        self._engines[worker_id] = next(each for each in self._engines.values() if each.model_name == base_model)
+        await self._revive_ray()
+        await self._begin(worker_id)
+        return self._incarnation(worker_id).info
+
+    async def remove(self, worker_id: str) -> None:
+        """End a worker's process."""
+        incarnation = self._incarnations.pop(worker_id)
+        incarnation.end("it was removed")
+        await incarnation.kill()
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
 

@@ -49,20 +49,23 @@ class AdapterCopies:
 
     def install(self, install: AdapterInstall) -> None:
         """Put a copy into the bank, replacing an older one. If that fails, the copy's items fail with the reason."""
-        spec, state = install.spec, install.state
+        spec, state = install.spec, None
         self.remove(spec.adapter_id)
         try:
+            state = install.fetch()
             if spec.rank > self._max_rank:
                 raise OtherAdapterError(f"rank is {spec.rank}; this model takes at most {self._max_rank}")
             layout = self._bank.layout(spec)
             host = None if state is None else read_state(layout, spec, state.weights, state.optimizer, state.gradient)
+        except LookupError:
+            return  # it is installed again
         except ValueError as error:
             is_damaged = isinstance(error, DamagedStateError | OtherAdapterError) and state is not None
             code = ErrorCode.DATA_LOSS if is_damaged else ErrorCode.INVALID_ARGUMENT
             self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
             return
         self._bank.add(spec.adapter_id, spec, host)
-        self._progress[spec.adapter_id] = Progress.of(install)
+        self._progress[spec.adapter_id] = Progress.of(state, install.batch)
 
     def remove(self, key: str) -> None:
         """Drop a copy, or a sampler version. Unknown keys are ignored."""

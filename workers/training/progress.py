@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workers.contract.gradient_windows import EMPTY, GradientWindow, WindowRole, batch_of, role_of
-from workers.contract.messages import AdapterInstall, ErrorCode, Item, ItemError, PassItem
+from workers.contract.messages import AdapterState, ErrorCode, Item, ItemError, PassItem, RequestBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,15 @@ class Progress:
     window: GradientWindow[Failure] = EMPTY
 
     @classmethod
-    def of(cls, install: AdapterInstall) -> Progress:
-        """Return the place of a copy that was just installed."""
-        state = install.state
+    def of(cls, state: AdapterState | None, batch: RequestBatch | None) -> Progress:
+        """Return the place of a copy that was just installed; `batch`: see `AdapterInstall`."""
         if state is None:
             return cls()
         return cls(
             applied_seq=state.applied_seq,
             num_steps=0 if state.optimizer is None else state.num_steps,
             num_datums=0 if state.gradient is None else state.num_datums,
-            window=GradientWindow(None, install.batch),
+            window=GradientWindow(None, batch),
         )
 
     def admit(self, item: Item) -> ItemError | None:

@@ -129,7 +129,7 @@ async def test_a_lost_worker_does_not_affect_adapters_on_other_workers(tmp_path:
         )
         await pool.wait(names[0])
         await pool.wait(names[1], tenant="bob")
-        homes = {a: pool.log_of(a).worker_id for a in (victim, neighbour)}
+        homes = {a: pool.log_of(a).home for a in (victim, neighbour)}
         assert homes[victim] != homes[neighbour]
         await pool.forward_backward(victim, 2, 5, token=KILL_TOKEN)
         done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")

@@ -161,7 +161,7 @@ async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on
         adapters = [await pool.adapter() for _ in range(2)]
         for adapter in adapters:
             await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        victim = next(a for a in adapters if pool.log_of(a).worker_id == "w0")
+        victim = next(a for a in adapters if pool.log_of(a).home == "w0")
 
         async def never(worker_id: str) -> Any:
             raise WorkerLost(f"{worker_id} has no node any more")

@@ -1,5 +1,7 @@
 """The workers: a lost incarnation never becomes live again, and its state does not pass to the next one."""
 
+import asyncio
+
 import pytest
 
 from coordinator.fleet import fleet as fleet_module
@@ -16,7 +18,8 @@ def sample(name: str, version: str = "") -> Flight:
 @pytest.fixture
 def fleet() -> Fleet:
     fleet = Fleet()
-    fleet.start([toy_worker_info("w0"), toy_worker_info("w1"), toy_worker_info("w2", model="other")])
+    for info in (toy_worker_info("w0"), toy_worker_info("w1"), toy_worker_info("w2", model="other")):
+        fleet.add(info)
     return fleet
 
 
@@ -29,14 +32,14 @@ def test_a_loss_returns_the_work_in_flight_once_and_the_worker_is_not_live(fleet
     assert fleet.lose("w0", "w0.1") == ((PASS,), (sample("s:1"),))
     assert fleet.lose("w0", "w0.1") is None
     assert (fleet.find("w0"), fleet.has_lost("toy"), fleet.has_lost("other")) == (None, True, False)
-    assert [each.worker_id for each in fleet.live("toy")] == ["w1"]
+    assert [each.info.worker_id for each in fleet.available("toy")] == ["w1"]
     assert not worker.end_sample("s:1")
 
 
 def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
     lost = fleet.worker("w0")
     fleet.lose("w0", "w0.1")
-    fleet.revive(toy_worker_info("w0", 2))
+    fleet.add(toy_worker_info("w0", 2))
     assert fleet.is_live("w0")
     assert not lost.is_live
     assert fleet.worker("w0").name == "w0.2"
@@ -55,7 +58,7 @@ def test_a_version_is_held_by_the_incarnation_that_has_it_and_by_no_other(fleet:
     assert fleet.worker("w0").holds("v")
     assert not fleet.worker("w1").holds("v")
     fleet.lose("w0", "w0.1")
-    fleet.revive(toy_worker_info("w0", 2))
+    fleet.add(toy_worker_info("w0", 2))
     fleet.hold_version("w0", "w0.1", "v")
     assert not fleet.worker("w0").holds("v")
 
@@ -86,13 +89,13 @@ def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch
 
 
 def test_a_removal_is_sent_once_and_to_no_other_incarnation(fleet: Fleet) -> None:
-    fleet.remove("w0", "a")
+    fleet.drop("w0", "a")
     assert fleet.worker("w0").take_removals() == ("a",)
     assert fleet.worker("w0").take_removals() == ()
-    fleet.remove("w0", "b")
+    fleet.drop("w0", "b")
     fleet.lose("w0", "w0.1")
-    fleet.remove("w0", "c")
-    fleet.revive(toy_worker_info("w0", 2))
+    fleet.drop("w0", "c")
+    fleet.add(toy_worker_info("w0", 2))
     assert fleet.worker("w0").take_removals() == ()
 
 
@@ -105,14 +108,42 @@ def test_losses_are_counted_until_the_worker_completes_a_batch(fleet: Fleet) -> 
 
 def test_a_base_model_has_the_least_memory_to_train_and_the_most_to_sample_of_its_workers() -> None:
     fleet = Fleet()
-    fleet.start(
-        [
-            toy_worker_info("w0", fitting_tokens=100, num_cache_blocks=7),
-            toy_worker_info("w1", num_cache_blocks=9),
-            toy_worker_info("w2", fitting_tokens=80, num_cache_blocks=5),
-        ]
-    )
+    fleet.add(toy_worker_info("w0", fitting_tokens=100, num_cache_blocks=7))
+    fleet.add(toy_worker_info("w1", num_cache_blocks=9))
+    fleet.add(toy_worker_info("w2", fitting_tokens=80, num_cache_blocks=5))
     assert (fleet.models["toy"].fitting_tokens, fleet.models["toy"].num_cache_blocks) == (80, 9)
     fleet.lose("w2", "w2.1")
-    fleet.revive(toy_worker_info("w2", 2, fitting_tokens=120))
+    fleet.add(toy_worker_info("w2", 2, fitting_tokens=120))
     assert (fleet.models["toy"].fitting_tokens, fleet.models["toy"].num_cache_blocks) == (100, None)
+    for worker_id in ("w0", "w2", "w1"):
+        fleet.drain(worker_id)
+        fleet.remove(worker_id)
+    assert fleet.models["toy"].num_cache_blocks == 9, "the facts of the last one stay"
+
+
+def test_a_drained_worker_gets_nothing_new_and_is_removed_when_nothing_is_in_flight(fleet: Fleet) -> None:
+    changes = asyncio.Event()
+    fleet.changed.subscribe(changes)
+    worker = fleet.worker("w0")
+    worker.begin_sample(sample("s:1"))
+    fleet.drain("w0")
+    assert changes.is_set()
+    assert fleet.is_live("w0")
+    assert [each.name for each in fleet.available("toy")] == ["w1.1"]
+    assert fleet.drained("toy") == [worker]
+    with pytest.raises(AssertionError):
+        fleet.remove("w0")
+
+
+def test_a_drained_worker_that_is_lost_is_not_awaited(fleet: Fleet) -> None:
+    fleet.drain("w0")
+    fleet.lose("w0", "w0.1")
+    assert not fleet.has_lost("toy")
+    fleet.remove("w0")
+    assert fleet.worker_ids() == ["w1", "w2"]
+    assert fleet.lose("w0", "w0.1") is None, "a late report"
+
+
+def test_a_worker_that_joins_takes_work(fleet: Fleet) -> None:
+    fleet.add(toy_worker_info("w3"))
+    assert [each.info.worker_id for each in fleet.available("toy")] == ["w0", "w1", "w3"]

@@ -152,7 +152,7 @@ def test_a_discard_whose_append_fails_discards_nothing() -> None:
     assert adapter.copy.must_drop_gradient
     adapter.withdraw(adapter.operations[2])
     assert adapter.take_decided() == []
-    assert (adapter.worker_id, adapter.copy.must_drop_gradient) == ("", False)
+    assert (adapter.home, adapter.copy.must_drop_gradient) == ("", False)
     assert adapter.ahead().is_replaying
 
 
@@ -197,7 +197,7 @@ def test_a_batch_that_ran_behind_a_failed_one_in_the_same_phase_keeps_its_gradie
         adapter.copy.start(two)
         run_together(adapter, 1, fail=[1])
         assert adapter.copy.must_drop_gradient
-        adapter.copy.add_result(two, ItemResult(op_id=two.name))
+        adapter.copy.add_result(two, 0, ItemResult(op_id=two.name))
         adapter.copy.pause(two)
     assert not adapter.copy.must_drop_gradient, "the worker has dropped the first batch's gradient by itself"
     assert seqs(adapter.ahead().passes()) == ([3] if num_chunks == 1 else [2, 3])
@@ -266,7 +266,7 @@ def test_progress_of_one_generation_of_the_copy_does_not_count_for_the_next(
     adapter.place_copy("w0")
     one = adapter.operations[1]
     adapter.copy.start(one)
-    adapter.copy.add_result(one, ItemResult(op_id=one.name, num_tokens=4, engine_s=0.5))
+    adapter.copy.add_result(one, 0, ItemResult(op_id=one.name, num_tokens=4, engine_s=0.5))
     copy = adapter.copy
     assert (copy.num_chunks_done(one), copy.is_running(one), copy.usage(one)) == (1, True, Usage(4, 0.5))
     renew(adapter)
@@ -286,7 +286,7 @@ def test_losing_a_copy_twice_leaves_the_same_state_as_losing_it_once() -> None:
     for _ in range(2):
         adapter.lose_copy()
         assert adapter.residency.on("w0") == ["b"]
-        assert (adapter.worker_id, adapter.copy.cursor, adapter.ahead().is_replaying) == ("", 0, True)
+        assert (adapter.home, adapter.copy.cursor, adapter.ahead().is_replaying) == ("", 0, True)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(progres
         two.succeed(1, Usage())
         adapter.applied(two)
     adapter.withdraw(two)
-    assert (adapter.worker_id, adapter.copy.cursor) == copy
+    assert (adapter.home, adapter.copy.cursor) == copy
 
 
 def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable() -> None:
@@ -453,7 +453,7 @@ def test_ready_chunks_are_the_chunks_of_ready_passes_that_the_copy_has_not_run()
     adapter = adapter_with(FB, FORWARD, STEP, FB)
     adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
     assert list(adapter.ahead().chunks()) == [4, 5, 4]
-    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
     assert list(adapter.ahead().chunks()) == [5, 4]
 
 
@@ -463,5 +463,5 @@ def test_reinstalls_for_an_operation_are_counted_until_the_next_result() -> None
         adapter.place_copy("w0")
         adapter.lose_copy()
         assert adapter.copy.count_reinstall("a:1") == count
-    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
     assert adapter.copy.count_reinstall("a:1") == 1

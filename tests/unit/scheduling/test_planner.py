@@ -14,7 +14,7 @@ from coordinator.scheduling.virtual_counters import FairState, Share
 
 
 def candidate(adapter: str, tenant: str, *chunks: int, worker: str = "", last: int = 0) -> Candidate:
-    return Candidate(adapter_id=adapter, tenant_id=tenant, worker_id=worker, chunks=chunks.__iter__, last_cycle_id=last)
+    return Candidate(adapter_id=adapter, tenant_id=tenant, home=worker, chunks=chunks.__iter__, last_cycle_id=last)
 
 
 def test_one_tenant_gets_the_whole_budget() -> None:
@@ -121,7 +121,7 @@ def test_every_plan_is_a_prefix_within_the_budget_and_empty_only_if_no_chunk_can
         assert taken <= len(chunks)
         if taken:
             planned[plan.placements[c.adapter_id]] += sum(chunks[:taken])
-            assert c.worker_id in ("", plan.placements[c.adapter_id])
+            assert c.home in ("", plan.placements[c.adapter_id])
     for worker, tokens in planned.items():
         assert tokens == plan.tokens[worker]
         assert tokens <= budget or sum(n for a, n in plan.num_chunks.items() if plan.placements[a] == worker) == 1

@@ -165,7 +165,7 @@ def test_a_quarantined_adapter_is_released_once_it_ran_or_has_no_operation_to_ru
 def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
     bench = Bench(begun, waiting)
-    begun.copy.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
+    begun.copy.add_result(begun.operations[1], 0, ItemResult(op_id="begun:1"))
     bench.ready.stop()
     assert bench.allowed() == ["begun"]
 
@@ -176,7 +176,7 @@ def test_behind_an_operation_that_ran_in_part_no_other_begins_during_a_stop_or_a
     adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
     bench = Bench(adapter)
     adapter.place_copy("w0")
-    adapter.copy.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
+    adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
     assert [list(each.chunks()) for each in bench.ready.candidates()] == [[5, 4]]
     if is_stop:
         bench.ready.stop()

@@ -18,7 +18,8 @@ class Bench:
 
     def __init__(self, *logs: AdapterLog, num_workers: int = 2) -> None:
         self.fleet, self.group, self.records = Fleet(), AdapterGroup(FakeTime()), MemoryRecords()
-        self.fleet.start([toy_worker_info(f"w{index}") for index in range(num_workers)])
+        for index in range(num_workers):
+            self.fleet.add(toy_worker_info(f"w{index}"))
         self.probation = Probation(self.records, halving_s=3600.0)
         self.turns = SoloTurns("toy", self.probation, self.group, self.fleet)
         for log in logs:
@@ -123,7 +124,7 @@ def test_a_copy_on_another_worker_is_moved_to_the_solo_worker() -> None:
     bench = Bench(bad)
     bad.place_copy("w1")
     assert bench.update() == "bad"
-    assert (bad.worker_id, bench.turns.reserved) == ("", "w0")
+    assert (bad.home, bench.turns.reserved) == ("", "w0")
     assert bench.fleet.worker("w1").take_removals() == ("bad",)
 
 
@@ -158,7 +159,7 @@ def test_a_lost_turn_is_charged_and_followed_by_a_pause_that_its_cost_decides() 
     assert bench.turns.lose("w0")
     assert bench.update() == "", "not before the cost is known"
     bench.records.now += 8.0
-    bench.turns.replaced("w0")
+    bench.turns.settled("w0")
     assert bench.turns.take_charges() == [("bad", 8.0)]
     assert bench.turns.take_charges() == []
     bench.records.now += 8.0 * COST_FACTOR - 0.01
@@ -175,7 +176,7 @@ def test_the_cost_of_a_loss_grows_until_its_worker_is_replaced() -> None:
     bench.records.now += 2.0
     bench.turns.not_replaced("w0")
     bench.records.now += 1.0
-    bench.turns.replaced("w0")
+    bench.turns.settled("w0")
     assert bench.turns.take_charges() == [("bad", 2.0), ("bad", 1.0)]
     bench.records.now += 3.0 * COST_FACTOR - 0.01
     assert bench.update() == ""

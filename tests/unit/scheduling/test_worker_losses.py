@@ -51,7 +51,8 @@ class Bench:
 
     def __init__(self, *adapters: AdapterLog) -> None:
         self.fleet, self.quarantine, self.publishing = Fleet(), Quarantine(), Refusals()
-        self.fleet.start([toy_worker_info("w0"), toy_worker_info("w1")])
+        self.fleet.add(toy_worker_info("w0"))
+        self.fleet.add(toy_worker_info("w1"))
         self.registry = AdapterRegistry(FakeTime(), cast("Adapters", None), cast("Holdings", Uncounted()))
         for adapter in adapters:
             self.registry.add(adapter)
@@ -88,7 +89,7 @@ class Bench:
         """Lose the worker `times` times while the operation runs solo; return the poison that each loss decided."""
         found = []
         for incarnation in range(2, times + 2):
-            self.fleet.revive(toy_worker_info("w0", incarnation))
+            self.fleet.add(toy_worker_info("w0", incarnation))
             self.quarantine.pause(is_paused=False)
             if operation.target_id in self.registry.logs:
                 self.registry.logs[operation.target_id].place_copy("w0")
@@ -107,7 +108,7 @@ async def test_copies_and_operations_of_a_lost_worker_are_dropped_and_quarantine
     assert (loss.worker_id, loss.samples, loss.poison) == ("w0", (SAMPLE,), "")
     assert bench.woken.is_set()
     assert not bench.fleet.is_live("w0")
-    assert [log.worker_id for log in (running, resident, elsewhere)] == ["", "", "w1"]
+    assert [log.home for log in (running, resident, elsewhere)] == ["", "", "w1"]
     assert running.copy.generation > generation, "late results are of an older generation"
     assert running.quarantined == (1, 2)
     assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [False, False, True]
@@ -122,11 +123,11 @@ async def test_the_second_report_of_a_loss_and_a_late_one_are_ignored() -> None:
     bench.dispatch(log.operations[1])
     bench.lose()
     bench.recorder.record("w0", "w0.1", "again")
-    bench.fleet.revive(toy_worker_info("w0", 2))
+    bench.fleet.add(toy_worker_info("w0", 2))
     log.place_copy("w0")
     bench.recorder.record("w0", "w0.1", "late")
     assert bench.feed.take() == []
-    assert (log.worker_id, bench.fleet.is_live("w0")) == ("w0", True)
+    assert (log.home, bench.fleet.is_live("w0")) == ("w0", True)
 
 
 async def test_every_receiver_gets_every_loss_once_in_order() -> None:
@@ -187,7 +188,7 @@ async def test_a_poison_whose_append_failed_meanwhile_is_not_failed(is_taken: bo
     bench.dispatch(one)
     bench.lose()
     bench.lose_solo(one, SOLO_LOSSES_MAX - 1)
-    bench.fleet.revive(toy_worker_info("w0", 9))
+    bench.fleet.add(toy_worker_info("w0", 9))
     log.place_copy("w0")
     bench.dispatch(one)
     log.withdraw(one)
@@ -255,10 +256,10 @@ async def test_two_losses_in_solo_turns_find_the_poison_without_a_quarantine() -
         assert loss.had_turn
         found.append(loss.poison)
         assert not bench.quarantine.group
-        bench.fleet.revive(toy_worker_info("w0", incarnation))
-        bench.recorder.replaced("w0")
+        bench.fleet.add(toy_worker_info("w0", incarnation))
+        bench.recorder.settled("w0")
     assert found == ["", "a:1"]
-    assert (neighbour.worker_id, bench.quarantine.may_run("c")) == ("w1", True)
+    assert (neighbour.home, bench.quarantine.may_run("c")) == ("w1", True)
 
 
 async def test_a_loss_in_a_turn_after_its_probation_has_ended_is_quarantined_as_any_other() -> None:

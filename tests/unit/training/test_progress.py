@@ -8,8 +8,6 @@ from workers.contract.gradient_windows import GradientWindow
 from workers.contract.messages import (
     UNMARKED,
     AdamParams,
-    AdapterInstall,
-    AdapterSpec,
     AdapterState,
     ErrorCode,
     ItemError,
@@ -225,7 +223,6 @@ def test_an_installed_gradient_belongs_to_the_batch_that_the_install_names(
     held: RequestBatch | None, is_open: bool
 ) -> None:
     state = AdapterState(weights=b"", optimizer=None, num_steps=0, applied_seq=1, fingerprint="", gradient=b"")
-    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    progress = Progress.of(AdapterInstall(spec=spec, state=state, batch=held))
+    progress = Progress.of(state, held)
     failed(progress, a_pass(2, batch=B))
     assert (progress.admit(a_pass(3, batch=C)) is None) is is_open
