@@ -2,11 +2,15 @@
 
 import ast
 import configparser
+import importlib
+import inspect
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +22,7 @@ from scripts import docs_site
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
+from tinkerpool import RestClient, SamplingClient, TrainingClient
 from tinkerpool.cli.app import build
 from tinkerpool.credentials import DEFAULT_PORT
 from workers.contract.messages import ErrorCode
@@ -104,6 +109,26 @@ def test_a_link_of_the_built_site_that_is_dead_without_a_server_is_found(link: s
     page.write_text(f'<a href="{link}"></a>')
     [found] = docs_site.dead_links(site)
     assert found.startswith(f"index.html links {link}, ")
+
+
+@pytest.mark.parametrize("client", [TrainingClient, SamplingClient, RestClient])
+def test_the_client_api_shows_each_async_twin_as_help_does(client: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object))  # only the site's environment has it
+    twins = importlib.import_module("scripts.docs_twins").Twins()
+    tree = ast.parse(Path(inspect.getfile(client)).read_text(encoding="utf-8"))
+    [node] = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == client.__name__]
+    twins.on_class_node(node=node)
+    shown = {each.name: each for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
+    for name, method in vars(client).items():
+        if name.endswith("_async"):
+            twin = shown[name]
+            arguments = [each.arg for each in (*twin.args.args, *twin.args.kwonlyargs)]
+            assert (arguments, ast.unparse(twin.returns or twin)) == (
+                list(inspect.signature(method).parameters),
+                method.__annotations__["return"],
+            )
+            assert ast.get_docstring(twin) == method.__doc__
+    assert "extensions: [scripts/docs_twins.py]" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
