@@ -26,7 +26,7 @@ from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
-from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
+from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, awaited
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
 from tinkerpool.client.imports import Adapter, Import, OnProgress, import_adapter
@@ -289,142 +289,29 @@ class RestClient:
         """
         return self._connection.stream_of(self._watch_cycles)
 
-    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        """`get_server_capabilities`, awaited."""
-        return await self.get_server_capabilities()
-
-    async def list_training_runs_async(
-        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned", project_id: None = None
-    ) -> types.TrainingRunsResponse:
-        """`list_training_runs`, awaited."""
-        return await self.list_training_runs(limit, offset, access_scope, project_id)
-
-    async def get_training_run_async(self, training_run_id: str, access_scope: Owned = "owned") -> types.TrainingRun:
-        """`get_training_run`, awaited."""
-        return await self.get_training_run(training_run_id, access_scope)
-
-    async def get_training_run_by_tinker_path_async(
-        self, tinker_path: str, access_scope: Owned = "owned"
-    ) -> types.TrainingRun:
-        """`get_training_run_by_tinker_path`, awaited."""
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
-
-    async def delete_training_run_async(self, training_run_id: str) -> None:
-        """`delete_training_run`, awaited."""
-        await self.delete_training_run(training_run_id)
-
-    async def list_checkpoints_async(self, training_run_id: str) -> types.CheckpointsListResponse:
-        """`list_checkpoints`, awaited."""
-        return await self.list_checkpoints(training_run_id)
-
-    async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
-        """`list_user_checkpoints`, awaited."""
-        return await self.list_user_checkpoints(limit, offset)
-
-    async def get_checkpoint_async(self, tinker_path: str) -> types.Checkpoint:
-        """`get_checkpoint`, awaited."""
-        return await self.get_checkpoint(tinker_path)
-
-    async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
-        """`delete_checkpoint`, awaited."""
-        await self.delete_checkpoint(training_run_id, checkpoint_id)
-
-    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """`delete_checkpoint_from_tinker_path`, awaited."""
-        await self.delete_checkpoint_from_tinker_path(tinker_path)
-
-    async def set_checkpoint_ttl_from_tinker_path_async(
-        self, tinker_path: str, ttl_seconds: int | None
-    ) -> types.Checkpoint:
-        """`set_checkpoint_ttl_from_tinker_path`, awaited."""
-        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
-
-    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> types.Checkpoint:
-        """`publish_checkpoint_from_tinker_path`, awaited."""
-        return await self.publish_checkpoint_from_tinker_path(tinker_path)
-
-    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> types.Checkpoint:
-        """`unpublish_checkpoint_from_tinker_path`, awaited."""
-        return await self.unpublish_checkpoint_from_tinker_path(tinker_path)
-
-    async def copy_weights_async(
-        self,
-        path: str,
-        destination_project_id: None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: None = None,
-    ) -> types.Checkpoint:
-        """`copy_weights`, awaited."""
-        return await self.copy_weights(
-            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        )
-
-    async def export_checkpoint_async(
-        self,
-        tinker_path: str,
-        directory: str | Path,
-        *,
-        format: str = "peft",  # noqa: A002 - as in the command
-        base_model: str | Path | None = None,
-        whole_unembedding: bool = False,
-    ) -> Path:
-        """`export_checkpoint`, awaited."""
-        return await self.export_checkpoint(
-            tinker_path, directory, format=format, base_model=base_model, whole_unembedding=whole_unembedding
-        )
-
-    async def import_checkpoint_async(
-        self,
-        directory: str | Path,
-        name: str = "imported",
-        *,
-        base_model: str | None = None,
-        seed: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        ttl_seconds: int | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> types.ImportCheckpointResponse:
-        """`import_checkpoint`, awaited."""
-        return await self.import_checkpoint(
-            directory,
-            name,
-            base_model=base_model,
-            seed=seed,
-            user_metadata=user_metadata,
-            ttl_seconds=ttl_seconds,
-            on_progress=on_progress,
-        )
-
-    async def list_sessions_async(
-        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned"
-    ) -> types.ListSessionsResponse:
-        """`list_sessions`, awaited."""
-        return await self.list_sessions(limit, offset, access_scope)
-
-    async def get_session_async(self, session_id: str, access_scope: Owned = "owned") -> types.SessionInfo:
-        """`get_session`, awaited."""
-        return await self.get_session(session_id, access_scope)
-
-    async def get_sampler_async(self, sampler_id: str) -> types.GetSamplerResponse:
-        """`get_sampler`, awaited."""
-        return await self.get_sampler(sampler_id)
-
-    async def get_operation_async(self, name: str) -> operations_pb2.Operation:
-        """`get_operation`, awaited."""
-        return await self.get_operation(name)
-
-    async def cancel_operation_async(self, name: str) -> operations_pb2.Operation:
-        """`cancel_operation`, awaited."""
-        return await self.cancel_operation(name)
-
-    async def get_pool_status_async(self, num_cycles: int = 20) -> pool_pb2.GetPoolStatusResponse:
-        """`get_pool_status`, awaited."""
-        return await self.get_pool_status(num_cycles)
-
-    async def get_usage_async(self) -> pool_pb2.GetUsageResponse:
-        """`get_usage`, awaited."""
-        return await self.get_usage()
+    get_server_capabilities_async = awaited(get_server_capabilities)
+    list_training_runs_async = awaited(list_training_runs)
+    get_training_run_async = awaited(get_training_run)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
+    delete_training_run_async = awaited(delete_training_run)
+    list_checkpoints_async = awaited(list_checkpoints)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
+    get_checkpoint_async = awaited(get_checkpoint)
+    delete_checkpoint_async = awaited(delete_checkpoint)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
+    copy_weights_async = awaited(copy_weights)
+    export_checkpoint_async = awaited(export_checkpoint)
+    import_checkpoint_async = awaited(import_checkpoint)
+    list_sessions_async = awaited(list_sessions)
+    get_session_async = awaited(get_session)
+    get_sampler_async = awaited(get_sampler)
+    get_operation_async = awaited(get_operation)
+    cancel_operation_async = awaited(cancel_operation)
+    get_pool_status_async = awaited(get_pool_status)
+    get_usage_async = awaited(get_usage)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
         return self._connection.start(work, is_cancellable=True)

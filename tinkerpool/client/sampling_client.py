@@ -20,7 +20,7 @@ from typing import Any
 from tinkerpool import types
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, Ready
+from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, Ready, awaited
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
@@ -150,30 +150,7 @@ class SamplingClient(Ready):
         label = operation_name(request.sampler_id, request.seq)
         return self._connection.start(self._sample(request), is_cancellable=True, label=label)
 
-    async def sample_async(
-        self,
-        prompt: types.ModelInput | Any,
-        num_samples: int = 1,
-        sampling_params: types.SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: types.TensorData | Any | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> types.SampleResponse:
-        """`sample`, awaited."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
+    sample_async = awaited(sample)
 
     def sample_stream(
         self,
@@ -207,11 +184,7 @@ class SamplingClient(Ready):
         )
         return self._connection.start(self._prompt_logprobs(request), is_cancellable=True)
 
-    async def compute_logprobs_async(
-        self, prompt: types.ModelInput | Any, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """`compute_logprobs`, awaited."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def get_base_model(self) -> str:
         """Return the name of the base model."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, overload
 from tinkerpool import types
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.futures import APIFuture, Ready
+from tinkerpool.client.calls.futures import APIFuture, Ready, submitted
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
@@ -276,17 +276,16 @@ class TrainingClient(Ready):
 
     # The SDK's older form of each call: the first await sends it and returns the future, the second one the result.
 
-    async def forward_async(
-        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward`, as a future."""
-        return self.forward(data, loss_fn, loss_fn_config)
-
-    async def forward_backward_async(
-        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward_backward`, as a future."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_async = submitted(forward)
+    forward_backward_async = submitted(forward_backward)
+    optim_step_async = submitted(optim_step)
+    train_step_async = submitted(train_step)
+    save_state_async = submitted(save_state)
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
+    save_weights_external_async = submitted(save_weights_external)
+    load_state_async = submitted(load_state)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
+    discard_gradient_async = submitted(discard_gradient)
 
     async def forward_backward_custom_async(
         self,
@@ -300,65 +299,6 @@ class TrainingClient(Ready):
         if with_gradients:
             return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, with_gradients=True)
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input)
-
-    async def optim_step_async(
-        self, optim_params: types.AdamParams | None = None, *, adam_params: types.AdamParams | None = None
-    ) -> APIFuture[types.OptimStepResponse]:
-        """`optim_step`, as a future."""
-        return self.optim_step(optim_params, adam_params=adam_params)
-
-    async def train_step_async(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: types.LossFnType,
-        adam_params: types.AdamParams | None = None,
-        loss_fn_config: Mapping[str, float] | None = None,
-    ) -> APIFuture[types.TrainStepResponse]:
-        """`train_step`, as a future."""
-        return self.train_step(data, loss_fn, adam_params, loss_fn_config)
-
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsResponse]:
-        """`save_state`, as a future."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
-
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """`save_weights_for_sampler`, as a future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, overwrite=overwrite)
-
-    async def save_weights_external_async(
-        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: None = None
-    ) -> APIFuture[types.SaveWeightsExternalResponse]:
-        """`save_weights_external`, as a future."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
-
-    async def load_state_async(
-        self, path: str, weights_access_token: None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """`load_state`, as a future."""
-        return self.load_state(path, weights_access_token)
-
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """`load_state_with_optimizer`, as a future."""
-        return self.load_state_with_optimizer(path, weights_access_token)
-
-    async def discard_gradient_async(self) -> APIFuture[types.DiscardGradientResponse]:
-        """`discard_gradient`, as a future."""
-        return self.discard_gradient()
 
     async def save_weights_and_get_sampling_client_async(
         self,

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 import tinkerpool
 from tests.support.doors.fake_transport import FakePool
-from tinkerpool import ServiceClient, TensorData, types
+from tinkerpool import APIFuture, RestClient, SamplingClient, ServiceClient, TensorData, types
 from tinkerpool.client.calls import encoding
 from tinkerpool.foreign_names import INSTEAD, refuse
 from tinkerpool.foreign_names import MISSING as MISSING_IN_MODULES
@@ -190,6 +190,48 @@ def test_every_async_method_takes_what_its_twin_takes() -> None:
                 assert [(p.name, p.kind, p.default) for p in first] == [(p.name, p.kind, p.default) for p in second], (
                     name
                 )
+
+
+def test_every_async_method_looks_as_if_it_was_written_out() -> None:
+    for client in CLIENTS:
+        ours = members(getattr(tinkerpool, client))
+        for name in [name for name in ours if f"{name}_async" in ours]:
+            method, twin = ours[name], ours[f"{name}_async"]
+            assert inspect.iscoroutinefunction(twin)
+            assert (twin.__name__, twin.__qualname__) == (f"{name}_async", f"{client}.{name}_async")
+            assert twin.__module__ == method.__module__
+            assert name == "result" or inspect.getdoc(twin) in {f"`{name}`, awaited.", f"`{name}`, as a future."}
+            result = method.__annotations__["return"]
+            if client != "TrainingClient":
+                result = re.sub(r"^APIFuture\[(.*)\]$", r"\1", result)
+            assert (twin.__annotations__["return"], inspect.signature(twin).return_annotation) == (result, result)
+            assert get_type_hints(twin).keys() == twin.__annotations__.keys()
+
+
+async def test_an_async_method_calls_its_twin_also_an_overridden_one_once_it_is_awaited(
+    pool: FakePool, service: ServiceClient
+) -> None:
+    class Recording(RestClient):
+        def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
+            looked_up.append(sampler_id)
+            return super().get_sampler(sampler_id)
+
+    looked_up: list[str] = []
+    pool.handlers["GetSampler"] = lambda request: sampling_pb2.GetSamplerResponse(sampler=sampling_pb2.Sampler())
+    looking_up = Recording(service._connection).get_sampler_async(sampler_id="s:sample:0")
+    assert not looked_up
+    await looking_up
+    assert looked_up == ["s:sample:0"]
+
+
+async def test_a_type_checker_sees_arguments_and_results_of_async_methods(service: ServiceClient) -> None:
+    client = await service.create_lora_training_client_async("toy")
+    future = assert_type(await client.optim_step_async(adam_params=None), APIFuture[types.OptimStepResponse])
+    assert_type(await future, types.OptimStepResponse)
+    sampler = assert_type(await client.save_weights_and_get_sampling_client_async(), SamplingClient)
+    assert_type(await sampler.sample_async([1], sampling_params=None), types.SampleResponse)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        await client.optim_step_async(path="a")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", INSTEAD)

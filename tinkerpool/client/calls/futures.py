@@ -16,13 +16,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import functools
+import inspect
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from tinkerpool.errors import ClientClosed
 
+P = ParamSpec("P")
+ClientT = TypeVar("ClientT")
 T = TypeVar("T")
 
 
@@ -166,6 +170,45 @@ def start(
 ) -> APIFuture[T]:
     """Start a coroutine on the background loop; returns at once. `label`: the name of what it computes, for `repr`."""
     return APIFuture(background, background.submit(work), is_cancellable=is_cancellable, label=label)
+
+
+def awaited(
+    method: Callable[Concatenate[ClientT, P], APIFuture[T]],
+) -> Callable[Concatenate[ClientT, P], Coroutine[Any, Any, T]]:
+    """Return the `_async` twin of a method that returns a future. Awaiting the twin waits for the result."""
+
+    async def twin(self: ClientT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        future: APIFuture[T] = getattr(self, method.__name__)(*args, **kwargs)  # by name: a subclass may override it
+        return await future
+
+    # Annotations are strings here.
+    result = method.__annotations__["return"].removeprefix("APIFuture[").removesuffix("]")
+    _name_twin(twin, method, "awaited", result)
+    return twin
+
+
+def submitted(
+    method: Callable[Concatenate[ClientT, P], APIFuture[T]],
+) -> Callable[Concatenate[ClientT, P], Coroutine[Any, Any, APIFuture[T]]]:
+    """Return the `_async` twin of a method that returns a future. Awaiting the twin returns the future."""
+
+    async def twin(self: ClientT, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
+        future: APIFuture[T] = getattr(self, method.__name__)(*args, **kwargs)
+        return future
+
+    _name_twin(twin, method, "as a future", method.__annotations__["return"])
+    return twin
+
+
+def _name_twin(twin: Callable[..., Any], method: Callable[..., Any], how: str, result: str) -> None:
+    """Give a twin the name, docstring and signature of a method written out. `result`: its return annotation."""
+    functools.update_wrapper(twin, method)
+    twin.__name__ += "_async"
+    twin.__qualname__ += "_async"
+    twin.__doc__ = f"`{method.__name__}`, {how}."
+    twin.__annotations__ = method.__annotations__ | {"return": result}
+    signature = inspect.signature(method).replace(return_annotation=result)
+    setattr(twin, "__signature__", signature)  # noqa: B010  # mypy refuses the assignment
 
 
 class Ready:
