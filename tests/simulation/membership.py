@@ -14,6 +14,8 @@ from workers.contract.protocols import WorkerLost
 
 BASE_MODEL = "toy"
 WORKERS_MAX = 5
+CHANGES_MAX = 8
+"""Of one epoch."""
 DRAIN_S_MAX = 120.0
 """Most seconds for a worker to lose what it has: it may be paused, and its replacement may be under way."""
 
@@ -30,7 +32,7 @@ class Membership:
     async def change(self, coordinator: Coordinator) -> None:
         """Change the workers again and again."""
         core = coordinator.core
-        while self._pause_s:
+        for _ in range(CHANGES_MAX if self._pause_s else 0):
             await asyncio.sleep(self._random.expovariate(1 / self._pause_s))
             available = [each.info.worker_id for each in core.fleet.available(BASE_MODEL)]
             if len(available) < 2 or (len(core.fleet.worker_ids()) < WORKERS_MAX and self._random.random() < 0.5):
