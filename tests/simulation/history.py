@@ -132,7 +132,7 @@ class History:
         self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
         self._short_sessions = [ShortSessions(world, client) for client in self._clients]
         self._administrator = Administrator(world, self._clients, self._standings)
-        self._membership = Membership(world)
+        self._membership = Membership(world, self._pool)
         self._rotations = [KeyRotations(world, client) for client in self._clients]
         self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
         self._ending = Ending(kind="")
@@ -244,7 +244,9 @@ class History:
         work = loop.create_task(self._work(coordinator))
         stop = loop.create_task(self._until_stopped())
         faults = () if self._is_last else (self._fill_disk(coordinator), self._lock_database(), self._set_wall_clock())
-        timers = [loop.create_task(each) for each in (*faults, self._membership.change(coordinator))]
+        timers = [
+            loop.create_task(each) for each in (*faults, self._membership.change(coordinator, is_last=self._is_last))
+        ]
         await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
         for timer in timers:
             if not timer.cancel():

@@ -156,6 +156,18 @@ class SimPool:
         if len(worker.running()) == 1:
             self.solo_losses.update(worker.running())
 
+    def is_spared(self, worker: _Incarnation) -> bool:
+        """Return whether the loss of a worker might convict its operation."""
+        return any(self.solo_losses[operation] for operation in worker.running())
+
+    def crash(self, worker_id: str) -> None:
+        """Lose a worker now, whatever it does, unless it is spared."""
+        worker = self.workers[worker_id]
+        if not self.is_spared(worker):
+            worker.is_lost = True
+            worker.events.put_nowait(None)
+            worker.change()
+
     def end_epoch(self, outstanding: Sequence[tuple[_Incarnation, Batch]]) -> None:
         """Lose the workers that do not outlive their coordinator; keep batches on the network for the others."""
         for worker_id, worker in list(self.workers.items()):
@@ -264,7 +276,7 @@ class SimPoolFront:
 
     async def ping(self, worker_id: str) -> None:
         worker = self._worker(worker_id)
-        if self._random.random() < self._pool.faults.slow_ping and not self._is_spared(worker):
+        if self._random.random() < self._pool.faults.slow_ping and not self._pool.is_spared(worker):
             self._world.fault("slow ping", worker_id)
             await asyncio.sleep(self._random.uniform(0, 10))
         await self._until_running(worker)
@@ -317,7 +329,7 @@ class SimPoolFront:
 
     async def _run(self, worker_id: str, worker: _Incarnation, batch: Batch) -> BatchResult:
         sent_s = self._world.time()
-        kind = "" if self._is_spared(worker) else self._draw()
+        kind = "" if self._pool.is_spared(worker) else self._draw()
         if kind == "pause before":
             await self._pause(worker, batch, "a batch was not begun")
         await self._until_running(worker)
@@ -372,9 +384,6 @@ class SimPoolFront:
                 return kind
             value -= probability
         return ""
-
-    def _is_spared(self, worker: _Incarnation) -> bool:
-        return any(self._pool.solo_losses[operation] for operation in worker.running())
 
     def _crash(self, worker: _Incarnation, why: str) -> NoReturn:
         self._world.fault(f"worker crashes {why.split(maxsplit=1)[0]}", f"{worker.incarnation} {why}")
@@ -434,7 +443,7 @@ class SimPoolFront:
             while worker.engine.can_decode():
                 await asyncio.sleep(self._random.expovariate(1 / DECODE_S))
                 await self._until_running(worker)
-                if self._random.random() < self._pool.faults.crash_sampling and not self._is_spared(worker):
+                if self._random.random() < self._pool.faults.crash_sampling and not self._pool.is_spared(worker):
                     self._crash(worker, "sampling")
                 worker.events.put_nowait(worker.engine.decode_step())
         except WorkerLost:

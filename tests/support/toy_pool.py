@@ -331,7 +331,7 @@ async def running_pool(
                 tokenizer_files=tokenizer_files,
                 **values_of[worker_id],
             )
-            engines[worker_id].append(engine)
+            engines.setdefault(incarnation.rpartition("-")[0], []).append(engine)  # one that joins has another id
             return engine
 
         return factory

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -192,10 +191,8 @@ class RayHost:
         if belongings is not None:
             for name, value in PRIVATE_RAY.items():
                 os.environ.setdefault(name, value)
-            # Claims place workers on nodes. On one machine there is no choice, so let the claims of all workers fit.
-            num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
             folder = config.ray_temp_dir or f"{belongings.folder}/ray"
-            options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
+            options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cores()}
         with _marked(belongings):
             AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)

@@ -195,7 +195,7 @@ class RayPool:
         if host.ended.done():
             raise _Ended(host.ended.result())
         actor_class = self._actor_class.options(
-            num_cpus=self._config.num_cpus,
+            num_cpus=0.0 if self._config.ray_address is None else self._config.num_cpus,  # a private Ray has one node
             num_gpus=self._config.num_gpus,
             max_restarts=0,
             max_task_retries=0,

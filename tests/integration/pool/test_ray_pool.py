@@ -259,6 +259,18 @@ async def test_hanging_worker_is_killed_and_replaced_and_its_running_batch_is_lo
     assert (await pool.run("w3", batch(6))).incarnation == new.incarnation
 
 
+async def test_worker_that_is_added_runs_and_its_process_ends_when_it_is_removed(pool: RayPool) -> None:
+    added = await pool.add("toy")
+    assert (added.worker_id, added.model.name) == ("w4", "toy")
+    assert (await pool.run("w4", batch(8))).incarnation == added.incarnation
+    stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w4"))))
+    await asyncio.sleep(0)
+    await pool.remove("w4")
+    assert "removed" in await lost_within(NOTICED_S, stream)
+    assert added.pid not in ray_processes()
+    assert [info.worker_id for info in pool.workers()] == ["w0", "w1", "w2", "w3"]
+
+
 async def test_engine_that_raises_loses_its_worker(pool: RayPool) -> None:
     old = worker(pool, "w1")
     assert "toy token" in await lost_within(NOTICED_S, pool.run("w1", batch(0, token=KILL_TOKEN)))
@@ -288,10 +300,10 @@ async def test_worker_without_room_fails_with_its_claim_and_the_free_resources(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        config = dataclasses.replace(pool._config, num_cpus=1000.0, start_timeout_s=1.0)
+        config = dataclasses.replace(pool._config, device="cuda", num_gpus=1000.0, start_timeout_s=1.0)
         patch.setattr(pool, "_config", config)
         with pytest.raises(
-            WorkerLost, match=r"1000 CPUs and 0 GPUs claimed for each worker, .* CPUs free, .* GPUs free"
+            WorkerLost, match=r"1 CPUs and 1000 GPUs claimed for each worker, .* CPUs free, .* GPUs free"
         ):
             await pool.replace("w0")
     await lost_within(NOTICED_S, pool.ping("w0"))

@@ -1,0 +1,92 @@
+"""Workers join and leave a running pool; adapters and samples of one that leaves lose nothing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.runtime import supervision
+from tests.support.toy_pool import ToyPool, expected_chain, running_pool
+from tests.support.waiting import until
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+
+async def removing(pool: ToyPool, worker_id: str) -> asyncio.Task[None]:
+    """Begin to remove a worker; return the task when the worker is drained."""
+    task = asyncio.create_task(pool.core.supervisor.remove(worker_id))
+    await until(lambda: any(each.info.worker_id == worker_id for each in pool.core.fleet.drained("toy")))
+    return task
+
+
+async def test_adapters_of_a_removed_worker_go_on_elsewhere_with_the_same_bits(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapters = [await pool.adapter() for _ in range(3)]
+        await pool.wait(*[await pool.submit(adapter, seq) for adapter in adapters for seq in (1, 2, 3, 4)])
+        added = await pool.core.supervisor.add("toy")
+        pool.hold()
+        names = [await pool.submit(adapters[0], seq) for seq in (5, 6)]
+        await until(lambda: pool.core.fleet.worker("w0").training)
+        leaving = await removing(pool, "w0")
+        await pool.release()
+        await asyncio.wait_for(leaving, 30)
+        del pool.engines["w0"]
+        assert [each.worker_id for each in pool.core.pool.workers()] == [added.worker_id]
+        names += [await pool.submit(adapter, seq) for adapter in adapters[1:] for seq in (5, 6)]
+        found = await asyncio.wait_for(pool.wait(*names), 30)
+        assert {each.state for each in found} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        for adapter in adapters:
+            assert pool.log_of(adapter).home == added.worker_id
+            assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
+
+
+async def test_a_sample_ends_on_the_worker_that_is_removed_and_the_next_one_runs_elsewhere(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        first = await pool.sample(sampler, 1)
+        await until(lambda: pool.samples_on("w0") == [first])
+        leaving = await removing(pool, "w0")
+        second = await pool.sample(sampler, 2)
+        await until(lambda: pool.samples_on("w1") == [second])
+        assert not leaving.done()
+        await pool.release()
+        await asyncio.wait_for(leaving, 30)
+        found = await asyncio.wait_for(pool.wait(first, second), 30)
+        assert {each.state for each in found} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+
+
+async def test_a_worker_that_is_lost_while_it_is_drained_is_not_replaced(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        sample = await pool.sample(sampler, 1)
+        await until(lambda: pool.samples_on("w0") == [sample])
+        leaving = await removing(pool, "w0")
+        pool.lose_worker("w0")
+        await pool.release()
+        await asyncio.wait_for(leaving, 30)
+        [found] = await asyncio.wait_for(pool.wait(sample), 30)
+        assert found.state == ops_pb.OPERATION_STATE_SUCCEEDED
+        assert len(pool.engines["w0"]) == 1
+        assert pool.core.fleet.worker_ids() == ["w1"]
+
+
+async def test_a_lost_worker_whose_replacement_waits_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_S", 0.2)
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        pool.core.fleet.note_loss("w0")
+        pool.lose_worker("w0")
+        await asyncio.wait_for(pool.core.supervisor.remove("w0"), 30)
+        assert len(pool.engines["w0"]) == 1
+        adapter = await pool.adapter()
+        assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_the_last_worker_of_a_model_is_not_removed(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        with pytest.raises(ValueError, match="w0 is the last worker of toy: add another one first"):
+            await pool.core.supervisor.remove("w0")
+        adapter = await pool.adapter()
+        assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
