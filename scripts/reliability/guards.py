@@ -40,6 +40,34 @@ class Guard:
 
 GUARDS = (
     Guard(
+        name="a worker that is drained gets nothing new",
+        file="coordinator/fleet/fleet.py",
+        before="if w.is_live and not w.is_draining]",
+        after="if w.is_live]",
+        tests=("tests/integration/cycles/test_membership.py", "-k", "next_one_runs_elsewhere"),
+    ),
+    Guard(
+        name="adapters leave a worker that is drained",
+        file="coordinator/cycle/loop.py",
+        before="        for worker in self.planning.drained():\n",
+        after="        for worker in []:\n",
+        tests=("tests/integration/cycles/test_membership.py", "-k", "go_on_elsewhere"),
+    ),
+    Guard(
+        name="a worker that is drained is not replaced",
+        file="coordinator/runtime/supervision.py",
+        before="            if self._fleet.worker(worker_id).is_draining:\n",
+        after="            if False:\n",
+        tests=("tests/integration/cycles/test_membership.py", "-k", "replacement_waits"),
+    ),
+    Guard(
+        name="a copy whose state nobody holds any more is installed again",
+        file="workers/training/copies.py",
+        before="            return  # it is installed again\n",
+        after="            pass\n",
+        tests=("tests/numerics/training/test_engine.py", "-k", "by_a_reference"),
+    ),
+    Guard(
         name="a repeat of a pass is recognized without the records that it used",
         file="coordinator/operations/admission.py",
         before="identity = payload if is_refused else request.identity or payload",

@@ -23,6 +23,7 @@ from coordinator.cycle.items import SNAPSHOT
 from tests.simulation.poisoner import Kills
 from tests.simulation.standing import Standings
 from tests.simulation.world import World
+from tests.support.batches import Reference
 from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import (
     AdapterState,
@@ -64,22 +65,6 @@ class WorkerFaults:
     """Per copy that is installed: its state is sent by a reference that leads nowhere any more."""
     survive: float = 0.0
     """Per worker, when its coordinator is killed: the worker keeps running."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """Implements `StateReference`; without a state it leads nowhere."""
-
-    state: AdapterState | None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.state.num_bytes if self.state is not None else 0
-
-    def fetch(self) -> AdapterState:
-        if self.state is None:
-            raise LookupError("nobody holds the state any more")
-        return self.state
 
 
 @dataclass(slots=True, eq=False)
@@ -369,7 +354,7 @@ class SimPoolFront:
         if is_gone:
             self._world.fault("reference gone")
         assert isinstance(state, AdapterState)
-        return _Reference(None if is_gone else state)
+        return Reference(None if is_gone else state)
 
     def _draw(self) -> str:
         faults, value = self._pool.faults, self._random.random()

@@ -1,12 +1,15 @@
-"""Small batches and sample requests for engines without torch."""
+"""Small batches and sample requests for engines without torch, and states that are installed by reference."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from workers.contract.messages import (
     AdapterInstall,
     AdapterSpec,
+    AdapterState,
     Batch,
     Datum,
     PassItem,
@@ -14,6 +17,22 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Implements `StateReference`; without a state it leads nowhere."""
+
+    state: AdapterState | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.state.num_bytes if self.state is not None else 0
+
+    def fetch(self) -> AdapterState:
+        if self.state is None:
+            raise LookupError("nobody holds the state any more")
+        return self.state
 
 
 def batch(cycle_id: int, token: int = 1, decode_share: float = 0.5) -> Batch:

@@ -43,15 +43,15 @@ async def test_a_sample_ends_on_the_worker_that_is_removed_and_the_next_one_runs
     async with running_pool(tmp_path, num_workers=2) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
-        first = await pool.sample(sampler, 1)
-        await until(lambda: pool.samples_on("w0") == [first])
+        first, second = await pool.sample(sampler, 1), await pool.sample(sampler, 2)
+        await until(lambda: (pool.samples_on("w0"), pool.samples_on("w1")) == ([first], [second]))
         leaving = await removing(pool, "w0")
-        second = await pool.sample(sampler, 2)
-        await until(lambda: pool.samples_on("w1") == [second])
+        third = await pool.sample(sampler, 3)
+        await until(lambda: pool.samples_on("w1") == [second, third])
         assert not leaving.done()
         await pool.release()
         await asyncio.wait_for(leaving, 30)
-        found = await asyncio.wait_for(pool.wait(first, second), 30)
+        found = await asyncio.wait_for(pool.wait(first, second, third), 30)
         assert {each.state for each in found} == {ops_pb.OPERATION_STATE_SUCCEEDED}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.batches import Reference
 from tests.support.numerics.harness import DATA, Driver, code, make_data, make_spec, message_of, trained
 from workers.contract.messages import (
     AdamParams,
@@ -42,6 +43,19 @@ def test_removed_adapter_is_out_of_order_and_its_slot_free(driver: Driver) -> No
     driver.engine.run(Batch(epoch=1, cycle_id=99, removals=("a", "unknown")))
     assert code(driver.run(driver.step("a"))[0]) == ErrorCode.OUT_OF_ORDER
     assert "a" not in driver.engine.bank
+
+
+def test_a_copy_is_installed_by_a_reference_to_its_state_and_not_at_all_if_nobody_holds_that(driver: Driver) -> None:
+    trained(driver, "a")
+    driver.train(driver.backward("a", DATA))
+    state, weights, gradient = driver.snapshot("a"), driver.weights("a"), driver.gradient("a")
+    for reference, expected in ((Reference(None), ErrorCode.OUT_OF_ORDER), (Reference(state), None)):
+        install = AdapterInstall(spec=make_spec("a"), state=reference)
+        driver.run(installs=(install,))
+        driver.seqs["a"] = state.applied_seq
+        assert code(driver.run(driver.snapshot_item("a"))[0]) == expected
+    assert all(torch.equal(weights[name], matrix) for name, matrix in driver.weights("a").items())
+    assert torch.equal(driver.gradient("a"), gradient)
 
 
 def test_newer_epoch_drops_everything_and_an_older_one_is_refused(driver: Driver) -> None:
