@@ -64,7 +64,7 @@ def default_of(field: "Field[object]") -> str:
         return ""
     if field.name in tenant_limits.LIMIT_NAMES and (value is None or isinstance(value, int)):
         return tenant_limits.as_text(field.name, value)
-    if isinstance(value, int) and field.name.endswith("bytes_max"):
+    if value and isinstance(value, int) and field.name.endswith("bytes_max"):
         for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
             if value % (1 << shift) == 0:
                 return f"{value >> shift} {unit}"

@@ -6,7 +6,7 @@ adapters' rows), `training` (a batch's items), `sampling` (decode steps), `selft
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on the other items of
 the batch, on how passes are cut, or on which slots are free. A failing item changes only its own adapter.
 
-A batch: compare epochs, install, remove, then run the items in order. Adapters that the next batch is expected to need
+A batch: compare epochs, remove, install, then run the items in order. Adapters that the next batch is expected to need
 begin to load when the batch's own adapters are resident.
 """
 
@@ -34,7 +34,7 @@ from workers.contract.messages import (
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
-from workers.host.free_memory import MemoryShare, free_bytes
+from workers.host.free_memory import MemoryShare, free_bytes, free_host_bytes
 from workers.host.threads import ThreadChoice
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
@@ -43,6 +43,9 @@ from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
+
+HOST_PART = 0.5
+"""The part of the free memory that copies and sampler versions may take, unless the operator names a number."""
 
 
 class TrainingEngine:
@@ -82,6 +85,7 @@ class TrainingEngine:
         self._info = replace(
             info,
             fitting_tokens=fitting,
+            host_bytes_max=settings.host_bytes_max or int(HOST_PART * settings.host_share * free_host_bytes()),
             num_cache_blocks=self.sampler.num_cache_blocks,
             num_sequence_slots=limits.num_sequences_max,
         )
@@ -109,10 +113,10 @@ class TrainingEngine:
         else:
             if batch.epoch > self._epoch:
                 self._begin_epoch(batch.epoch)
-            for install in batch.installs:
-                self._copies.install(install)
             for key in batch.removals:
                 self._copies.remove(key)
+            for install in batch.installs:
+                self._copies.install(install)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
             if any(isinstance(item, PassItem) for item in batch.items):
                 self._passes.room.measure()
@@ -125,6 +129,7 @@ class TrainingEngine:
             incarnation=self._incarnation,
             results=tuple(results),
             wall_s=time.perf_counter() - begin_s,
+            held_bytes=self.bank.host_bytes,
         )
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from workers.contract.adapted_modules import ModuleKind, initial_A
 from workers.contract.messages import AdapterSpec
 
-RANK_CLASSES = (8, 16, 32, 64, 128)
 ALIGNMENT = 64
 """In values: 256 bytes, a whole number of cache lines and of vector registers."""
 
@@ -80,14 +79,6 @@ class AdapterViews:
     def can_follow(self, last: AdapterViews) -> bool:
         """Return whether this adapter may come behind `last` in a batch."""
         return self.slab is last.slab and self.slot > last.slot and self.scaling == last.scaling
-
-
-def rank_class(rank: int) -> int:
-    """Return the padded rank of a rank. Raises ValueError outside 1 to 128."""
-    for padded in RANK_CLASSES:
-        if 1 <= rank <= padded:
-            return padded
-    raise ValueError(f"rank is {rank}; it must be between 1 and {RANK_CLASSES[-1]}")
 
 
 def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:

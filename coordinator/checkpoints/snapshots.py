@@ -51,7 +51,7 @@ class Snapshots:
 
     def __init__(self, states: States, time: Time, replay_s_max: float) -> None:
         self.changed = Signal()
-        """A snapshot was written or failed: call `settle`."""
+        """A snapshot was written or failed, or may be retried: call `settle`."""
         self._states = states
         self._time = time
         self._replay_s_max = replay_s_max
@@ -86,6 +86,10 @@ class Snapshots:
         has_run = bool(adapter.home) and adapter.copy.applied_seq > adapter.snapshot_seq
         return has_run and adapter.is_between_operations and adapter.is_as_committed
 
+    def may_take(self, adapter: AdapterLog) -> bool:
+        """Return whether `can_take` is true and no earlier attempt has failed just now."""
+        return self.can_take(adapter) and self._time.monotonic() >= self._retry_at.get(adapter.adapter_id, 0.0)
+
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""
         self._asked[adapter.adapter_id] = adapter, adapter.copy.applied_window
@@ -114,6 +118,7 @@ class Snapshots:
         self._num_failures[adapter.adapter_id] += 1
         pause_s = min(RETRY_S_MAX, RETRY_S * 2 ** (self._num_failures[adapter.adapter_id] - 1))
         self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
+        asyncio.get_running_loop().call_later(pause_s, self.changed.notify)
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot may be durable that the adapter log has not covered yet.
@@ -155,7 +160,7 @@ class Snapshots:
             is_time = is_much and total_s > self._replay_s_max / 2 and is_good_time
             if not (is_long or is_late or is_time):
                 continue
-            if self.can_take(adapter) and self._time.monotonic() >= self._retry_at.get(adapter.adapter_id, 0.0):
+            if self.may_take(adapter):
                 due.append(adapter)
                 total_s -= adapter.engine_s_since_snapshot
         return due

@@ -123,12 +123,16 @@ def _cycle_tokens(text: str) -> int | None:
     return int(text)
 
 
-def _disk_free_min(text: str) -> int:
-    """Parse the value of --disk-free-min. Raises CliError."""
-    try:
-        return parse_whole(text)
-    except ValueError as error:
-        raise CliError(f"--disk-free-min: {error}; got {text!r}") from None
+def _bytes_of(flag: str) -> Callable[[str], int]:
+    """Return a parser of the values of an option. It raises CliError."""
+
+    def parse(text: str) -> int:
+        try:
+            return parse_whole(text)
+        except ValueError as error:
+            raise CliError(f"{flag}: {error}; got {text!r}") from None
+
+    return parse
 
 
 def _tenant_limits(texts: Sequence[str]) -> TenantLimits:
@@ -176,6 +180,12 @@ _OPTIONS = (
     _Option(flag="--cpus", setting=(PoolConfig, "num_cpus"), form={"min": 0}),
     _Option(flag="--gpus", setting=(PoolConfig, "num_gpus"), form={"min": 0}),
     _Option(
+        flag="--host-memory",
+        setting=(PoolConfig, "host_bytes_max"),
+        default="0",
+        form={"parser": _bytes_of("--host-memory"), "metavar": "BYTES"},
+    ),
+    _Option(
         flag="--device",
         setting=(PoolConfig, "device"),
         default="",
@@ -198,7 +208,7 @@ _OPTIONS = (
         flag="--disk-free-min",
         setting=(CoordinatorConfig, "disk_free_bytes_min"),
         default="256MiB",
-        form={"parser": _disk_free_min, "metavar": "BYTES"},
+        form={"parser": _bytes_of("--disk-free-min"), "metavar": "BYTES"},
     ),
     _Option(
         flag="--tenant-limit",

@@ -236,7 +236,7 @@ class Committer:
         self._saver.committed(cycle.staged, lost)
         for worker_id, incarnation, operation in cycle.published:
             if operation.target_id in lost:
-                self._fleet.drop(worker_id, operation.name)
+                self._fleet.drop_version(worker_id, operation.name)
             else:
                 self._fleet.hold_version(worker_id, incarnation, operation.name)
         for snapshot in cycle.staged.snapshots:

@@ -131,6 +131,10 @@ class ItemBuilder:
         self._store = store
         self._folders = folders
 
+    def has_snapshot(self, log: AdapterLog) -> bool:
+        """Return whether a copy of the adapter begins with a state that must be read."""
+        return self._store.snapshots.get(log.adapter_id) is not None
+
     async def read_copy(self, log: AdapterLog) -> AdapterInstall:
         """Read a copy of the adapter as of its newest snapshot, its files off the event loop. Raises ServiceError."""
         row = self._store.snapshots.get(log.adapter_id)

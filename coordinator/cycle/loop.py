@@ -96,7 +96,9 @@ class CycleLoop:
         return lost
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
-        await self._take_snapshots(self._snapshots.due(self.planning.ready.past_snapshots(), lost))
+        due = self._snapshots.due(self.planning.ready.past_snapshots(), lost)
+        leaving = [log for log in self.planning.memory.take_due() if log not in due and self._snapshots.can_take(log)]
+        await self._take_snapshots([*due, *leaving])
 
     async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
         """Read the states of these adapters, a few at a time: if there are many, wait for earlier ones."""
@@ -118,7 +120,12 @@ class CycleLoop:
         self._snapshots.settle(self._group.logs)
         for worker in self.planning.drained():
             self._group.lose_copies(worker.info.worker_id)
-        return self.planning.has_workers() and self.planning.ready.refresh()
+        if not self.planning.has_workers():
+            return False
+        is_ready = self.planning.ready.refresh()
+        if self.planning.memory.make_room():
+            is_ready = self.planning.ready.refresh()
+        return is_ready or self.planning.memory.must_write
 
     def tenants(self) -> frozenset[str]:
         """Return the tenants that are ready."""

@@ -32,7 +32,7 @@ from workers.contract.protocols import Pool, WorkerLost
 EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
 INSTALL_BYTES_MAX = 32 << 20
-"""States of copies in memory that one phase sends; the adapters beyond it are installed in the next cycle."""
+"""Most bytes of copies that one phase sends, unless a single one is larger; others are installed in the next cycle."""
 DECODED_BYTES_MAX = 16 << 20
 """Large payloads that are decoded for one pass; the adapters beyond it run in the next cycle."""
 OVERDUE_S = 5.0
@@ -105,7 +105,7 @@ class Dispatch:
         results: list[tuple[Entry, Incarnation, ItemResult]] = []
         for (worker, entries, _, _), reply in zip(sent, replies, strict=True):
             if isinstance(reply, BatchResult):
-                worker.end_phase()
+                worker.end_phase(reply.held_bytes)
                 if reply.epoch != self._epoch:
                     raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
                 results += ((entry, worker, result) for entry, result in zip(entries, reply.results, strict=True))
@@ -217,7 +217,7 @@ class Phases:
         first = next(log.ahead(may_begin=may_begin).states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return
-        worker_id = log.home or self._planning.place(log.adapter_id, residents)
+        worker_id = log.home or self._planning.place(log, residents)
         if worker_id not in residents or not await self._install(cycle, log, worker_id, work):
             return
         residents[worker_id] += 1
@@ -269,15 +269,19 @@ class Phases:
     async def _install(self, cycle: Cycle, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
         """Place a copy of the adapter on the worker, unless it has one; return whether it has one.
 
-        False also if the phase has no room for another copy, or its stored state is damaged; its operations are failed
-        then.
+        False also if the phase or the worker has no room for another copy, or its stored state is damaged; its
+        operations are failed then.
         """
         if log.home:
             return True
         worker = self._fleet.find(worker_id)
         if worker is None or self._snapshots.is_unsettled(log.adapter_id):
             return False  # its copy was lost since the plan was made
-        if work.num_install_bytes >= INSTALL_BYTES_MAX:
+        num_bytes = self._planning.memory.size_of(log)
+        if not self._planning.has_room(log, worker):
+            return False
+        is_beyond = 0 < work.num_install_bytes > INSTALL_BYTES_MAX - num_bytes
+        if is_beyond and self._items.has_snapshot(log):
             return False
         began = self._time.monotonic()
         try:
@@ -291,6 +295,7 @@ class Phases:
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
         log.place_copy(worker_id)
+        worker.sent(num_bytes)
         work.install(log, install)
         return True
 

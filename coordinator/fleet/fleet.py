@@ -13,8 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from coordinator.base.time import Signal
-from workers.contract.messages import ModelInfo, WorkerInfo
+from workers.contract.adapted_modules import ModuleKind, adapter_params, rank_class
+from workers.contract.messages import AdapterSpec, ModelInfo, WorkerInfo
 
+FLOAT_BYTES, COPY_VECTORS = 4, 4
+"""A copy has weights, two moments and a gradient in fp32; a sampler version has weights."""
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to hold; the least recently used are removed."""
 
@@ -47,6 +50,8 @@ class Incarnation:
     """The operations of the present phase."""
     samples: dict[str, Flight] = field(default_factory=dict)
     """The samples in flight there, by name."""
+    held_bytes: int = 0
+    """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
     _versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _removals: list[str] = field(default_factory=list)
 
@@ -64,9 +69,19 @@ class Incarnation:
         """Record the operations of a cycle's phase that are sent to the worker."""
         self.training = flights
 
-    def end_phase(self) -> None:
-        """Record that the worker replied to the phase."""
+    def end_phase(self, held_bytes: int) -> None:
+        """Record that the worker replied to the phase, and what it holds."""
         self.training = ()
+        self.held_bytes = held_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether it may hold as many bytes more; one that holds nothing takes anything."""
+        most = self.info.model.host_bytes_max
+        return most is None or not self.held_bytes or self.held_bytes + num_bytes <= most
+
+    def sent(self, num_bytes: int) -> None:
+        """Record that a copy or version is sent there, or, below 0, that one is dropped there."""
+        self.held_bytes = max(0, self.held_bytes + num_bytes)
 
     def begin_sample(self, flight: Flight) -> None:
         """Record that a sample is sent to the worker."""
@@ -124,14 +139,16 @@ class Incarnation:
 
 
 class Residency:
-    """Which adapters have a copy whose home is which worker: adapters by worker, in order of arrival."""
+    """Which adapters have a copy whose home is which worker: adapters by worker, the least recently used first."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, dict[str, None]] = {}
 
     def enter(self, worker_id: str, adapter_id: str) -> None:
-        """Record that the adapter has a copy there."""
-        self._by_worker.setdefault(worker_id, {})[adapter_id] = None
+        """Record that the adapter has a copy there, or that its copy was used."""
+        on_worker = self._by_worker.setdefault(worker_id, {})
+        on_worker.pop(adapter_id, None)
+        on_worker[adapter_id] = None
 
     def leave(self, worker_id: str, adapter_id: str) -> None:
         """Record that the adapter has no copy there any more."""
@@ -158,6 +175,7 @@ class Fleet:
         self._workers: dict[str, Incarnation] = {}
         self._num_losses: Counter[str] = Counter()
         """By worker, since its last reply to a batch."""
+        self._version_bytes: dict[tuple[str, int, tuple[ModuleKind, ...]], int] = {}
 
     def add(self, info: WorkerInfo) -> None:
         """Take in a worker, or the next incarnation of a lost one; it holds no adapter and no version."""
@@ -232,10 +250,28 @@ class Fleet:
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
             found.hold(version)
 
-    def drop(self, worker_id: str, key: str) -> None:
-        """Have a worker drop an adapter or version with its next message; ignored if the worker is lost."""
+    def drop_version(self, worker_id: str, key: str) -> None:
+        """Have a worker drop a version with its next message; ignored if the worker is lost."""
         if (found := self.find(worker_id)) is not None:
             found.drop(key)
+
+    def drop_copy(self, worker_id: str, spec: AdapterSpec) -> None:
+        """Have a worker drop a copy of an adapter with its next message; ignored if the worker is lost."""
+        if (found := self.find(worker_id)) is not None:
+            found.drop(spec.adapter_id)
+            found.sent(-self.copy_bytes(found.info.model.name, spec))
+
+    def copy_bytes(self, base_model: str, spec: AdapterSpec) -> int:
+        """Return the host memory of a copy with weights, moments and gradient."""
+        return COPY_VECTORS * self.version_bytes(base_model, spec)
+
+    def version_bytes(self, base_model: str, spec: AdapterSpec) -> int:
+        """Return the host memory of a sampler version: fp32 weights, of the rank that a worker pads."""
+        key = base_model, rank_class(spec.rank), spec.kinds
+        if key not in self._version_bytes:
+            params = adapter_params(self.models[base_model].modules, *spec.kinds)
+            self._version_bytes[key] = FLOAT_BYTES * rank_class(spec.rank) * params
+        return self._version_bytes[key]
 
     def _of(self, base_model: str) -> list[Incarnation]:
         return [worker for worker in self._workers.values() if worker.info.model.name == base_model]

@@ -71,7 +71,7 @@ class Deletions:
             self._put_back(log, unfinished)
             raise
         if log.home:
-            self._fleet.drop(log.home, log.adapter_id)
+            self._fleet.drop_copy(log.home, log.spec)
         for operation in unfinished:
             if operation.is_durable:  # if its append failed meanwhile, its caller got that error
                 self._in_flight.finish(operation)

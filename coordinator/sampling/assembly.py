@@ -27,7 +27,7 @@ def make_sample_scheduler(
     streams = TokenStreams()
     samples = SampleScheduler(
         pool,
-        SamplerVersions(store, registers.registry, states),
+        SamplerVersions(store, fleet, registers.registry, states),
         Placement(fleet, context.config.samples_per_worker_max, scheduling.turns),
         SampleQueues(scheduling),
         SampleCommits(store, registers.in_flight, streams),

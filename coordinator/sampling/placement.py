@@ -120,8 +120,9 @@ class Placement:
 class SamplerVersions:
     """The versions of all samplers."""
 
-    def __init__(self, store: Store, registry: AdapterRegistry, states: States) -> None:
+    def __init__(self, store: Store, fleet: Fleet, registry: AdapterRegistry, states: States) -> None:
         self._store = store
+        self._fleet = fleet
         self._registry = registry
         self._states = states
 
@@ -156,6 +157,9 @@ class SamplerVersions:
         else:
             state = await self._states.read_checkpoint(checkpoint)
         worker.hold(key)
+        worker.sent(state.num_bytes)
+        if not worker.has_room(0):
+            self._fleet.changed.notify()
         return SamplerVersion(key=key, spec=spec, state=state)
 
     def _checkpoint(self, sampler: SamplerRow) -> CheckpointRow:

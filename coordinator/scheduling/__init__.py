@@ -9,6 +9,7 @@ Public interface:
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
 - `worker_losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`;
 - `quarantine.Quarantine`: the adapters and samples that may have caused a loss;
+- `worker_memory.WorkerMemory`: which copies leave a worker whose memory is full, and who waits for room;
 - `probation.Probation`: tenants whose operations killed workers; `solo_turns.SoloTurns`: their turns.
 
 Must not depend on how a plan is run, on transports, or on SQL.

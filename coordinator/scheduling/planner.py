@@ -24,6 +24,7 @@ from coordinator.scheduling.ready_set import Candidate, ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCost, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted, reweighed
+from coordinator.scheduling.worker_memory import WorkerMemory
 from workers.contract.messages import AdapterSpec
 
 
@@ -84,7 +85,7 @@ def plan_pass(
         rotation = rotations[tenant]
         first = rotation.popleft()
         adapter_id, cost = first.candidate.adapter_id, first.cost
-        worker = placements.get(adapter_id) or first.candidate.home or placer.choose()
+        worker = placements.get(adapter_id) or first.candidate.home or placer.choose(first.candidate)
         if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
             if adapter_id not in placements and not first.candidate.home:
                 placer.placed(first.candidate, worker)
@@ -120,9 +121,10 @@ class _Placer:
                 if candidate.home in self._load:
                     self._load[candidate.home] += self._tokens(candidate)
 
-    def choose(self) -> str:
-        """Return the worker for a candidate without a copy."""
-        return min(self._load, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
+    def choose(self, candidate: Candidate) -> str:
+        """Return the worker for a candidate without a copy, with room for it if there is one."""
+        workers = self._load.keys() - candidate.crowded or self._load
+        return min(workers, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
 
     def placed(self, candidate: Candidate, worker_id: str) -> None:
         """Count a candidate that was placed on this worker."""
@@ -151,6 +153,7 @@ class Planning:
         fleet: Fleet,
         fair: FairState,
         turns: SoloTurns,
+        memory: WorkerMemory,
     ) -> None:
         self.base_model = base_model
         self.ready = ready
@@ -160,6 +163,7 @@ class Planning:
         self._fleet = fleet
         self._fair = fair
         self._turns = turns
+        self.memory = memory
         self._ready_on: dict[str, set[str]] = {}
         """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned. An empty
         name: adapters that have no copy and were not planned."""
@@ -188,10 +192,12 @@ class Planning:
         """Return how many adapters have a copy on each worker that takes work."""
         return self.ready.residents(worker.info.worker_id for worker in self._fleet.available(self.base_model))
 
-    def place(self, adapter_id: str, residents: Mapping[str, int]) -> str:
+    def place(self, log: AdapterLog, residents: Mapping[str, int]) -> str:
         """Return the worker with the fewest adapters, for an adapter that needs no pass; empty if there is none."""
-        workers = self._turns.workers_for(adapter_id, residents)
-        return min(workers, key=lambda worker: (workers[worker], worker), default="")
+        workers = self._turns.workers_for(log.adapter_id, residents)
+        crowded = frozenset() if self._turns.has_turn(log.adapter_id) else self.memory.crowded(log)
+        with_room = workers.keys() - crowded
+        return min(with_room, key=lambda worker: (workers[worker], worker), default="")
 
     def plan(self) -> PassPlan:
         """Choose the chunks of the next pass and where they run; charge them to the virtual counters."""
@@ -217,6 +223,10 @@ class Planning:
         sampling = {flight.tenant_id for worker in workers for flight in worker.samples.values()}
         part = SHARED_PART if len(self._fair.active.union(training, sampling)) > 1 else LONE_PART
         return part * (1.0 - decode_share(sampling, training, self._fair.shares)) if sampling else part
+
+    def has_room(self, log: AdapterLog, worker: Incarnation) -> bool:
+        """Return whether the worker has room for a copy of the adapter, or it is the adapter's solo turn."""
+        return worker.has_room(self.memory.size_of(log)) or self._turns.has_turn(log.adapter_id)
 
     def plan_states(self, due: Sequence[tuple[AdapterLog, bool]], cycle_id: int) -> Mapping[str, int]:
         """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran.

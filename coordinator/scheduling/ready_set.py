@@ -1,7 +1,7 @@
 """The adapters of one base model that have something to run, and which of them may be in the next cycle.
 
-What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written and the suspension
-of its tenant hold an adapter back. Does not depend on tenants' counters, budgets or how a plan is run.
+What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written, the suspension of
+its tenant and full workers hold an adapter back. Does not depend on tenants' counters, budgets or how a plan is run.
 
 Main invariant: an idle adapter adds no cost to a cycle, because it is in no collection that is walked through here.
 """
@@ -20,6 +20,7 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCandidate, StateCosts
+from coordinator.scheduling.worker_memory import WorkerMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class Candidate:
     """Yields the tokens of its ready chunks, in the order in which they must run; each call yields the same."""
     last_cycle_id: int
     """The cycle that last had it; 0: none."""
+    crowded: frozenset[str] = frozenset()
+    """Workers without room for a copy of it."""
 
 
 class ReadySet:
@@ -44,6 +47,7 @@ class ReadySet:
         group: AdapterGroup,
         quarantine: Quarantine,
         turns: SoloTurns,
+        memory: WorkerMemory,
         snapshots: Snapshots,
         publishing: Publishing,
         is_held: Callable[[str], bool],
@@ -53,6 +57,7 @@ class ReadySet:
         self._is_held = is_held
         self._quarantine = quarantine
         self._turns = turns
+        self._memory = memory
         self._snapshots = snapshots
         self._publishing = publishing
         self._is_stopping = False
@@ -75,7 +80,10 @@ class ReadySet:
     def ran(self, adapter_ids: Iterable[str]) -> None:
         """Record that workers returned results for these adapters."""
         logs = self._group.logs
-        self._past_snapshots.update((name, logs[name]) for name in adapter_ids if name in logs)
+        for log in [logs[name] for name in adapter_ids if name in logs]:
+            self._past_snapshots[log.adapter_id] = log
+            if log.home:
+                self._group.residency.enter(log.home, log.adapter_id)
 
     def planned(self, adapter_id: str, cycle_id: int) -> None:
         """Record that the adapter is in the pass of this cycle."""
@@ -124,6 +132,8 @@ class ReadySet:
         may_begin = self._may_begin(log)
         if self.waits_for_file(log, may_begin=may_begin):
             return False
+        if not self._has_room(log):
+            return False
         if may_begin:
             return True
         ahead = log.ahead(may_begin=False)
@@ -131,6 +141,13 @@ class ReadySet:
             return next(ahead.passes(), None) is not None
         # A held tenant's replay is not continued either, but for weights that others may sample.
         return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
+
+    def _has_room(self, log: AdapterLog) -> bool:
+        """Return whether the adapter has a copy, or a worker has room for one. A solo turn has room in any case."""
+        if log.home or not self._memory.crowded(log) or self._turns.is_held(log):
+            return True
+        workers = self._turns.workers_for(log.adapter_id, self.residents(self._memory.worker_ids()))
+        return not self._memory.must_wait(log, workers)
 
     def end_cycle(self) -> None:
         """End the solo turn of an adapter that was in the cycle."""
@@ -159,6 +176,7 @@ class ReadySet:
                 home=log.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
                 chunks=self.ahead(log).chunks,
                 last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
+                crowded=frozenset() if log.home else self._memory.crowded(log),
             )
             for log in self.allowed()
         ]

@@ -22,6 +22,7 @@ from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import LossRecorder
+from coordinator.scheduling.worker_memory import WorkerMemory
 from coordinator.tenants.accounts import Accounts
 
 
@@ -86,10 +87,11 @@ def make_scheduling(
             cycle_s_max=config.cycle_s_max,
         )
         turns = SoloTurns(base_model, probation, group, fleet)
-        ready = ReadySet(group, quarantine, turns, snapshots, states.publishing, accounts.is_held)
+        memory = WorkerMemory(base_model, fleet, group, registry.spec, quarantine, snapshots, states.publishing)
+        ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, accounts.is_held)
         return Schedule(
             clock=clock,
-            planning=Planning(base_model, ready, budget, costs, fleet, fair, turns),
+            planning=Planning(base_model, ready, budget, costs, fleet, fair, turns, memory),
             quarantine=quarantine,
             turns=turns,
             deadlines=Deadlines(costs),

@@ -31,6 +31,7 @@ from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
+from coordinator.scheduling.worker_memory import WorkerMemory
 from scripts.bench.common import (
     Column,
     Effort,
@@ -72,8 +73,15 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         group.add(adapter)
         adapter.place_copy(WORKERS[index % len(WORKERS)])
         group.mark_dirty(adapter)
-    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, Fleet())
-    ready = ReadySet(group, Quarantine(), turns, cast("Snapshots", files), cast("Publishing", files), lambda _: False)
+    fleet, quarantine, snapshots, publishing = (
+        Fleet(),
+        Quarantine(),
+        cast("Snapshots", files),
+        cast("Publishing", files),
+    )
+    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet)
+    memory = WorkerMemory("model", fleet, group, spec_named, quarantine, snapshots, publishing)
+    ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, lambda _: False)
     assert ready.refresh()
     return ready
 

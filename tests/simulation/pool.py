@@ -119,6 +119,8 @@ class SimPool:
         self.solo_losses: Counter[str] = Counter()
         """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
         operation is poison, so no fault is injected into a worker that runs such an operation."""
+        self._host_bytes_max = self.random.choice((None, None, 1000, 2000))
+        """Of copies and versions, which workers hold: any number, one, or a few."""
         self.num_workers = num_workers
         """Of each coordinator's start. Workers that join later end with their coordinator."""
         self._num_joined = 0
@@ -128,7 +130,7 @@ class SimPool:
         """Start a worker's next incarnation, without adapters."""
         self._num_incarnations += 1
         incarnation = f"{worker_id}-{self._num_incarnations}"
-        self.workers[worker_id] = _Incarnation(incarnation, ToyEngine(incarnation))
+        self.workers[worker_id] = _Incarnation(incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max))
         return self.workers[worker_id]
 
     def next_worker(self) -> int:
@@ -217,6 +219,7 @@ class SimPoolFront:
         sent = (worker, batch)
         self.outstanding.append(sent)
         worker.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
+        self._world.work["copies and versions dropped"] += len(batch.removals)
         self._pool.standings.check_batch(batch.cycle_id, worker.operations)
         try:
             self._world.trace(f"batch {batch.cycle_id} to {worker.incarnation}: {_describe(batch)}")

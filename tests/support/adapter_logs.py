@@ -29,6 +29,9 @@ class Files:
 
     unsettled: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
+    """Adapters whose published weights have no file, or versions without one."""
+    failing: set[str] = field(default_factory=set)
+    """Adapters of which no snapshot may be taken now."""
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot of the adapter may be durable and not covered."""
@@ -37,6 +40,14 @@ class Files:
     def is_unwritten(self, adapter_id: str) -> bool:
         """Return whether published weights of the adapter have no file."""
         return adapter_id in self.unwritten
+
+    def may_take(self, adapter: AdapterLog) -> bool:
+        """Return whether a snapshot of the adapter may be taken."""
+        return adapter.adapter_id not in self.failing
+
+    def held(self, version: str) -> bytes | None:
+        """Return the weights of a version without a file; None: they are in a file."""
+        return b"weights" if version in self.unwritten else None
 
 
 def spec_named(name: str) -> AdapterSpec:

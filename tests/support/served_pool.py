@@ -42,10 +42,12 @@ class ServedPool:
 
 
 @contextmanager
-def shipped_pool(data_dir: Path, models: Mapping[str, Path] = SHIPPED) -> Iterator[ServedPool]:
+def shipped_pool(
+    data_dir: Path, models: Mapping[str, Path] = SHIPPED, *, num_slots: int = 4, host_bytes_max: int = 0
+) -> Iterator[ServedPool]:
     """Start pool, coordinator and doors; stop them when the block ends. `models`: directories by name."""
     served = tuple(PoolModel(name=name, path=str(path)) for name, path in models.items())
-    config = PoolConfig(kind="local", models=served, num_slots=4)
+    config = PoolConfig(kind="local", models=served, num_slots=num_slots, host_bytes_max=host_bytes_max)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

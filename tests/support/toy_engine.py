@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.contract.adapted_modules import AdaptedModule
+from workers.contract.adapted_modules import AdaptedModule, adapter_params, rank_class
 from workers.contract.messages import (
     AdapterInstall,
     AdapterSpec,
@@ -104,6 +104,15 @@ def digest(*parts: bytes | str | int | float) -> bytes:
     return sha.digest()
 
 
+def toy_bytes(spec: AdapterSpec) -> int:
+    """Return the bytes that a copy would have with weights, moments and gradient."""
+    return 16 * rank_class(spec.rank) * adapter_params(toy_model_info("toy").modules, *spec.kinds)
+
+
+TOY_BYTES = 192
+"""Of a sampler version."""
+
+
 def fresh_chain(spec: AdapterSpec) -> bytes:
     """Return the chain of a fresh adapter."""
     return digest("fresh", spec.adapter_id, spec.rank, spec.seed)
@@ -146,7 +155,8 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
-    `seconds_per_batch` makes it slow. `fitting_tokens` and `num_cache_blocks` are only reported: no request is refused.
+    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks` and `host_bytes_max` are only reported: no
+    request is refused.
     """
 
     def __init__(
@@ -157,6 +167,7 @@ class ToyEngine:
         seconds_per_batch: float = 0.0,
         fitting_tokens: int | None = None,
         num_cache_blocks: int | None = None,
+        host_bytes_max: int | None = None,
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
     ) -> None:
@@ -164,7 +175,12 @@ class ToyEngine:
         self.adapters: dict[str, ToyAdapter] = {}
         self.versions: dict[str, bytes] = {}
         self.batches: list[Batch] = []
-        self._info = replace(toy_model_info(name), fitting_tokens=fitting_tokens, num_cache_blocks=num_cache_blocks)
+        self._info = replace(
+            toy_model_info(name),
+            fitting_tokens=fitting_tokens,
+            num_cache_blocks=num_cache_blocks,
+            host_bytes_max=host_bytes_max,
+        )
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)
         self._epoch = 0
@@ -197,10 +213,10 @@ class ToyEngine:
         else:
             if batch.epoch > self._epoch:
                 self._begin_epoch(batch.epoch)
-            for install in batch.installs:
-                self._install(install)
             for key in batch.removals:
                 self._remove(key)
+            for install in batch.installs:
+                self._install(install)
             results = tuple(self._run_items(batch.items))
         return BatchResult(
             epoch=self._epoch,
@@ -208,6 +224,7 @@ class ToyEngine:
             incarnation=self.incarnation,
             results=results,
             wall_s=time.perf_counter() - started,
+            held_bytes=sum(toy_bytes(each.spec) for each in self.adapters.values()) + TOY_BYTES * len(self.versions),
         )
 
     def _begin_epoch(self, epoch: int) -> None:

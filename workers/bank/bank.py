@@ -22,10 +22,10 @@ from torch import Tensor
 
 from workers.bank.entries import Entry, HostRow, Row, Slab
 from workers.bank.transfers import Transfer, Transfers, transfers_for
-from workers.contract.adapted_modules import ModuleKind
+from workers.contract.adapted_modules import ModuleKind, rank_class
 from workers.contract.messages import AdapterSpec
 from workers.host.allocator import is_out_of_memory
-from workers.rows import GroupShape, RowLayout, rank_class, trained_kinds
+from workers.rows import GroupShape, RowLayout, trained_kinds
 
 SLAB_ROWS = 32
 """Rows of one layout that are allocated at once. A CPU gives them memory when they are first written."""
@@ -69,12 +69,21 @@ class Bank:
         self._entries: dict[str, Entry] = {}
         self._resident: dict[str, Entry] = {}
         """In order of use, the least recently used first."""
+        self._host_bytes: int | None = 0
+        """None: keys have come, gone or moved since they were counted."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that all keys take; counted again after keys have come, gone or moved."""
+        if self._host_bytes is None:
+            self._host_bytes = sum(entry.host_bytes for entry in self._entries.values())
+        return self._host_bytes
 
     @property
     def num_resident(self) -> int:
@@ -94,6 +103,7 @@ class Bank:
         entry = Entry(key=key, spec=spec, layout=self.layout(spec), is_trained=is_trained)
         entry.replace(HostRow() if host is None else host)
         self._entries[key] = entry
+        self._host_bytes = None
         return entry
 
     def entry(self, key: str) -> Entry:
@@ -216,9 +226,11 @@ class Bank:
         if entry.row is not None:
             self._vacate(entry, None)
         entry.replace(host)
+        self._host_bytes = None
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        self._host_bytes = None
         if entry.row is not None:
             self._vacate(entry, None)
 
@@ -254,11 +266,13 @@ class Bank:
     def _occupy(self, entry: Entry, row: Row) -> None:
         entry.occupy(row)
         self._resident[entry.key] = entry
+        self._host_bytes = None
 
     def _vacate(self, entry: Entry, host: HostRow | None) -> None:
         """Free an entry's slot; its values are in `host` from now on."""
         row = entry.vacate(host)
         del self._resident[entry.key]
+        self._host_bytes = None
         row.slab.free(row)
         self._free_slabs()
 

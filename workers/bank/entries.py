@@ -47,6 +47,14 @@ class Row:
         """Note a copy from or to the row that may still be under way."""
         self._transfer = transfer
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it takes: none on another device."""
+        if self.weights.device.type != "cpu":
+            return 0
+        copy_bytes = 0 if self.compute is None else self.compute.nbytes
+        return self.weights.nbytes * (4 if self.slab.is_trained else 1) + copy_bytes
+
     def settle(self) -> None:
         """Let the computation wait for the last copy from or to the row."""
         if self._transfer is not None:
@@ -130,6 +138,12 @@ class HostRow:
     transfer: Transfer | None = field(default=None, kw_only=True)
     """The copy that fills the vectors; the host must wait for it before it reads them."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its vectors."""
+        vectors = (self.weights, self.exp_avg, self.exp_avg_sq, self.grad)
+        return sum(vector.nbytes for vector in vectors if vector is not None)
+
     def wait(self) -> None:
         """Wait until the vectors can be read."""
         if self.transfer is not None:
@@ -157,6 +171,13 @@ class Entry:
     """Users that keep the entry from being removed."""
     is_removed: bool = False
     """Removed while pinned: it goes with its last pin."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that its values take."""
+        if self.row is not None:
+            return self.row.host_bytes
+        return self.host.num_bytes if self.host is not None else 0
 
     def note_gradient(self) -> None:
         """Record that a pass adds to the gradient of the row."""

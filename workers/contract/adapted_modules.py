@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 ModuleKind = Literal["attn", "mlp", "unembed"]
+RANK_CLASSES = (8, 16, 32, 64, 128)
+"""Ranks as a worker pads them: a row has the values of one of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,14 @@ class AdaptedModule:
 def leaf_names(modules: Iterable[AdaptedModule], *kinds: ModuleKind) -> tuple[str, ...]:
     """Return the last parts of the names of these kinds' modules, as PEFT's `target_modules` has them."""
     return tuple(dict.fromkeys(module.leaf_name for module in modules if module.kind in kinds))
+
+
+def rank_class(rank: int) -> int:
+    """Return the padded rank of a rank. Raises ValueError outside 1 to 128."""
+    for padded in RANK_CLASSES:
+        if 1 <= rank <= padded:
+            return padded
+    raise ValueError(f"rank is {rank}; it must be between 1 and {RANK_CLASSES[-1]}")
 
 
 def adapter_params(modules: Iterable[AdaptedModule], *kinds: ModuleKind) -> int:

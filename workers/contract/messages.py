@@ -234,7 +234,7 @@ class LoadItem(Item):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One worker's work in one phase of a cycle: installs, removals, then items.
+    """One worker's work in one phase of a cycle: removals, installs, then items.
 
     Items of one adapter are in seq order. Consecutive `PassItem`s become packed passes.
     """
@@ -282,6 +282,8 @@ class BatchResult:
     results: tuple[ItemResult, ...]
     wall_s: float
     """Seconds from the start of the batch to its results, on the worker."""
+    held_bytes: int = 0
+    """Bytes of host memory that its copies and sampler versions take after the batch."""
 
 
 LOGPROBS_TEMPERATURE_MIN = 1e-20
@@ -443,6 +445,9 @@ class ModelInfo:
     fitting_tokens: int | None = None
     """Most tokens of a sequence, and of a canonical chunk, that the worker has the memory to train; None: any length
     that the model takes."""
+    host_bytes_max: int | None = None
+    """Most bytes of copies and sampler versions that the worker is to hold in host memory, see `BatchResult`; None:
+    any number."""
     num_cache_blocks: int | None = None
     """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS

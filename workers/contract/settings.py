@@ -46,6 +46,11 @@ class EngineSettings:
     slower, and far longer sequences fit. "auto": passes that would not fit otherwise. Changes no bits."""
     memory_share: float = 1.0
     """The part of the free memory that this engine may take; above 0, at most 1."""
+    host_bytes_max: int = 0
+    """Most bytes of host memory for copies of adapters and sampler versions, which the coordinator keeps within it; 0:
+    half of `host_share` of what is free when the model is loaded."""
+    host_share: float = 1.0
+    """The part of the machine's free memory that is this engine's; above 0, at most 1."""
     cache_bytes_max: int = 2 << 30
     """Most bytes of keys and values of samples; less where less memory is free. At least one block is taken."""
 
@@ -61,8 +66,9 @@ class EngineSettings:
             raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
         if not 0 < self.memory_share <= 1:
             raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
-        if self.cache_bytes_max < 0:
-            raise ValueError(f"cache_bytes_max is {self.cache_bytes_max}; it must be 0 or more")
+        for name in ("cache_bytes_max", "host_bytes_max"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,9 @@ class PoolConfig:
     """CPUs that each worker claims from Ray, for placement on a cluster; 0 claims none. It limits nothing."""
     num_gpus: float = 0.0
     """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
+    host_bytes_max: int = 0
+    """Bytes of host memory that each worker takes for copies of adapters and sampler versions; beyond that the least
+    recently used ones are kept on disk alone. 0: half of its part of the free memory."""
     device: str = "cpu"
     """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
     recompute: Recompute = "auto"
@@ -171,6 +180,8 @@ class PoolConfig:
                 device=self.device,
                 recompute=self.recompute,
                 memory_share=self._memory_share(),
+                host_bytes_max=self.host_bytes_max,
+                host_share=self._host_share(),
                 dtype=self.dtype,
                 exact=self.exact,
             )
@@ -178,9 +189,13 @@ class PoolConfig:
         }
 
     def _memory_share(self) -> float:
-        """Return a worker's part of its machine's or GPU's memory. On a cluster that is unknown: all of it."""
+        """Return a worker's part of its device's memory."""
         if self.kind == "ray" and self.device.startswith("cuda"):
             return min(1.0, self.num_gpus)
+        return self._host_share()
+
+    def _host_share(self) -> float:
+        """Return a worker's part of its machine's memory. On a cluster that is unknown: all of it."""
         return 1.0 if self.ray_address is not None else 1 / self.num_workers
 
     def _threads(self) -> int:

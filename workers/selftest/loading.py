@@ -6,9 +6,9 @@ import logging
 
 import torch
 
+from workers.contract.adapted_modules import rank_class
 from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
-from workers.rows import rank_class
 from workers.selftest.row_invariance import find_numerics
 from workers.training.memory import Load
 from workers.training.passes import PassRunner

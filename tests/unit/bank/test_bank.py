@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec, weights_of
 from workers.bank.bank import Bank
-from workers.rows import ALIGNMENT, RANK_CLASSES, RowLayout, rank_class
+from workers.contract.adapted_modules import RANK_CLASSES, rank_class
+from workers.rows import ALIGNMENT, RowLayout
 
 FIRST_VALUES = [0.033296097069978714, -0.007186605129390955, 0.07977347075939178]
 

@@ -19,8 +19,9 @@ from workers.bank.state_files import (
     read_state,
     weights_file,
 )
+from workers.contract.adapted_modules import rank_class
 from workers.contract.messages import AdapterSpec
-from workers.rows import RowLayout, rank_class, trained_kinds
+from workers.rows import RowLayout, trained_kinds
 
 SPEC = make_spec("a", 4)
 Tensors = dict[str, torch.Tensor]

@@ -6,7 +6,8 @@ import pytest
 
 from coordinator.fleet import fleet as fleet_module
 from coordinator.fleet.fleet import Fleet, Flight
-from tests.support.toy_engine import toy_worker_info
+from tests.support.adapter_logs import spec_named
+from tests.support.toy_engine import toy_bytes, toy_worker_info
 
 PASS = Flight("a:1", "a", 1, 0, "t")
 
@@ -49,7 +50,7 @@ def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
 
 def test_a_completed_phase_is_not_in_flight(fleet: Fleet) -> None:
     fleet.worker("w0").begin_phase((PASS,))
-    fleet.worker("w0").end_phase()
+    fleet.worker("w0").end_phase(0)
     assert fleet.lose("w0", "w0.1") == ((), ())
 
 
@@ -89,12 +90,12 @@ def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch
 
 
 def test_a_removal_is_sent_once_and_to_no_other_incarnation(fleet: Fleet) -> None:
-    fleet.drop("w0", "a")
+    fleet.drop_version("w0", "a")
     assert fleet.worker("w0").take_removals() == ("a",)
     assert fleet.worker("w0").take_removals() == ()
-    fleet.drop("w0", "b")
+    fleet.drop_version("w0", "b")
     fleet.lose("w0", "w0.1")
-    fleet.drop("w0", "c")
+    fleet.drop_version("w0", "c")
     fleet.add(toy_worker_info("w0", 2))
     assert fleet.worker("w0").take_removals() == ()
 
@@ -142,6 +143,27 @@ def test_a_drained_worker_that_is_lost_is_not_awaited(fleet: Fleet) -> None:
     fleet.remove("w0")
     assert fleet.worker_ids() == ["w1", "w2"]
     assert fleet.lose("w0", "w0.1") is None, "a late report"
+
+
+def test_a_worker_has_room_up_to_its_limit_and_one_that_holds_nothing_takes_anything() -> None:
+    fleet, spec = Fleet(), spec_named("a")
+    num_bytes = toy_bytes(spec)
+    fleet.add(toy_worker_info("w0", host_bytes_max=2 * num_bytes))
+    worker = fleet.worker("w0")
+    assert fleet.copy_bytes("toy", spec) == num_bytes
+    assert worker.has_room(3 * num_bytes)
+    worker.sent(num_bytes)
+    assert [worker.has_room(n * num_bytes) for n in (1, 2)] == [True, False]
+    worker.end_phase(2 * num_bytes)
+    assert not worker.has_room(1)
+    fleet.drop_copy("w0", spec)
+    assert worker.held_bytes == num_bytes
+    assert worker.take_removals() == ("a",)
+
+
+def test_a_worker_without_a_limit_always_has_room(fleet: Fleet) -> None:
+    fleet.worker("w0").end_phase(1 << 50)
+    assert fleet.worker("w0").has_room(1 << 50)
 
 
 def test_a_worker_that_joins_takes_work(fleet: Fleet) -> None:

@@ -15,6 +15,7 @@ from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
+from coordinator.scheduling.worker_memory import WorkerMemory
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, Files, adapter_with, operation, run, spec_named
 from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime, running_pool
@@ -40,15 +41,11 @@ class Bench:
     def __init__(self, *adapters: AdapterLog) -> None:
         self.held: set[str] = set()
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
-        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, Fleet())
-        self.ready = ReadySet(
-            self.group,
-            self.quarantine,
-            turns,
-            cast("Snapshots", self.files),
-            cast("Publishing", self.files),
-            lambda tenant_id: tenant_id in self.held,
-        )
+        fleet, snapshots, publishing = Fleet(), cast("Snapshots", self.files), cast("Publishing", self.files)
+        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet)
+        memory = WorkerMemory("toy", fleet, self.group, spec_named, self.quarantine, snapshots, publishing)
+        is_held = self.held.__contains__
+        self.ready = ReadySet(self.group, self.quarantine, turns, memory, snapshots, publishing, is_held)
         for adapter in adapters:
             self.group.add(adapter)
             self.group.mark_dirty(adapter)

@@ -1,0 +1,141 @@
+"""Keeps what the workers of one base model hold within the host memory that they offer.
+
+A worker reports the bytes of its copies and sampler versions after each batch. Above its limit, or while an adapter
+waits for room, the least recently used ones leave it: versions that no sample uses and that are in a file, then copies
+that their snapshots cover, which need no write, and copies that can be snapshotted, once they are. Adapters with
+nothing to run go first. Those that wait are installed as room is made, so that more adapters than fit take turns.
+
+Depends on the fleet, on adapter logs, and on what may be snapshotted; not on how states are written. Call it between
+cycles. Main invariant: nothing leaves a worker that is not in a file or in the operation log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from coordinator.base.errors import ServiceError
+from coordinator.checkpoints.published_weights import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.quarantine import Quarantine
+from workers.contract.messages import AdapterSpec
+
+WANTED_BYTES_MAX = 32 << 20
+"""Room that is made at a time for adapters that wait, unless one needs more."""
+
+
+class WorkerMemory:
+    """The host memory of one base model's workers."""
+
+    def __init__(
+        self,
+        base_model: str,
+        fleet: Fleet,
+        group: AdapterGroup,
+        spec_of: Callable[[str], AdapterSpec],
+        quarantine: Quarantine,
+        snapshots: Snapshots,
+        publishing: Publishing,
+    ) -> None:
+        """`spec_of` returns the spec of an adapter, also of a deleted one, which may have left versions."""
+        self._base_model = base_model
+        self._fleet = fleet
+        self._group = group
+        self._spec_of = spec_of
+        self._quarantine = quarantine
+        self._snapshots = snapshots
+        self._publishing = publishing
+        self._waiting: dict[str, dict[str, int]] = {}
+        """Worker to the adapters that wait for room there, and the bytes of each."""
+        self._due: list[AdapterLog] = []
+
+    def size_of(self, log: AdapterLog) -> int:
+        """Return the bytes of a copy of the adapter."""
+        return self._fleet.copy_bytes(self._base_model, log.spec)
+
+    def must_wait(self, log: AdapterLog, workers: Collection[str]) -> bool:
+        """Return whether an adapter without a copy finds no room on any of these workers; room is made for it then."""
+        open_to_it = [each for each in self._available() if each.info.worker_id in workers]
+        num_bytes = self.size_of(log) if open_to_it else 0
+        if not open_to_it or any(worker.has_room(num_bytes) for worker in open_to_it):
+            return False
+        chosen = min(open_to_it, key=lambda each: each.held_bytes)
+        self._waiting.setdefault(chosen.info.worker_id, {})[log.adapter_id] = num_bytes
+        return True
+
+    def worker_ids(self) -> list[str]:
+        """Return the workers that take work."""
+        return [worker.info.worker_id for worker in self._available()]
+
+    def crowded(self, log: AdapterLog) -> frozenset[str]:
+        """Return the workers that have no room for a copy of the adapter."""
+        return frozenset(each.info.worker_id for each in self._available() if not each.has_room(self.size_of(log)))
+
+    def make_room(self) -> bool:
+        """Drop what workers have to give up and need not write; return whether anything was. See `take_due`."""
+        waiting, self._waiting, self._due = self._waiting, {}, []
+        has_dropped = False
+        for worker in self._available():
+            sizes = waiting.get(worker.info.worker_id, {}).values()
+            wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
+            most = worker.info.model.host_bytes_max
+            if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
+                has_dropped |= self._relieve(worker, excess)
+        return has_dropped
+
+    def take_due(self) -> list[AdapterLog]:
+        """Return the adapters that are to be snapshotted so that they can leave their workers."""
+        due, self._due = self._due, []
+        return due
+
+    @property
+    def must_write(self) -> bool:
+        """Whether `take_due` returns any."""
+        return bool(self._due)
+
+    def _relieve(self, worker: Incarnation, excess: int) -> bool:
+        """Drop at least `excess` bytes from a worker, as far as that is possible now; return whether any."""
+        before = worker.held_bytes
+        excess -= self._drop_versions(worker, excess)
+        resident = [self._group.logs[each] for each in self._group.residency.on(worker.info.worker_id)]
+        for log in sorted(resident, key=AdapterLog.is_ready):  # a stable order: the least recently used first
+            if excess <= 0:
+                break
+            if not log.is_between_operations:
+                continue  # it would run the begun operation again
+            if self._snapshots.is_unsettled(log.adapter_id):
+                excess -= self.size_of(log)  # it goes when its snapshot counts
+            elif log.copy.applied_seq <= log.snapshot_seq:
+                self._fleet.drop_copy(worker.info.worker_id, log.spec)
+                log.lose_copy()
+                self._group.mark_dirty(log)
+                excess -= self.size_of(log)
+            elif self._quarantine.may_run(log.adapter_id) and self._snapshots.may_take(log):
+                self._due.append(log)
+                excess -= self.size_of(log)
+        return worker.held_bytes < before
+
+    def _drop_versions(self, worker: Incarnation, excess: int) -> int:
+        """Drop versions from a worker, at least `excess` bytes if there are as many; return how many."""
+        dropped = 0
+        in_use = {flight.version for flight in worker.samples.values()}
+        for version in worker.versions:
+            if dropped >= excess:
+                break
+            if version not in in_use and self._is_in_file(version):
+                worker.misses(version)
+                worker.drop(version)
+                dropped += self._fleet.version_bytes(self._base_model, self._spec_of(version.rpartition(":")[0]))
+        worker.sent(-dropped)
+        return dropped
+
+    def _is_in_file(self, version: str) -> bool:
+        try:
+            return self._publishing.held(version) is None
+        except ServiceError:
+            return False  # it is not rematerialized
+
+    def _available(self) -> list[Incarnation]:
+        return self._fleet.available(self._base_model)

@@ -1,0 +1,140 @@
+"""Memory of workers: who leaves a full one, in which order, and who waits for room."""
+
+from typing import cast
+
+from coordinator.checkpoints.published_weights import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.fleet.fleet import Fleet, Flight
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.registry import AdapterGroup
+from coordinator.operations.windows import Window
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.worker_memory import WorkerMemory
+from tests.support.adapter_logs import FB, STEP, Files, adapter_with, run, spec_named
+from tests.support.toy_engine import toy_bytes, toy_worker_info
+from tests.support.toy_pool import FakeTime
+from workers.contract.gradient_windows import EMPTY
+
+COPY = toy_bytes(spec_named("a"))
+VERSION = COPY // 4
+WINDOW = cast("Window", EMPTY)
+
+
+class Bench:
+    """Workers that hold a number of copies each, and adapters at home there."""
+
+    def __init__(self, *copies_max: int) -> None:
+        self.fleet, self.group, self.quarantine = Fleet(), AdapterGroup(FakeTime()), Quarantine()
+        self.files = Files()
+        for index, number in enumerate(copies_max):
+            self.fleet.add(toy_worker_info(f"w{index}", host_bytes_max=number * COPY))
+        self.memory = WorkerMemory(
+            "toy",
+            self.fleet,
+            self.group,
+            spec_named,
+            self.quarantine,
+            cast("Snapshots", self.files),
+            cast("Publishing", self.files),
+        )
+
+    def put(self, name: str, worker_id: str = "w0", *, has_run: bool = False, is_covered: bool = False) -> AdapterLog:
+        """Put an adapter's copy on a worker; with `has_run` a step ran on it, which `is_covered` by a snapshot."""
+        log = adapter_with(FB, STEP, name=name)
+        self.group.add(log)
+        log.place_copy(worker_id)
+        self.fleet.worker(worker_id).sent(COPY)
+        if has_run or is_covered:
+            run(log, 1, 2)
+        if is_covered:
+            log.cover(2, WINDOW, 0.0)
+        return log
+
+    def waits(self, name: str, *workers: str) -> bool:
+        """Return whether another adapter must wait for room on these workers."""
+        return self.memory.must_wait(adapter_with(FB, name=name), workers)
+
+    def at_home(self, worker_id: str = "w0") -> list[str]:
+        return self.group.residency.on(worker_id)
+
+
+def test_nothing_leaves_a_worker_within_its_limit() -> None:
+    bench = Bench(2)
+    for name in "ab":
+        bench.put(name, is_covered=True)
+    assert not bench.memory.make_room()
+    assert bench.at_home() == ["a", "b"]
+
+
+def test_the_least_recently_used_copy_that_a_snapshot_covers_leaves_for_one_that_waits() -> None:
+    bench = Bench(2)
+    kept, dropped = bench.put("kept", is_covered=True), bench.put("dropped", is_covered=True)
+    bench.group.residency.enter("w0", "kept")  # it was used again
+    assert bench.waits("new", "w0")
+    assert bench.memory.make_room()
+    assert (kept.home, dropped.home) == ("w0", "")
+    assert bench.fleet.worker("w0").take_removals() == ("dropped",)
+    assert not bench.waits("new", "w0")
+
+
+def test_adapters_with_nothing_to_run_leave_first() -> None:
+    bench = Bench(2)
+    busy, idle = bench.put("busy"), bench.put("idle", is_covered=True)
+    assert bench.waits("new", "w0")
+    bench.memory.make_room()
+    assert (busy.home, idle.home) == ("w0", "")
+
+
+def test_a_copy_that_no_snapshot_covers_is_snapshotted_first_and_leaves_then() -> None:
+    bench = Bench(1)
+    log = bench.put("a", has_run=True)
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room()
+    assert bench.memory.must_write
+    assert bench.memory.take_due() == [log]
+    assert not bench.memory.must_write
+    bench.files.unsettled.add("a")
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room(), "its snapshot does not count yet"
+    assert not bench.memory.must_write
+    bench.files.unsettled.clear()
+    log.cover(2, WINDOW, 0.0)
+    assert bench.waits("new", "w0")
+    assert bench.memory.make_room()
+    assert bench.at_home() == []
+
+
+def test_quarantined_copies_and_those_whose_snapshot_failed_stay() -> None:
+    bench = Bench(2)
+    bench.put("quarantined", has_run=True)
+    bench.put("failing", has_run=True)
+    bench.quarantine.record_loss(["other", "quarantined"], ["other:1"])
+    bench.files.failing.add("failing")
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room()
+    assert not bench.memory.must_write
+    assert bench.at_home() == ["quarantined", "failing"]
+
+
+def test_room_is_made_on_the_worker_that_holds_least_of_those_that_the_adapter_may_have() -> None:
+    bench = Bench(2, 1, 1)
+    for name, worker in (("a", "w0"), ("b", "w0"), ("c", "w1"), ("d", "w2")):
+        bench.put(name, worker, is_covered=True)
+    assert bench.waits("new", "w0", "w1")
+    assert bench.memory.make_room()
+    assert [bench.at_home(worker) for worker in ("w0", "w1", "w2")] == [["a", "b"], [], ["d"]]
+
+
+def test_versions_leave_before_copies_unless_a_sample_uses_them_or_they_have_no_file() -> None:
+    bench = Bench(1)
+    worker = bench.fleet.worker("w0")
+    bench.put("a", is_covered=True)
+    for version in ("v:1", "v:2", "v:3", "v:4", "v:5", "v:6"):
+        worker.hold(version)
+        worker.sent(VERSION)
+    worker.begin_sample(Flight("s:1", "s", 1, 0, "t", "v:1"))
+    bench.files.unwritten.add("v:2")
+    bench.memory.make_room()
+    assert worker.versions == ("v:1", "v:2")
+    assert bench.at_home() == [], "the versions that stay still take too much"
+    assert worker.held_bytes == 2 * VERSION
