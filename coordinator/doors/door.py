@@ -6,6 +6,7 @@ Main invariant: text of an exception that is not a `ServiceError` never leaves t
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import socket
 from contextlib import AbstractContextManager
@@ -71,6 +72,15 @@ def listen_error(host: str, port: int, error: OSError, option: str) -> DoorError
         f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; stop the process that uses "
         f"it, or choose another port with {option} (0 takes any free one)"
     )
+
+
+def connections_max(wanted: int, divisor: int) -> int:
+    """Return `wanted`, or this part of the files that the process may open: 2 for HTTP, 4 for gRPC.
+
+    The last quarter is left for the database, state folders and workers.
+    """
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files_max == resource.RLIM_INFINITY else min(wanted, max(1, files_max // divisor))
 
 
 def check_free(host: str, port: int, option: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import uvicorn
 
 from coordinator.base.config import POLLS_DIVISOR, HttpConfig
 from coordinator.base.time import SystemTime, Time
-from coordinator.doors.door import Backend, DoorError, listen_error
+from coordinator.doors.door import Backend, DoorError, connections_max, listen_error
 from coordinator.doors.http.bodies import Bodies
 from coordinator.doors.http.calls import DoorContext, Gate, RunningCalls
 from coordinator.doors.http.connections import Connection, Listener
@@ -82,7 +81,7 @@ class HttpDoor:
         if not config.is_remote:
             tokenizers = await write_tokenizers(backend.service, tokenizers_dir)
 
-        num_max = _connections_max(config.connections_max)
+        num_max = connections_max(config.connections_max, 2)
         door = DoorContext(
             backend=backend,
             config=config,
@@ -196,9 +195,3 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
     )
     uvicorn_config.load()
     return uvicorn_config
-
-
-def _connections_max(wanted: int) -> int:
-    """Return `wanted`, or half of the files that the process may open: database, workers and gRPC need the others."""
-    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files_max == resource.RLIM_INFINITY else min(wanted, files_max // 2)

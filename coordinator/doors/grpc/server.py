@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 
 import grpc
 
 from coordinator.base.config import GrpcConfig
-from coordinator.doors.door import Backend, DoorError, check_free
+from coordinator.doors.door import Backend, DoorError, check_free, connections_max
 from coordinator.doors.grpc.calls import SERVICES, Calls
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
@@ -125,15 +124,6 @@ def _credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
-def _connections_max(wanted: int) -> int:
-    """Return `wanted`, or a quarter of the files that the process may open.
-
-    HTTP may take half of them; a quarter is left for the database, state folders and workers.
-    """
-    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files_max == resource.RLIM_INFINITY else min(wanted, max(1, files_max // 4))
-
-
 def _options(config: GrpcConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # on by default: two servers would silently share one port
@@ -146,7 +136,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 64 << 10),
         ("grpc.http2.max_frame_size", 4 << 20),  # without the probes it stays at 16 KiB: slower for large requests
-        ("grpc.max_allowed_incoming_connections", _connections_max(config.connections_max)),
+        ("grpc.max_allowed_incoming_connections", connections_max(config.connections_max, 4)),
         ("grpc.server_handshake_timeout_ms", 10_000),  # also of connections that send nothing
         ("grpc.max_metadata_size", 8 << 10),  # a key and the headers of a client take under 1 KiB
         ("grpc.absolute_max_metadata_size", 16 << 10),
