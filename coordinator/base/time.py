@@ -37,6 +37,11 @@ def month_of(wall: float) -> int:
     return moment.tm_year * 100 + moment.tm_mon
 
 
+def backoff_s(first_s: float, longest_s: float, num_doublings: int) -> float:
+    """Return a pause in seconds: `first_s`, doubled so often, at most `longest_s`."""
+    return min(longest_s, first_s * 2.0 ** min(num_doublings, 64))
+
+
 async def within(seconds: float, work: Awaitable[T]) -> T:
     """Return the result of the work if it ends in time. Raises TimeoutError.
 
@@ -54,6 +59,16 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
         return task.result()
     finally:
         task.cancel()
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Return when the first of these waits ends; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class SystemTime:

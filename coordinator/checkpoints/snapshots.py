@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from coordinator.base.time import Signal, Time
+from coordinator.base.time import Signal, Time, backoff_s
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
@@ -116,7 +116,7 @@ class Snapshots:
         logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
-        pause_s = min(RETRY_S_MAX, RETRY_S * 2 ** (self._num_failures[adapter.adapter_id] - 1))
+        pause_s = backoff_s(RETRY_S, RETRY_S_MAX, self._num_failures[adapter.adapter_id] - 1)
         self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.changed.notify)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from coordinator.base.time import Time, within
+from coordinator.base.time import Time, backoff_s, within
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
@@ -27,8 +27,8 @@ PING_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.05
 """Interval at which a worker that is to be removed is examined."""
 BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0
-"""First and longest pause before the replacement of an incarnation that was lost before its first reply to a batch;
-each pause is twice the one before."""
+"""First and longest pause before the replacement of an incarnation that was lost before its first reply to a batch,
+from the second loss on; each pause is twice the one before."""
 
 
 class Supervisor:
@@ -122,7 +122,8 @@ class Supervisor:
         """Replace a lost worker. `is_at_once`: the loss was not its fault, so the first attempt has no back-off."""
         worker = None
         while worker is None:
-            await self._time.sleep(0.0 if is_at_once else _backoff_s(self._fleet.note_loss(worker_id)))
+            num_losses = 1 if is_at_once else self._fleet.note_loss(worker_id)
+            await self._time.sleep(backoff_s(BACKOFF_S, BACKOFF_S_MAX, num_losses - 2) if num_losses > 1 else 0.0)
             is_at_once = False
             if self._fleet.worker(worker_id).is_draining:
                 break
@@ -138,8 +139,3 @@ class Supervisor:
         self._fleet.add(worker)
         self._losses.settled(worker_id)
         self._samples.follow(self._fleet.worker(worker_id))
-
-
-def _backoff_s(num_losses: int) -> float:
-    """Return the pause before the next incarnation: none after the first loss."""
-    return min(BACKOFF_S_MAX, BACKOFF_S * 2 ** (num_losses - 2)) if num_losses > 1 else 0.0

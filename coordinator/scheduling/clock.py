@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from coordinator.base.time import Time
+from coordinator.base.time import Time, first_of
 from coordinator.operations.registry import Arrivals
 from coordinator.scheduling.cost_model import CycleCosts
 
@@ -94,7 +94,7 @@ class CycleClock:
             if remaining <= 0:
                 break
             self.wake.clear()
-            await self._first_of(self.wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
+            await first_of(self.wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
         self._arrivals.await_tenants(())
 
     def _note_arrivals(self) -> None:
@@ -161,12 +161,3 @@ class CycleClock:
         self._returns[tenant] = returns
         if len(self._returns) > TENANTS_KEPT:
             del self._returns[next(iter(self._returns))]
-
-    @staticmethod
-    async def _first_of(*waits: object) -> None:
-        tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()

@@ -16,11 +16,10 @@ import asyncio
 import heapq
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.base.time import Signal, Time
+from coordinator.base.time import Signal, Time, backoff_s, first_of
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 
@@ -124,13 +123,13 @@ class Probation:
             return
         old, now = self._rows.get(tenant_id), self.now()
         num_kills = 1 + (self._num_kills(old) if old is not None else 0)
-        backoff_s = min(BACKOFF_S_MAX, BACKOFF_S * 2.0 ** min(num_kills - 1, 64))
+        until_s = now + backoff_s(BACKOFF_S, BACKOFF_S_MAX, num_kills - 1)
         self._put(
             ProbationRow(
                 tenant_id=tenant_id,
                 num_kills=num_kills,
                 killed_service_s=now,
-                until_service_s=max(now + backoff_s, old.until_service_s if old is not None else 0.0),
+                until_service_s=max(until_s, old.until_service_s if old is not None else 0.0),
                 operation=operation,
             )
         )
@@ -170,7 +169,7 @@ class Probation:
                 await self._has_ends.wait()
                 continue
             if (wait_s := self._ends[0] - self.now()) > 0:
-                await _first_of(time, wait_s, self._has_ends)
+                await first_of(time.sleep(wait_s), self._has_ends.wait())
                 continue
             while self._ends and self._ends[0] <= self.now():
                 heapq.heappop(self._ends)
@@ -193,16 +192,3 @@ class Probation:
     def _wake_at_ends(self, row: ProbationRow) -> None:
         for end_s in (row.until_service_s, self._end_s(row)):
             self.wake_at(end_s)
-
-
-async def _first_of(time: Time, seconds: float, event: asyncio.Event) -> None:
-    """Return after these seconds, or when the event is set."""
-    waits: Iterable[asyncio.Future[object]] = [
-        asyncio.ensure_future(time.sleep(seconds)),
-        asyncio.ensure_future(event.wait()),
-    ]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()

@@ -84,6 +84,17 @@ async def test_a_lost_worker_whose_replacement_waits_is_removed(
         assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
+async def test_a_worker_is_replaced_also_after_thousands_of_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_S_MAX", 0.01)
+    async with running_pool(tmp_path) as pool:
+        for _ in range(3000):
+            pool.core.fleet.note_loss("w0")
+        pool.lose_worker("w0")
+        await until(lambda: len(pool.engines["w0"]) == 2)
+
+
 async def test_the_last_worker_of_a_model_is_not_removed(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         with pytest.raises(ValueError, match="w0 is the last worker of toy: add another one first"):

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
+from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, RETRY_S_MAX, Snapshots
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
@@ -150,6 +150,15 @@ async def test_an_adapter_whose_snapshots_lose_workers_is_retried_after_growing_
         time.now += pause_s - 1
         assert snapshots.due([adapter], ()) == []
         time.now += 1
+
+
+async def test_an_adapter_is_retried_also_after_thousands_of_failures(snapshots: Snapshots, time: FakeTime) -> None:
+    adapter = trained(11.0)
+    for _ in range(3000):
+        snapshots.failed(adapter, "no")
+    assert snapshots.due([adapter], ()) == []
+    time.now += RETRY_S_MAX
+    assert snapshots.due([adapter], ()) == [adapter]
 
 
 async def test_no_snapshot_is_taken_while_an_outcome_is_decided_and_not_committed(snapshots: Snapshots) -> None:
