@@ -18,6 +18,7 @@ and how to mend it. The client raises them as `ApiError` and `OperationFailed` o
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,10 +33,14 @@ __all__ = [
     "Quota",
     "ServiceError",
     "busy",
+    "denied",
+    "exists",
     "invalid",
     "not_found",
     "over_ceiling",
     "sampler_exists",
+    "unavailable",
+    "unmet",
 ]
 
 logger = logging.getLogger(__name__)
@@ -99,6 +104,16 @@ class ServiceError(Exception):
         self.operation = ""
 
 
+exists = functools.partial(ServiceError, Code.ALREADY_EXISTS)
+"""A refusal to create what is there already, or was requested with other contents."""
+denied = functools.partial(ServiceError, Code.PERMISSION_DENIED)
+"""A refusal of what the caller may not do."""
+unmet = functools.partial(ServiceError, Code.FAILED_PRECONDITION)
+"""A refusal because a precondition is unmet: the caller has to mend that before the same call may succeed."""
+unavailable = functools.partial(ServiceError, Code.UNAVAILABLE, retry_delay_s=1.0)
+"""A refusal whose cause passes by itself: the same call may succeed after the delay."""
+
+
 def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
     """Return the refusal of a request that is wrong in itself."""
     return ServiceError(Code.INVALID_ARGUMENT, reason, message)
@@ -114,7 +129,7 @@ def busy(reason: str, quota: Quota, mend: str, *, delay_s: float = 1.0) -> Servi
 def over_ceiling(reason: str, quota: Quota, mend: str) -> ServiceError:
     """Return the refusal of a call that no waiting clears; `mend` says how to free the quota."""
     message = f"{quota}; {mend}, or ask an administrator to raise it: {quota.command}"
-    return ServiceError(Code.FAILED_PRECONDITION, reason, message, quota=quota)
+    return unmet(reason, message, quota=quota)
 
 
 def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:
@@ -124,10 +139,8 @@ def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:
 
 def sampler_exists(sampler_id: str) -> ServiceError:
     """Return the refusal of a sampler index that the session already uses for a sampler with other settings."""
-    return ServiceError(
-        Code.ALREADY_EXISTS,
-        "SAMPLER_EXISTS",
-        f"{sampler_id} was created before with other settings: use another index or request_id",
+    return exists(
+        "SAMPLER_EXISTS", f"{sampler_id} was created before with other settings: use another index or request_id"
     )
 
 

@@ -19,7 +19,7 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, Failure, ServiceError
+from coordinator.base.errors import Code, Failure, ServiceError, unavailable, unmet
 from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.holdings import Holdings
@@ -198,11 +198,9 @@ class Publishing:
     def check_rematerialized(self, adapter_id: str) -> None:
         """Raise ServiceError while the adapter's log is needed to rematerialize a version."""
         if self.must_rematerialize(adapter_id):
-            raise ServiceError(
-                Code.UNAVAILABLE,
+            raise unavailable(
                 "ADAPTER_CHANGING",
                 f"{adapter_id} is being rebuilt after a crash, with samplers of its weights: try again later",
-                retry_delay_s=1.0,
             )
 
     def is_unwritten(self, adapter_id: str) -> bool:
@@ -252,8 +250,7 @@ class Publishing:
         if (state := self.held(row.version)) is not None:
             return state
         if not row.folder:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "SESSION_ENDED",
                 f"the session of {sampler_id} has ended, and its weights with it: save them under a name to keep them",
             )
@@ -340,11 +337,8 @@ class Publishing:
 
 
 def _not_rematerialized(label: str) -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE,
-        "ADAPTER_CHANGING",
-        f"the weights of {label} are being rematerialized after a crash: try again later",
-        retry_delay_s=1.0,
+    return unavailable(
+        "ADAPTER_CHANGING", f"the weights of {label} are being rematerialized after a crash: try again later"
     )
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from coordinator.base.errors import Code, ServiceError, sampler_exists
+from coordinator.base.errors import exists, sampler_exists
 from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import named, unnamed, version_of
 from coordinator.checkpoints.states import States
@@ -190,8 +190,6 @@ class Saver:
     def _check_free(self, staged: StagedStates, path: str) -> None:
         """Raise ServiceError if a checkpoint has this path."""
         if staged.has_path(path) or self._store.checkpoints.by_path(path) is not None:
-            raise ServiceError(
-                Code.ALREADY_EXISTS,
-                "CHECKPOINT_EXISTS",
-                f"{path} exists already: choose another name, delete it first, or set overwrite",
+            raise exists(
+                "CHECKPOINT_EXISTS", f"{path} exists already: choose another name, delete it first, or set overwrite"
             )

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import invalid, not_found, unmet
 from coordinator.operations.holdings import NO_CLAIM, Claim, Holdings
 from coordinator.storage.folders import StateFiles, TemporaryFile
 
@@ -119,8 +119,7 @@ class Uploads:
             if offset >= 0 and end <= upload.num_bytes:
                 return
             if offset != upload.num_bytes:
-                raise ServiceError(
-                    Code.FAILED_PRECONDITION,
+                raise unmet(
                     "UPLOAD_OFFSET",
                     f"the upload has {upload.num_bytes} bytes, and the part begins at {offset}: go on from "
                     f"{upload.num_bytes}",

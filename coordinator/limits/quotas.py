@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from coordinator.base.errors import Code, Quota, ServiceError, over_ceiling
+from coordinator.base.errors import Quota, denied, over_ceiling
 from coordinator.base.tenant_limits import LABELS, LIMIT_NAMES, TenantLimits, limits_with, parse_limit
 from coordinator.limits.ceiling import Ceiling, Limit, Refusal, full
 from coordinator.storage.access.audit import Act
@@ -78,8 +78,7 @@ class Quotas:
         limits = self.of(tenant_id)
         if limits.base_models is not None and base_model not in limits.base_models:
             command = self.command(tenant_id, f"base_models={base_model},...")
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
+            raise denied(
                 "BASE_MODEL_NOT_PERMITTED",
                 f"you may use the base models {', '.join(limits.base_models)}, not {base_model}: name one of them, or "
                 f"ask an administrator: {command}",
@@ -87,8 +86,7 @@ class Quotas:
         rank = None if rank is None else 1 << (rank - 1).bit_length()
         if rank is not None and limits.ranks is not None and rank not in limits.ranks:
             command = self.command(tenant_id, f"ranks={rank},...")
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
+            raise denied(
                 "RANK_NOT_PERMITTED",
                 f"you may use the ranks {', '.join(map(str, limits.ranks))}, not {rank}: use one of them, or ask an "
                 f"administrator: {command}",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, exists, invalid, not_found, unavailable, unmet
 from coordinator.limits.rates import Rates
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.ceilings import Ceilings
@@ -37,7 +37,6 @@ from tinkerpool.names import operation_name
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
-RETRY_DELAY_S = 1.0
 DISK_DELAY_S = 10.0
 """Pause before a retry when the disk is full: files have to be deleted first."""
 AWAITED_BYTES_MAX = 32 << 20
@@ -127,9 +126,7 @@ class Admission:
         RESOURCE_EXHAUSTED while the disk has too little room.
         """
         if self._is_closed:
-            raise ServiceError(
-                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=RETRY_DELAY_S
-            )
+            raise unavailable("SHUTTING_DOWN", "the pool is shutting down: try again")
         if lack := self._store.database.lack_of_room():
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -169,16 +166,13 @@ class Admission:
         amounts = len(requests), sum(request.claim.num_tokens for request in requests)
         self._check_room(log, seq, sum(len(request.payload) for request in requests), amounts)
         if seq - log.next_seq >= self._limits.pending_operations_max:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "SEQ_TOO_FAR",
                 f"seq {seq} is too far ahead: the next free seq of {log.adapter_id} is {log.next_seq}",
                 metadata=_expected(log),
             )
         if taken := next((o for o in existing if o is not None), None):
-            raise ServiceError(
-                Code.ALREADY_EXISTS, "SEQ_TAKEN", f"{taken.name} is another operation", metadata=_expected(log)
-            )
+            raise exists("SEQ_TAKEN", f"{taken.name} is another operation", metadata=_expected(log))
         refusal = self._refusal(log, requests)
         if refusal is not None and (not is_explicit or refusal.code is Code.ALREADY_EXISTS):
             raise refusal
@@ -320,8 +314,7 @@ class Admission:
             return error
         added = sum(len(request.payload) for request in requests if request.kind is Kind.FORWARD_BACKWARD)
         if added and log.window_bytes + added > self._limits.window_bytes_max:
-            return ServiceError(
-                Code.FAILED_PRECONDITION,
+            return unmet(
                 "WINDOW_TOO_LARGE",
                 f"the gradient since the last optim_step comes from {log.window_bytes + added} bytes of requests, "
                 f"at most {self._limits.window_bytes_max} are kept: take an optim_step first, or discard the gradient",
@@ -432,30 +425,26 @@ class Admission:
 def storage_error(error: object) -> ServiceError:
     """Return the refusal for a request whose append failed, or may have failed. Repeating it is safe in both cases."""
     if isinstance(error, StoreBrokenError):
-        return ServiceError(
-            Code.UNAVAILABLE,
+        return unavailable(
             "STORAGE_BROKEN",
             "the server's disk fails and the server stops; whether the request was logged is not known: send it again",
-            retry_delay_s=RETRY_DELAY_S,
         )
     if isinstance(error, LockedError):
-        return ServiceError(
-            Code.UNAVAILABLE,
+        return unavailable(
             "STORAGE_LOCKED",
             "another program has locked the server's database: nothing was accepted, send the request again",
-            retry_delay_s=RETRY_DELAY_S,
         )
     return ServiceError(
         Code.RESOURCE_EXHAUSTED,
         "STORAGE",
         f"the server cannot log requests at the moment ({error}): nothing was accepted, try again later",
-        retry_delay_s=RETRY_DELAY_S,
+        retry_delay_s=1.0,
     )
 
 
 def _append_error(error: BaseException) -> BaseException:
     if isinstance(error, ConflictError):
-        return ServiceError(Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before")
+        return exists("REQUEST_ID_TAKEN", "this request_id was used before")
     return storage_error(error) if isinstance(error, StorageError) else error
 
 
@@ -493,8 +482,7 @@ def _check_same_sample(sample: Operation, request: Request) -> None:
 
 
 def _restored(adapter_id: str) -> ServiceError:
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
+    return unmet(
         "POOL_RESTORED",
         f"the pool was restored from a backup, which may lack operations of {adapter_id} that were acknowledged since. "
         f"Save the state that it has now (`tinkerpool checkpoint save {adapter_id} NAME`) or choose one of its "
@@ -503,17 +491,11 @@ def _restored(adapter_id: str) -> ServiceError:
 
 
 def _dropped(name: str, metadata: dict[str, str]) -> ServiceError:
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
-        "RESULT_DROPPED",
-        f"{name} finished long ago and its result was dropped",
-        metadata=metadata,
-    )
+    return unmet("RESULT_DROPPED", f"{name} finished long ago and its result was dropped", metadata=metadata)
 
 
 def _taken(operation: Operation, metadata: dict[str, str]) -> ServiceError:
-    return ServiceError(
-        Code.ALREADY_EXISTS,
+    return exists(
         "SEQ_TAKEN",
         f"{operation.name} was submitted before with other contents"
         + (f": the next free seq is {metadata['expected_seq']}; is a second client writing?" if metadata else ""),

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import unavailable
 from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
@@ -136,9 +136,7 @@ class FinishedSamples:
 
     def _list(self, key: tuple[str, int], unfetched: Callable[[], Iterable[Finished]]) -> _List:
         if self._is_closed:
-            raise ServiceError(
-                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: ask again", retry_delay_s=1.0
-            )
+            raise unavailable("SHUTTING_DOWN", "the pool is shutting down: ask again")
         found = self._lists.get(key)
         if found is None:
             found = self._lists[key] = _List()

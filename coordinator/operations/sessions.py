@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, ServiceError, sampler_exists
+from coordinator.base.errors import sampler_exists, unmet
 from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
@@ -123,8 +123,7 @@ class SessionTable:
         """
         session = self.get(session_id)
         if session is None:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "SESSION_ENDED",
                 f"session {session_id} has ended, and a sampler without a name ends with its session: give a name to "
                 "save a checkpoint",

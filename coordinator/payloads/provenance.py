@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import invalid, unmet
 from coordinator.payloads.canonical import serialize
 from tinkerpool import names
 from tinkerpool.convert import from_tensor, to_tensor
@@ -139,8 +139,7 @@ def _fill_version(
     """Check a span, whose tokens in the datum are `tokens`, and set its sampler's version; return its record."""
     record = records.get(names.parse_sequence_id(span.sequence_id))
     if record is None:
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
+        raise unmet(
             "NOT_RECORDED",
             f"{label}: there is no record of a sequence {span.sequence_id} of yours. {RECORD}; a record lives until "
             "the session of its sampling client ends, and for a day after its sample or its last use. Sample again, or "

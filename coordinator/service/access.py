@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, ServiceError, exists, invalid, not_found, unmet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
@@ -96,8 +96,7 @@ class UseCases:
             self._core.sessions.keep_alive(session_id)
             return session
         self._session_row(principal, session_id, "SESSION_UNKNOWN")
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
+        raise unmet(
             "SESSION_ENDED",
             f"session {session_id} has ended (it was finished, or sent no heartbeat for "
             f"{self._core.config.session_timeout_s:.0f} s): create a new one; its adapters and checkpoints still exist",
@@ -191,9 +190,7 @@ def check_ttl(ttl_seconds: int) -> None:
 
 def request_id_taken() -> ServiceError:
     """Return the refusal of a new index with a request id that was used before."""
-    return ServiceError(
-        Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before, with another index: use a new one"
-    )
+    return exists("REQUEST_ID_TAKEN", "this request_id was used before, with another index: use a new one")
 
 
 def timestamp(seconds: float) -> Timestamp:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import Code, exists, invalid, unavailable, unmet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
@@ -183,8 +183,7 @@ class AdapterUseCases(UseCases):
     def _check_unused(self, request: CreateRequest) -> None:
         """Refuse an index without a row that may have had an adapter, so that no id is given twice."""
         if request.HasField("index") and request.index < self._core.store.sessions.adapters_gone(request.session_id):
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "ADAPTER_DELETED",
                 f"{names.adapter_id(request.session_id, request.index)} may have existed and been deleted long ago: "
                 "use an index that this session has not used, or a request_id",
@@ -192,8 +191,7 @@ class AdapterUseCases(UseCases):
 
     def _same(self, row: AdapterRow, payload: bytes) -> AdapterRow:
         if row.payload != payload:
-            raise ServiceError(
-                Code.ALREADY_EXISTS,
+            raise exists(
                 "ADAPTER_EXISTS",
                 f"{row.adapter_id} was created before with other settings: use another index or request_id",
             )
@@ -256,11 +254,9 @@ class AdapterUseCases(UseCases):
     def _message(self, row: AdapterRow) -> pb.Adapter:
         adapter = self._core.registry.get(row.adapter_id)
         if adapter is None and row.deleted_at is not None:
-            raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row.adapter_id} was deleted")
+            raise unmet("ADAPTER_DELETED", f"{row.adapter_id} was deleted")
         if adapter is None:
-            raise ServiceError(
-                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row.adapter_id} is being deleted", retry_delay_s=1.0
-            )
+            raise unavailable("ADAPTER_CHANGING", f"{row.adapter_id} is being deleted")
         model = self._core.fleet.models.get(row.base_model)
         return pb.Adapter(
             adapter_id=row.adapter_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import denied, invalid
 from coordinator.service.access import UseCases, check_ttl, timestamp, uninterrupted
 from coordinator.service.listings import PAGE_TOKEN_LENGTH_MAX
 from coordinator.storage.rows import ApiKeyRow, AuditRow, TenantRow
@@ -56,10 +56,8 @@ class AdminUseCases(UseCases):
         """Replace a key: the caller's own, or by an administrator any."""
         key_id = request.key_id or principal.key_id
         if key_id != principal.key_id and not principal.is_admin:
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
-                "ADMIN_ONLY",
-                "a key may replace itself; to replace another one, ask the administrator of the pool",
+            raise denied(
+                "ADMIN_ONLY", "a key may replace itself; to replace another one, ask the administrator of the pool"
             )
         grace_s = request.grace_seconds if request.HasField("grace_seconds") else GRACE_S_DEFAULT
         key, row, replaced = await self._authenticator.rotate_key(key_id, grace_s=grace_s, by=principal)

@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import Code, ServiceError, exists, invalid, unmet
 from coordinator.checkpoints.states import cannot_write
 from coordinator.checkpoints.uploads import Upload, Write
 from coordinator.operations.adapter_log import AdapterLog
@@ -63,8 +63,7 @@ class ImportUseCases(CopyUseCases):
             except OSError as error:
                 raise cannot_write("the upload", error) from None
         elif upload.request_hash != digest(payload, "upload"):
-            raise ServiceError(
-                Code.ALREADY_EXISTS,
+            raise exists(
                 "UPLOAD_EXISTS",
                 f"upload {upload.upload_id} was created before with other content: use another upload_id",
             )
@@ -128,8 +127,7 @@ class ImportUseCases(CopyUseCases):
             self._check_unused(request)
             upload = self._core.states.uploads.get(request.session_id, request.upload_id)
             if not upload.is_complete:
-                raise ServiceError(
-                    Code.FAILED_PRECONDITION,
+                raise unmet(
                     "UPLOAD_INCOMPLETE",
                     f"the upload has {upload.num_bytes} of {upload.size_bytes} bytes: send the rest",
                 )

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from google.protobuf.message import Message
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, ServiceError, invalid, not_found, unavailable
 from coordinator.limits.results import Room
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, streamed
@@ -146,11 +146,8 @@ def _name(finished: pb.Operation | str) -> str:
 
 
 def _shutting_down() -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE,
-        "SHUTTING_DOWN",
-        "the pool is shutting down; unfinished operations resume after its restart: wait again",
-        retry_delay_s=1.0,
+    return unavailable(
+        "SHUTTING_DOWN", "the pool is shutting down; unfinished operations resume after its restart: wait again"
     )
 
 

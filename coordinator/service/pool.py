@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from coordinator.base.config import VERSION
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import unavailable
 from coordinator.service.access import UseCases, streamed
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
@@ -62,7 +62,7 @@ class PoolUseCases(UseCases):
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:
                 yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))
-            raise ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1.0)
+            raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
         """Return the metered usage by tenant and kind of operation."""

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
+from coordinator.base.errors import ServiceError, invalid, not_found, sampler_exists, unavailable, unmet
 from coordinator.operations.admission import Request
 from coordinator.operations.holdings import claim_of_sample
 from coordinator.operations.in_flight import CLIENT_SEQS, Finished
@@ -155,11 +155,9 @@ class SamplingUseCases(UseCases):
     async def _next_event(self, events: asyncio.Queue[Event | None], operation: Operation) -> Event:
         event = await events.get()
         if event is None:
-            raise ServiceError(
-                Code.UNAVAILABLE,
+            raise unavailable(
                 "SHUTTING_DOWN",
                 f"the pool is shutting down; {operation.name} resumes after its restart: wait for it then",
-                retry_delay_s=1.0,
             )
         return event
 
@@ -174,8 +172,7 @@ class SamplingUseCases(UseCases):
         found = self._core.store.checkpoints.by_path(sampler.model_path) if sampler.model_path else None
         if found is None or found.is_public or found.tenant_id == principal.tenant_id:
             return None
-        return ServiceError(
-            Code.FAILED_PRECONDITION,
+        return unmet(
             "CHECKPOINT_UNPUBLISHED",
             f"the owner of {sampler.model_path}, from which {sampler.sampler_id} samples, has made it private again: "
             "ask the owner to publish it, or sample from a checkpoint of yours",

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import ServiceError, invalid, unmet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request, refused_payload
 from coordinator.operations.holdings import SaveRequest, claim_of_pass
@@ -173,8 +173,7 @@ class TrainingUseCases(UseCases):
         log = self._adapter(principal, request.adapter_id)
         self._core.sessions.keep_alive(log.session_id)
         if log.base_model not in self._core.fleet.models:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "BASE_MODEL_NOT_SERVED",
                 f"{log.adapter_id} belongs to base model {log.base_model}, which this pool does not serve now",
             )

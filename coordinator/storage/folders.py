@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, ServiceError, unavailable
 from coordinator.storage.disk import REMOVING, Disk
 from coordinator.storage.exports import (
     ENCRYPTED,
@@ -371,11 +371,8 @@ def _damaged() -> ServiceError:
 
 
 def _cannot_read_now(error: OSError) -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE,
-        "STORAGE_BUSY",
-        f"the server cannot read the stored state at the moment ({error.strerror}): try again later",
-        retry_delay_s=1.0,
+    return unavailable(
+        "STORAGE_BUSY", f"the server cannot read the stored state at the moment ({error.strerror}): try again later"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import ServiceError, denied, exists, invalid, not_found, unmet
 from coordinator.base.time import Signal
 from coordinator.storage.access.admins import NoAdminError
 from coordinator.storage.access.audit import Act
@@ -46,10 +46,9 @@ class Accounts:
             return None
         if row.deletion_at is not None:
             message = f"tenant {row.name!r} is being deleted, with everything that it has"
-            return ServiceError(Code.PERMISSION_DENIED, "TENANT_DELETED", message)
+            return denied("TENANT_DELETED", message)
         reason = f" ({row.suspension_reason})" if row.suspension_reason else ""
-        return ServiceError(
-            Code.PERMISSION_DENIED,
+        return denied(
             "TENANT_SUSPENDED",
             f"tenant {row.name!r} is suspended{reason}: nothing of it is lost; ask the administrator of the pool to "
             f"resume it, with `tinkerpool tenant resume {row.name}`",
@@ -59,7 +58,7 @@ class Accounts:
         """Create a tenant, as an administrator. Raises ServiceError for a name that is wrong or in use."""
         check_tenant_name(name)
         if not await self._store.tenants.create(new_tenant_id(), self._act("tenant.create", name, by)):
-            raise ServiceError(Code.ALREADY_EXISTS, "TENANT_EXISTS", f"there is a tenant {name!r}: choose another name")
+            raise exists("TENANT_EXISTS", f"there is a tenant {name!r}: choose another name")
         return self.named(name)
 
     async def suspend(self, name: str, reason: str, *, by: Principal) -> TenantRow:
@@ -140,17 +139,11 @@ def new_tenant_id() -> str:
 
 def tenant_deleting(name: str) -> ServiceError:
     """Return the refusal of a change to a tenant that is being deleted."""
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
-        "TENANT_DELETING",
-        f"tenant {name!r} is being deleted: choose another name, or try again when it is gone",
+    return unmet(
+        "TENANT_DELETING", f"tenant {name!r} is being deleted: choose another name, or try again when it is gone"
     )
 
 
 def last_admin_key() -> ServiceError:
     """Return the refusal of a change after which no administrator could call."""
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
-        "LAST_ADMIN_KEY",
-        "no administrator's key without an expiry would remain: create another one first",
-    )
+    return unmet("LAST_ADMIN_KEY", "no administrator's key without an expiry would remain: create another one first")

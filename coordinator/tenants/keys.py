@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator.base.errors import Code, Quota, ServiceError, busy, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, busy, denied, invalid, not_found, unmet
 from coordinator.base.time import Time
 from coordinator.storage.access.admins import NoAdminError
 from coordinator.storage.access.api_keys import NewKey, Pace, TooManyRotationsError
@@ -80,8 +80,7 @@ class Authenticator:
         row = self._row_of(key)
         self._check_tenant(row)
         if row.certificate_sha256 and not hmac.compare_digest(row.certificate_sha256, caller.certificate_sha256):
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
+            raise denied(
                 "CERTIFICATE_REQUIRED",
                 "this key works only with the client certificate that it was created for: connect with it over TLS",
             )
@@ -208,8 +207,7 @@ class Authenticator:
             mend = "keep the key, or ask an administrator to replace it"
             raise busy("RATE_LIMITED", quota, mend, delay_s=math.ceil(error.delay_s * 1000) / 1000) from None
         if not is_rotated:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
+            raise unmet(
                 "KEY_NOT_ROTATED",
                 f"the API key {key_id!r} was rotated before, is revoked, or has expired: use its successor, or have an "
                 "administrator create a key",
@@ -350,8 +348,7 @@ def _expired(row: ApiKeyRow) -> ServiceError:
 
 def _insufficient(least: Role, *, is_remote: bool) -> ServiceError:
     if least is not Role.ADMIN:
-        return ServiceError(
-            Code.PERMISSION_DENIED,
+        return denied(
             "READ_ONLY_KEY",
             "this key may only read: use a member's key of the same tenant for calls that change something or compute",
         )
@@ -359,8 +356,7 @@ def _insufficient(least: Role, *, is_remote: bool) -> ServiceError:
         "this key is an administrator's for programs on the pool's machine only: make the call there, or create an "
         "administrator's key for this machine there, with `tinkerpool key create TENANT --role admin`"
     )
-    return ServiceError(
-        Code.PERMISSION_DENIED,
+    return denied(
         "ADMIN_ONLY",
         where if is_remote else "this call needs an administrator's key: ask the administrator of the pool",
     )

@@ -43,10 +43,14 @@ REFUSALS = {
     "Refusal",
     "UnreadableBody",
     "busy",
+    "denied",
+    "exists",
     "invalid",
     "not_found",
     "over_ceiling",
     "refused",
+    "unavailable",
+    "unmet",
 }
 """Functions and classes that take the reason of a refusal or failed outcome."""
 
@@ -320,7 +324,9 @@ def raised(node: ast.AST) -> Iterator[tuple[str, bool]]:
         name = each.func.id if isinstance(each.func, ast.Name) else getattr(each.func, "attr", "")
         if name not in REFUSALS | {"full", "__init__"} - {"OperationError"}:
             continue
-        has_delay = name in {"busy", "full"} or any(keyword.arg == "retry_delay_s" for keyword in each.keywords)
+        has_delay = name in {"busy", "full", "unavailable"} or any(
+            keyword.arg == "retry_delay_s" for keyword in each.keywords
+        )
         if name == "Refusal":
             has_delay = "over_ceiling" not in {getattr(arg, "id", "") for arg in each.args}
         given = [*each.args, *(keyword.value for keyword in each.keywords if keyword.arg == "reason")]

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from coordinator.base.config import GrpcConfig
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code, ServiceError, unavailable
 from coordinator.limits.budget import PARTS, Budget
 
 SMALL_BYTES_MAX = 2 << 20
@@ -108,9 +108,6 @@ async def _read_within(seconds: float, read: Read) -> bytes:
         async with asyncio.timeout(seconds):
             return await read()
     except TimeoutError:
-        raise ServiceError(
-            Code.UNAVAILABLE,
-            "BODY_TOO_SLOW",
-            f"the request did not arrive within {seconds:g} s: try again, or send less at once",
-            retry_delay_s=1.0,
+        raise unavailable(
+            "BODY_TOO_SLOW", f"the request did not arrive within {seconds:g} s: try again, or send less at once"
         ) from None

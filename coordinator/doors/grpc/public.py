@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, Quota, ServiceError, invalid, not_found, unavailable
 from coordinator.doors.door import to_refusal
 from coordinator.doors.grpc.callers import address_of
 from coordinator.doors.grpc.places import Places
@@ -98,9 +98,7 @@ class PublicCalls(grpc.GenericRpcHandler):
                     await context.write(health_pb2.HealthCheckResponse(status=status).SerializeToString())
                     written = status
                 elif self._is_closed:
-                    raise ServiceError(
-                        Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1.0
-                    )
+                    raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
                 else:
                     await changed.wait()
 
@@ -139,9 +137,7 @@ class PublicCalls(grpc.GenericRpcHandler):
             async with asyncio.timeout(READ_S):
                 body: Any = await context.read()
         except TimeoutError:
-            raise ServiceError(
-                Code.UNAVAILABLE, "BODY_TOO_SLOW", "the request did not arrive: try again", retry_delay_s=1.0
-            ) from None
+            raise unavailable("BODY_TOO_SLOW", "the request did not arrive: try again") from None
         finally:
             self._reading.release()
         if body is grpc.aio.EOF:

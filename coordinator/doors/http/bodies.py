@@ -17,7 +17,7 @@ import zstandard
 from starlette.requests import Request
 
 from coordinator.base.config import HttpConfig
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import Code, ServiceError, invalid, unavailable
 from coordinator.limits.budget import PARTS, Budget, Held
 
 INLINE_BYTES_MAX = 256 << 10
@@ -91,7 +91,10 @@ class HeldBody:
             async with asyncio.timeout(self._body_s):
                 body = await _stream(request, limit)
         except TimeoutError:
-            raise _too_slow(self._body_s) from None
+            raise unavailable(
+                "BODY_TOO_SLOW",
+                f"the request's body did not arrive within {self._body_s:g} s: try again, or send less at once",
+            ) from None
         self._received.shrink(len(body))
         if encoding == "identity":
             if len(body) > limit:
@@ -168,13 +171,4 @@ def _too_large(limit: int, head: bytes | bytearray) -> UnreadableBody:
         "REQUEST_TOO_LARGE",
         f"the request's body has more than {limit} bytes: send fewer or shorter sequences at once",
         bytes(head[:HEAD_BYTES]),
-    )
-
-
-def _too_slow(body_s: float) -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE,
-        "BODY_TOO_SLOW",
-        f"the request's body did not arrive within {body_s:g} s: try again, or send less at once",
-        retry_delay_s=1.0,
     )

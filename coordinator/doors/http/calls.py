@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
 from coordinator.base.config import JSON_ITEMS_MAX, JSON_OBJECTS_MAX, JSON_STRINGS_MAX, HttpConfig
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import invalid, unavailable
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
 from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
@@ -54,9 +54,7 @@ class Gate:
     def check_open(self) -> None:
         """Raise ServiceError UNAVAILABLE once the gate is closed."""
         if self._is_closed:
-            raise ServiceError(
-                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=1.0
-            )
+            raise unavailable("SHUTTING_DOWN", "the pool is shutting down: try again")
 
 
 class RunningCalls(Ceiling):

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import ServiceError, denied
 from coordinator.base.time import Time
 from coordinator.limits.ceiling import Ceiling, Refusal
 
@@ -65,6 +65,4 @@ class Downloads:
 
 
 def _refused(why: str) -> ServiceError:
-    return ServiceError(
-        Code.PERMISSION_DENIED, "DOWNLOAD_REFUSED", f"this download URL {why}: request the checkpoint's URLs again"
-    )
+    return denied("DOWNLOAD_REFUSED", f"this download URL {why}: request the checkpoint's URLs again")
