@@ -8,8 +8,6 @@ have more than `RESPONSE_BYTES_MAX` bytes, nor those of one tenant more than its
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from coordinator.limits.budget import Budget, Held
 
 RESPONSE_BYTES_MAX = 48 << 20
@@ -48,9 +46,7 @@ class Room:
     def __enter__(self) -> Room:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def check(self) -> None:

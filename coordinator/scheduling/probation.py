@@ -16,7 +16,7 @@ import asyncio
 import heapq
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from coordinator.base.time import Signal, Time, backoff_s, first_of
@@ -140,15 +140,7 @@ class Probation:
         """Record what the loss of a worker in the tenant's turn cost the others, in seconds."""
         if (old := self._rows.get(tenant_id)) is not None:
             until_s = max(old.until_service_s, self.now() + COST_FACTOR * seconds)
-            self._put(
-                ProbationRow(
-                    tenant_id=tenant_id,
-                    num_kills=old.num_kills,
-                    killed_service_s=old.killed_service_s,
-                    until_service_s=until_s,
-                    operation=old.operation,
-                )
-            )
+            self._put(replace(old, until_service_s=until_s))
 
     async def release(self, tenant_id: str, act: Act) -> None:
         """End the tenant's probation, durable when it returns; `act` is recorded with it. Raises StorageError."""

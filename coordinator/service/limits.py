@@ -9,8 +9,6 @@ from __future__ import annotations
 from coordinator.base.errors import not_found
 from coordinator.base.tenant_limits import LIMIT_NAMES, as_text
 from coordinator.service.access import UseCases, uninterrupted
-from coordinator.storage.access.audit import Act
-from coordinator.storage.rows import TenantRow
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import limits_pb2 as pb
 
@@ -25,7 +23,7 @@ class LimitUseCases(UseCases):
         name = request.tenant or principal.tenant_name
         if name != principal.tenant_name and not principal.is_admin:
             raise not_found("tenant", name)
-        row = self._tenant(name)
+        row = self._core.accounts.named(name)
         return pb.GetTenantLimitsResponse(tenant=row.name, limits=self._limits(row.tenant_id))
 
     @uninterrupted
@@ -33,24 +31,11 @@ class LimitUseCases(UseCases):
         self, principal: Principal, request: pb.SetTenantLimitsRequest
     ) -> pb.SetTenantLimitsResponse:
         """Set limits of a tenant, durable and in effect when it returns."""
-        tenant_id, limits = self._tenant(request.tenant).tenant_id, dict(request.limits)
-        act = Act(
-            at=self._core.time.wall(),
-            key_id=principal.key_id,
-            tenant=principal.tenant_name,
-            act="tenant.limit",
-            subject=request.tenant,
-            details=limits,
-        )
+        tenant_id, limits = self._core.accounts.named(request.tenant).tenant_id, dict(request.limits)
+        act = self._core.accounts.act("tenant.limit", request.tenant, principal, limits)
         await self._core.quotas.change(tenant_id, limits, act)
         self._core.weigh(tenant_id)
         return pb.SetTenantLimitsResponse(limits=self._limits(tenant_id))
-
-    def _tenant(self, name: str) -> TenantRow:
-        row = self._core.store.tenants.named(name)
-        if row is None:
-            raise not_found("tenant", name)
-        return row
 
     def _limits(self, tenant_id: str) -> list[pb.TenantLimit]:
         limits, listed = self._core.quotas.of(tenant_id), self._core.quotas.listed

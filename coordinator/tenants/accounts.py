@@ -57,7 +57,7 @@ class Accounts:
     async def create(self, name: str, *, by: Principal) -> TenantRow:
         """Create a tenant, as an administrator. Raises ServiceError for a name that is wrong or in use."""
         check_tenant_name(name)
-        if not await self._store.tenants.create(new_tenant_id(), self._act("tenant.create", name, by)):
+        if not await self._store.tenants.create(new_tenant_id(), self.act("tenant.create", name, by)):
             raise exists("TENANT_EXISTS", f"there is a tenant {name!r}: choose another name")
         return self.named(name)
 
@@ -71,7 +71,7 @@ class Accounts:
         row = self._changeable(name)
         details = {"reason": reason} if reason else {}
         try:
-            await self._store.tenants.suspend(row.tenant_id, reason, self._act("tenant.suspend", name, by, details))
+            await self._store.tenants.suspend(row.tenant_id, reason, self.act("tenant.suspend", name, by, details))
         except NoAdminError:
             raise last_admin_key() from None
         return self._reload(row)
@@ -79,7 +79,7 @@ class Accounts:
     async def resume(self, name: str, *, by: Principal) -> TenantRow:
         """Let a suspended tenant call again. Raises ServiceError if it is unknown or being deleted."""
         row = self._changeable(name)
-        await self._store.tenants.resume(row.tenant_id, self._act("tenant.resume", name, by))
+        await self._store.tenants.resume(row.tenant_id, self.act("tenant.resume", name, by))
         found = self._reload(row)
         self.changed.notify()
         return found
@@ -91,7 +91,7 @@ class Accounts:
         """
         row = self.named(name)
         try:
-            await self._store.tenants.mark_deletion(row.tenant_id, self._act("tenant.delete", name, by))
+            await self._store.tenants.mark_deletion(row.tenant_id, self.act("tenant.delete", name, by))
         except NoAdminError:
             raise last_admin_key() from None
         return self._reload(row)
@@ -120,7 +120,8 @@ class Accounts:
             raise not_found("tenant", before.name)
         return row
 
-    def _act(self, act: str, name: str, by: Principal, details: dict[str, str] | None = None) -> Act:
+    def act(self, act: str, name: str, by: Principal, details: dict[str, str] | None = None) -> Act:
+        """Return an act of a caller on a tenant, for the audit log."""
         return Act(
             at=self._wall(), key_id=by.key_id, tenant=by.tenant_name, act=act, subject=name, details=details or {}
         )

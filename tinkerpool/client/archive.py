@@ -6,7 +6,6 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 
@@ -27,9 +26,7 @@ class ArchiveFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
         shutil.rmtree(self.work, ignore_errors=True)
 

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from tinkerpool import types
@@ -278,17 +277,13 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close_async()
 
     def _from_state(

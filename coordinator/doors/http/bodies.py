@@ -11,7 +11,6 @@ Main invariant: the bodies above `UNCOUNTED_BYTES` that are being received, or a
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 import zstandard
 from starlette.requests import Request
@@ -73,9 +72,7 @@ class HeldBody:
     def __enter__(self) -> HeldBody:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._received.close()
         self._decompressed.close()
 

@@ -51,6 +51,17 @@ Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 Body = TypeVar("Body", bound="Common")
 
 
+class _WithoutNulls(BaseModel):
+    """An object of a request: null means absent, and unknown fields are looked at later."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -59,10 +70,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Common(BaseModel):
+class Common(_WithoutNulls):
     """Parameters of both endpoints."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str
     n: Positive = 1
@@ -74,11 +83,6 @@ class Common(BaseModel):
     stop: str | Items[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property
     def stops(self) -> list[str]:
@@ -97,18 +101,11 @@ class Completion(Common):
     best_of: Positive | None = None
 
 
-class Message(BaseModel):
+class Message(_WithoutNulls):
     """One message of a conversation."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: str
     content: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class Chat(Common):

@@ -79,9 +79,7 @@ async def find(call: Call, name: str) -> Weights:
 async def describe(call: Call, name: str) -> dict[str, Any]:
     """Return a model in the form of OpenAI's API, under the requested name. Raises the errors of `find`."""
     weights = await find(call, name)
-    if weights.checkpoint is None:
-        return _base_model(call, weights.base_model)
-    return _fine_tuned(call, name, weights.checkpoint, weights.base_model)
+    return _shown(call, name, weights.base_model, weights.checkpoint)
 
 
 async def listing(call: Call) -> list[dict[str, Any]]:
@@ -99,8 +97,8 @@ async def listing(call: Call) -> list[dict[str, Any]]:
     for each in usable:
         newest.setdefault(each.adapter_id, each)
     named = [*newest.items(), *((each.path, each) for each in usable)]
-    return [_base_model(call, model) for model in served.values()] + [
-        _fine_tuned(call, name, each, served[each.base_model]) for name, each in named
+    return [_shown(call, model.name, model) for model in served.values()] + [
+        _shown(call, name, served[each.base_model], each) for name, each in named
     ]
 
 
@@ -190,25 +188,15 @@ async def _newest(call: Call, adapter_id: str) -> checkpoints_pb2.Checkpoint:
     )
 
 
-def _base_model(call: Call, model: sessions_pb2.BaseModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(call.door.time.wall()),
-        "owned_by": "tinkerpool",
-        "root": model.name,
-        "max_model_len": model.max_sequence_tokens,
-    }
-
-
-def _fine_tuned(
-    call: Call, name: str, checkpoint: checkpoints_pb2.Checkpoint, model: sessions_pb2.BaseModel
+def _shown(
+    call: Call, name: str, model: sessions_pb2.BaseModel, checkpoint: checkpoints_pb2.Checkpoint | None = None
 ) -> dict[str, Any]:
+    """Return a base model, or a checkpoint of one, in the form of OpenAI's API."""
     return {
         "id": name,
         "object": "model",
-        "created": checkpoint.create_time.seconds,
-        "owned_by": call.principal.tenant_name,
+        "created": checkpoint.create_time.seconds if checkpoint is not None else int(call.door.time.wall()),
+        "owned_by": call.principal.tenant_name if checkpoint is not None else "tinkerpool",
         "root": model.name,
         "max_model_len": model.max_sequence_tokens,
     }
