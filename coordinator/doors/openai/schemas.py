@@ -52,7 +52,7 @@ Body = TypeVar("Body", bound="Common")
 
 
 class _WithoutNulls(BaseModel):
-    """An object of a request: null means absent, and unknown fields are looked at later."""
+    """An object of a request: null means absent, and unknown fields are kept."""
 
     model_config = ConfigDict(extra="allow")
 
