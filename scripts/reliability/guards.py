@@ -347,7 +347,7 @@ GUARDS = (
     Guard(
         name="others keep off the worker of a solo turn",
         file="coordinator/scheduling/solo_turns.py",
-        before="            return log.worker_id != self.reserved\n",
+        before="            return log.home != self.reserved\n",
         after="            return True\n",
         tests=("tests/unit/scheduling/test_solo_turns.py",),
     ),
