@@ -280,8 +280,8 @@ class Phases:
         num_bytes = self._planning.memory.size_of(log)
         if not self._planning.has_room(log, worker):
             return False
-        is_beyond = 0 < work.num_install_bytes > INSTALL_BYTES_MAX - num_bytes
-        if is_beyond and self._items.has_snapshot(log):
+        is_full = work.num_install_bytes > 0 and work.num_install_bytes + num_bytes > INSTALL_BYTES_MAX
+        if is_full and self._items.has_snapshot(log):
             return False
         began = self._time.monotonic()
         try:

@@ -61,6 +61,20 @@ GUARDS = (
         tests=("tests/integration/cycles/test_membership.py", "-k", "replacement_waits"),
     ),
     Guard(
+        name="copies leave a worker whose memory is full",
+        file="coordinator/cycle/loop.py",
+        before="        if self.planning.memory.make_room():\n",
+        after="        if False:\n",
+        tests=("tests/integration/client/test_host_memory.py",),
+    ),
+    Guard(
+        name="a copy that no snapshot covers is snapshotted before it leaves",
+        file="coordinator/scheduling/worker_memory.py",
+        before="            elif log.copy.applied_seq <= log.snapshot_seq:\n",
+        after="            elif True:\n",
+        tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "snapshotted_first"),
+    ),
+    Guard(
         name="a copy whose state nobody holds any more is installed again",
         file="workers/training/copies.py",
         before="            return  # it is installed again\n",
