@@ -215,11 +215,11 @@ class Ahead:
     def _unrun(self, *, is_pass: bool) -> Iterator[Operation]:
         """Yield the operations that the copy has not run, up to one of another phase or one that no worker may run."""
         copy, operations = self.copy, self.operations
-        seq = copy.cursor + 1
+        seq, is_closed = copy.cursor + 1, copy.window.closed_by is not None
         while (operation := operations.get(seq)) is not None:
             if not operation.is_final or copy.must_replay(operation):
                 kind = operation.kind
-                if kind.is_pass is not is_pass or not kind.needs_worker or copy.forbids(operation):
+                if kind.is_pass is not is_pass or not kind.needs_worker or (is_closed and copy.forbids(operation)):
                     return
                 yield operation
             elif operation.is_failed or operation.kind.changes_state:

@@ -57,12 +57,13 @@ def plan_pass(
     residents: Mapping[str, int],
     budget_tokens: int,
     avoided: str = "",
+    crowded: Mapping[str, Collection[str]] = {},
 ) -> tuple[PassPlan, FairState]:
     """Fill every worker's budget fairly.
 
     `residents` has the live workers and the number of adapters with a copy on each; a candidate whose worker is not
     among them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too. No candidate
-    is placed on the worker `avoided`, unless it is the only one.
+    is placed on the worker `avoided`, unless it is the only one, or on one that is `crowded` for it, by adapter.
     """
     rotations: dict[str, deque[_Unplanned]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
@@ -85,7 +86,7 @@ def plan_pass(
         rotation = rotations[tenant]
         first = rotation.popleft()
         adapter_id, cost = first.candidate.adapter_id, first.cost
-        worker = placements.get(adapter_id) or first.candidate.home or placer.choose(first.candidate)
+        worker = placements.get(adapter_id) or first.candidate.home or placer.choose(crowded.get(adapter_id, ()))
         if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
             if adapter_id not in placements and not first.candidate.home:
                 placer.placed(first.candidate, worker)
@@ -121,9 +122,9 @@ class _Placer:
                 if candidate.home in self._load:
                     self._load[candidate.home] += self._tokens(candidate)
 
-    def choose(self, candidate: Candidate) -> str:
-        """Return the worker for a candidate without a copy, with room for it if there is one."""
-        workers = self._load.keys() - candidate.crowded or self._load
+    def choose(self, crowded: Collection[str]) -> str:
+        """Return the worker for a candidate without a copy: none of the `crowded` ones, if there is another."""
+        workers = [worker for worker in self._load if worker not in crowded] or self._load
         return min(workers, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
 
     def placed(self, candidate: Candidate, worker_id: str) -> None:
@@ -205,8 +206,8 @@ class Planning:
             self.charge(tenant_id, seconds)
         candidates = self.ready.candidates()
         self.budget.update(self._part_of_time({candidate.tenant_id for candidate in candidates}))
-        avoided = self._turns.avoided
-        plan, self._fair = plan_pass(candidates, self._fair, self.residents(), self.budget.tokens, avoided)
+        residents, avoided, crowded = self.residents(), self._turns.avoided, self.ready.crowded(candidates)
+        plan, self._fair = plan_pass(candidates, self._fair, residents, self.budget.tokens, avoided, crowded)
         self._ready_on = {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:

@@ -35,8 +35,6 @@ class Candidate:
     """Yields the tokens of its ready chunks, in the order in which they must run; each call yields the same."""
     last_cycle_id: int
     """The cycle that last had it; 0: none."""
-    crowded: frozenset[str] = frozenset()
-    """Workers without room for a copy of it."""
 
 
 class ReadySet:
@@ -130,9 +128,7 @@ class ReadySet:
 
     def _can_run(self, log: AdapterLog) -> bool:
         may_begin = self._may_begin(log)
-        if self.waits_for_file(log, may_begin=may_begin):
-            return False
-        if not self._has_room(log):
+        if self.waits_for_file(log, may_begin=may_begin) or not (log.copy.home or self._has_room(log)):
             return False
         if may_begin:
             return True
@@ -143,8 +139,8 @@ class ReadySet:
         return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
 
     def _has_room(self, log: AdapterLog) -> bool:
-        """Return whether the adapter has a copy, or a worker has room for one. A solo turn has room in any case."""
-        if log.home or not self._memory.crowded(log) or self._turns.is_held(log):
+        """Return whether a worker has room for a copy of the adapter. A solo turn has room in any case."""
+        if not self._memory.crowded(log) or self._turns.is_held(log):
             return True
         workers = self._turns.workers_for(log.adapter_id, self.residents(self._memory.worker_ids()))
         return not self._memory.must_wait(log, workers)
@@ -173,13 +169,17 @@ class ReadySet:
             Candidate(
                 adapter_id=log.adapter_id,
                 tenant_id=log.tenant_id,
-                home=log.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
+                home=log.copy.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
                 chunks=self.ahead(log).chunks,
                 last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
-                crowded=frozenset() if log.home else self._memory.crowded(log),
             )
             for log in self.allowed()
         ]
+
+    def crowded(self, candidates: Iterable[Candidate]) -> dict[str, frozenset[str]]:
+        """Return the workers without room for each of the candidates that have no copy."""
+        logs = [self._group.logs[each.adapter_id] for each in candidates if not each.home]
+        return {log.adapter_id: crowded for log in logs if (crowded := self._memory.crowded(log))}
 
     def due_steps(self) -> Iterator[tuple[AdapterLog, Ahead]]:
         """Yield the adapters with operations for the step phase; each is examined when it is yielded.
