@@ -209,7 +209,8 @@ class Ahead:
     def chunks(self) -> Iterator[int]:
         """Yield the tokens of the chunks of `passes` that the copy has not run; each is looked up when asked for."""
         for operation in self.passes():
-            for chunk in operation.chunks[self.copy.num_chunks_done(operation) :]:
+            num_done = self.copy.num_chunks_done(operation)
+            for chunk in operation.chunks[num_done:] if num_done else operation.chunks:
                 yield chunk.num_tokens
 
     def _unrun(self, *, is_pass: bool) -> Iterator[Operation]:

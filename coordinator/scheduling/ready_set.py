@@ -9,7 +9,7 @@ Main invariant: an idle adapter adds no cost to a cycle, because it is in no col
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
@@ -23,8 +23,7 @@ from coordinator.scheduling.state_budget import StateCandidate, StateCosts
 from coordinator.scheduling.worker_memory import WorkerMemory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An adapter that may have something to run in a pass."""
 
     adapter_id: str
@@ -170,7 +169,7 @@ class ReadySet:
                 adapter_id=log.adapter_id,
                 tenant_id=log.tenant_id,
                 home=log.copy.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
-                chunks=self.ahead(log).chunks,
+                chunks=log.ahead(may_begin=self._may_begin(log)).chunks,
                 last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
             )
             for log in self.allowed()
