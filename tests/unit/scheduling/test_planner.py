@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -91,7 +90,7 @@ def test_the_planner_reads_at_most_one_chunk_of_an_adapter_beyond_those_it_takes
             looks[adapter] += 1
             yield 10
 
-    candidates = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunks=partial(chunks, f"a{i}")) for i in range(50)]
+    candidates = [candidate(f"a{i}", f"t{i}", worker="w")._replace(chunks=partial(chunks, f"a{i}")) for i in range(50)]
     plan, _ = plan_pass(candidates, FairState(), {"w": 50}, 200)
     assert sum(plan.num_chunks.values()) == 20
     assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in candidates)
