@@ -59,7 +59,8 @@ class Snapshots:
         self._durable: list[_Durable] = []
         self._cost_s: dict[str, float] = {}
         """Adapter to seconds that its last snapshot took to write."""
-        self._retry_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
+        """Adapter to its last failure, if no snapshot has succeeded since."""
         self._num_failures: Counter[str] = Counter()
         self._asked: dict[str, tuple[AdapterLog, Window]] = {}
         """Adapters whose states were requested, and their gradient windows."""
@@ -86,9 +87,16 @@ class Snapshots:
         has_run = bool(adapter.home) and adapter.copy.applied_seq > adapter.snapshot_seq
         return has_run and adapter.is_between_operations and adapter.is_as_committed
 
-    def may_take(self, adapter: AdapterLog) -> bool:
-        """Return whether `can_take` is true and no earlier attempt has failed just now."""
-        return self.can_take(adapter) and self._time.monotonic() >= self._retry_at.get(adapter.adapter_id, 0.0)
+    def may_take(self, adapter: AdapterLog, *, is_awaited: bool = False) -> bool:
+        """Return whether `can_take` is true and no earlier attempt has failed just now.
+
+        `is_awaited`: others wait until the copy can leave its worker, so the pause does not grow with each failure.
+        """
+        if (failed_at := self._failed_at.get(adapter.adapter_id)) is not None:
+            num_failures = 1 if is_awaited else self._num_failures[adapter.adapter_id]
+            if self._time.monotonic() < failed_at + backoff_s(RETRY_S, RETRY_S_MAX, num_failures - 1):
+                return False
+        return self.can_take(adapter)
 
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""
@@ -116,9 +124,8 @@ class Snapshots:
         logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
-        pause_s = backoff_s(RETRY_S, RETRY_S_MAX, self._num_failures[adapter.adapter_id] - 1)
-        self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
-        asyncio.get_running_loop().call_later(pause_s, self.changed.notify)
+        self._failed_at[adapter.adapter_id] = self._time.monotonic()
+        asyncio.get_running_loop().call_later(RETRY_S, self.changed.notify)
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot may be durable that the adapter log has not covered yet.
@@ -144,7 +151,7 @@ class Snapshots:
     def forget(self, adapter_id: str) -> None:
         """Drop the measurements of a deleted adapter."""
         self._cost_s.pop(adapter_id, None)
-        self._retry_at.pop(adapter_id, None)
+        self._failed_at.pop(adapter_id, None)
         self._num_failures.pop(adapter_id, None)
 
     def _due_on_worker(self, resident: list[AdapterLog]) -> list[AdapterLog]:
@@ -180,6 +187,7 @@ class Snapshots:
                 self._durable.append(_Durable(adapter, state.applied_seq, window, replay_s, replaced))
             self._cost_s[adapter.adapter_id] = self._time.monotonic() - began
             self._num_failures.pop(adapter.adapter_id, None)
+            self._failed_at.pop(adapter.adapter_id, None)
         finally:
             del self._writing[adapter.adapter_id]
             self.changed.notify()

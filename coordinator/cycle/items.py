@@ -95,6 +95,10 @@ class PhaseWork:
         self._installs.setdefault(log.home, []).append((log, log.copy.generation, install))
         self.num_install_bytes += install.state.num_bytes if install.state is not None else 0
 
+    def ask(self, worker_id: str) -> None:
+        """Send a batch to the worker although it gets nothing, for the report in its reply."""
+        self._entries.setdefault(worker_id, [])
+
     def expect(self, log: AdapterLog) -> None:
         """Add a hint for the adapter's home: the next phase is likely to have it."""
         self._expected.setdefault(log.home, []).append(log.adapter_id)

@@ -125,7 +125,7 @@ class CycleLoop:
         is_ready = self.planning.ready.refresh()
         if self.planning.memory.make_room():
             is_ready = self.planning.ready.refresh()
-        return is_ready or self.planning.memory.must_write
+        return is_ready or self.planning.memory.needs_cycle
 
     def tenants(self) -> frozenset[str]:
         """Return the tenants that are ready."""

@@ -192,6 +192,8 @@ class Phases:
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
         for log in itertools.islice(self._planning.left_over(plan), EXPECTED_MAX):
             work.expect(log)
+        for worker_id in self._planning.memory.take_asked():
+            work.ask(worker_id)
         await self._run(cycle, work)
 
     async def run_steps(self, cycle: Cycle) -> None:
@@ -295,6 +297,7 @@ class Phases:
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
         log.place_copy(worker_id)
+        worker.keep(log.adapter_id)
         worker.sent(num_bytes)
         work.install(log, install)
         return True

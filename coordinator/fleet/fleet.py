@@ -52,8 +52,12 @@ class Incarnation:
     """The samples in flight there, by name."""
     held_bytes: int = 0
     """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
+    is_outdated: bool = False
+    """The last report may contain what the worker has been told to drop since."""
     _versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _removals: list[str] = field(default_factory=list)
+    _has_dropped: bool = False
+    """Something was dropped since the present phase began."""
 
     @property
     def name(self) -> str:
@@ -66,13 +70,14 @@ class Incarnation:
         return not self.training and not self.samples
 
     def begin_phase(self, flights: tuple[Flight, ...]) -> None:
-        """Record the operations of a cycle's phase that are sent to the worker."""
+        """Record the operations of a cycle's phase that are sent to the worker, with the removals so far."""
         self.training = flights
+        self._has_dropped = False
 
     def end_phase(self, held_bytes: int) -> None:
         """Record that the worker replied to the phase, and what it holds."""
         self.training = ()
-        self.held_bytes = held_bytes
+        self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether it may hold as many bytes more; one that holds nothing takes anything."""
@@ -124,13 +129,20 @@ class Incarnation:
             del self._versions[old]
             self._removals.append(old)
 
+    def keep(self, adapter_id: str) -> None:
+        """Drop a copy no more: another one is installed there."""
+        if adapter_id in self._removals:
+            self._removals.remove(adapter_id)
+
     def misses(self, version: str) -> None:
         """Record that the worker does not hold this version, as it reported."""
         self._versions.pop(version, None)
 
     def drop(self, key: str) -> None:
         """Have the worker drop an adapter or version with its next batch or sample."""
-        self._removals.append(key)
+        if key not in self._removals:
+            self._removals.append(key)
+        self._has_dropped = self.is_outdated = True
 
     def take_removals(self) -> tuple[str, ...]:
         """Return the adapters and versions that the worker must drop with the message that is sent now."""
@@ -143,16 +155,24 @@ class Residency:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, dict[str, None]] = {}
+        self._left: dict[str, dict[str, None]] = {}
+        """Adapters whose copies on a worker do not count any more: they are still there."""
 
     def enter(self, worker_id: str, adapter_id: str) -> None:
         """Record that the adapter has a copy there, or that its copy was used."""
         on_worker = self._by_worker.setdefault(worker_id, {})
         on_worker.pop(adapter_id, None)
         on_worker[adapter_id] = None
+        self._left.get(worker_id, {}).pop(adapter_id, None)
 
     def leave(self, worker_id: str, adapter_id: str) -> None:
-        """Record that the adapter has no copy there any more."""
+        """Record that the adapter's copy there does not count any more."""
         self._by_worker.get(worker_id, {}).pop(adapter_id, None)
+        self._left.setdefault(worker_id, {})[adapter_id] = None
+
+    def take_left(self, worker_id: str) -> list[str]:
+        """Return the adapters that left this worker since the last call and have no other copy there."""
+        return list(self._left.pop(worker_id, ()))
 
     def on(self, worker_id: str) -> list[str]:
         """Return the adapters with a copy on this worker."""

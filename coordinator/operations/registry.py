@@ -92,6 +92,7 @@ class AdapterGroup:
             log = self._logs[adapter_id]
             log.lose_copy()
             self.mark_dirty(log)
+        self.residency.take_left(worker_id)  # the worker ends
 
     def mark_dirty(self, log: AdapterLog) -> None:
         """Record that the adapter changed, and wake the clock. (It may have been deleted meanwhile.)"""

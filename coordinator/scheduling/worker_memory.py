@@ -50,6 +50,7 @@ class WorkerMemory:
         self._waiting: dict[str, dict[str, int]] = {}
         """Worker to the adapters that wait for room there, and the bytes of each."""
         self._due: list[AdapterLog] = []
+        self._asked: set[str] = set()
 
     def size_of(self, log: AdapterLog) -> int:
         """Return the bytes of a copy of the adapter."""
@@ -74,15 +75,22 @@ class WorkerMemory:
         return frozenset(each.info.worker_id for each in self._available() if not each.has_room(self.size_of(log)))
 
     def make_room(self) -> bool:
-        """Drop what workers have to give up and need not write; return whether anything was. See `take_due`."""
-        waiting, self._waiting, self._due = self._waiting, {}, []
+        """Drop what workers have to give up and need not write; return whether anything was. See `take_due`.
+
+        Copies that do not count any more go in any case.
+        """
+        waiting, self._waiting, self._due, self._asked = self._waiting, {}, [], set()
         has_dropped = False
         for worker in self._available():
+            for adapter_id in self._group.residency.take_left(worker.info.worker_id):
+                worker.drop(adapter_id)
             sizes = waiting.get(worker.info.worker_id, {}).values()
             wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
             most = worker.info.model.host_bytes_max
             if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
                 has_dropped |= self._relieve(worker, excess)
+                if wanted and worker.is_outdated and not has_dropped and not self._due:
+                    self._asked.add(worker.info.worker_id)
         return has_dropped
 
     def take_due(self) -> list[AdapterLog]:
@@ -90,10 +98,15 @@ class WorkerMemory:
         due, self._due = self._due, []
         return due
 
+    def take_asked(self) -> set[str]:
+        """Return workers that get a batch in any case: they report what they hold, and adapters wait for room there."""
+        asked, self._asked = self._asked, set()
+        return asked
+
     @property
-    def must_write(self) -> bool:
-        """Whether `take_due` returns any."""
-        return bool(self._due)
+    def needs_cycle(self) -> bool:
+        """Whether `take_due` or `take_asked` returns any."""
+        return bool(self._due or self._asked)
 
     def _relieve(self, worker: Incarnation, excess: int) -> bool:
         """Drop at least `excess` bytes from a worker, as far as that is possible now; return whether any."""
@@ -112,7 +125,7 @@ class WorkerMemory:
                 log.lose_copy()
                 self._group.mark_dirty(log)
                 excess -= self.size_of(log)
-            elif self._quarantine.may_run(log.adapter_id) and self._snapshots.may_take(log):
+            elif self._quarantine.may_run(log.adapter_id) and self._snapshots.may_take(log, is_awaited=True):
                 self._due.append(log)
                 excess -= self.size_of(log)
         return worker.held_bytes < before

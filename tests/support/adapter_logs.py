@@ -41,7 +41,7 @@ class Files:
         """Return whether published weights of the adapter have no file."""
         return adapter_id in self.unwritten
 
-    def may_take(self, adapter: AdapterLog) -> bool:
+    def may_take(self, adapter: AdapterLog, *, is_awaited: bool = False) -> bool:
         """Return whether a snapshot of the adapter may be taken."""
         return adapter.adapter_id not in self.failing
 

@@ -152,6 +152,19 @@ async def test_an_adapter_whose_snapshots_lose_workers_is_retried_after_growing_
         time.now += 1
 
 
+async def test_a_failed_snapshot_for_which_others_wait_is_retried_after_the_first_pause_each_time(
+    snapshots: Snapshots, time: FakeTime
+) -> None:
+    adapter = trained(1.0)
+    for _ in range(4):
+        snapshots.failed(adapter, "the disk is full")
+    time.now += RETRY_S
+    assert not snapshots.may_take(adapter)
+    assert snapshots.may_take(adapter, is_awaited=True)
+    snapshots.failed(adapter, "the disk is full")
+    assert not snapshots.may_take(adapter, is_awaited=True)
+
+
 async def test_an_adapter_is_retried_also_after_thousands_of_failures(snapshots: Snapshots, time: FakeTime) -> None:
     adapter = trained(11.0)
     for _ in range(3000):

@@ -90,13 +90,13 @@ def test_a_copy_that_no_snapshot_covers_is_snapshotted_first_and_leaves_then() -
     log = bench.put("a", has_run=True)
     assert bench.waits("new", "w0")
     assert not bench.memory.make_room()
-    assert bench.memory.must_write
+    assert bench.memory.needs_cycle
     assert bench.memory.take_due() == [log]
-    assert not bench.memory.must_write
+    assert not bench.memory.needs_cycle
     bench.files.unsettled.add("a")
     assert bench.waits("new", "w0")
     assert not bench.memory.make_room(), "its snapshot does not count yet"
-    assert not bench.memory.must_write
+    assert not bench.memory.needs_cycle
     bench.files.unsettled.clear()
     log.cover(2, WINDOW, 0.0)
     assert bench.waits("new", "w0")
@@ -112,8 +112,39 @@ def test_quarantined_copies_and_those_whose_snapshot_failed_stay() -> None:
     bench.files.failing.add("failing")
     assert bench.waits("new", "w0")
     assert not bench.memory.make_room()
-    assert not bench.memory.must_write
+    assert not bench.memory.needs_cycle
     assert bench.at_home() == ["quarantined", "failing"]
+
+
+def test_a_worker_whose_report_is_outdated_is_asked_if_nothing_else_makes_room() -> None:
+    bench = Bench(1)
+    worker = bench.fleet.worker("w0")
+    worker.begin_phase(())
+    worker.drop("a")  # deleted while a batch runs that has it
+    worker.end_phase(COPY)
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room()
+    assert bench.memory.needs_cycle
+    assert bench.memory.take_asked() == {"w0"}
+    worker.begin_phase(())
+    worker.end_phase(COPY)
+    assert bench.waits("new", "w0")
+    bench.memory.make_room()
+    assert not bench.memory.needs_cycle, "the report is new"
+
+
+def test_a_copy_that_was_lost_while_its_worker_lives_is_dropped_there_unless_another_is_installed() -> None:
+    bench = Bench(2)
+    worker = bench.fleet.worker("w0")
+    gone, again = bench.put("gone"), bench.put("again")
+    gone.lose_copy()
+    again.lose_copy()
+    again.place_copy("w0")
+    bench.memory.make_room()
+    assert worker.take_removals() == ("gone",)
+    worker.drop("again")
+    worker.keep("again")
+    assert worker.take_removals() == ()
 
 
 def test_room_is_made_on_the_worker_that_holds_least_of_those_that_the_adapter_may_have() -> None:
