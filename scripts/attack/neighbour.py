@@ -11,7 +11,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -94,9 +93,7 @@ class Neighbour:
             self._threads.append(thread)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ending.set()
         for thread in self._threads:
             thread.join(CONNECT_TIMEOUT_S)
@@ -155,7 +152,7 @@ class Neighbour:
             raise RuntimeError(f"status {response.status}")
 
     def _connect_grpc(self) -> None:
-        with self._pool.channel() as channel:
+        with self._pool.new_channel() as channel:
             sessions_pb2_grpc.SessionServiceStub(channel).GetCapabilities(
                 sessions_pb2.GetCapabilitiesRequest(),
                 metadata=(("authorization", f"Bearer {self._key}"),),

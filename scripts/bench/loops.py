@@ -31,7 +31,7 @@ from scripts.bench.common import (
 )
 from scripts.bench.models import Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import ADAM, serve_arguments
-from scripts.embedded_pool import create_key, embedded_pool
+from scripts.embedded_pool import embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import Datum, ServiceClient, types
 from tinkerpool.recipes.reinforcement import learn_from
@@ -104,7 +104,7 @@ def measure(model: Model, num_loops: int, args: argparse.Namespace) -> Row:
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(embedded_pool([*serve_arguments(model, args), *device]))
         clients = [
-            stack.enter_context(ServiceClient(pool.url, create_key(pool, f"tenant-{number}")))
+            stack.enter_context(ServiceClient(pool.url, pool.create_key(f"tenant-{number}")))
             for number in range(num_loops)
         ]
         loops = [Loop(client, model, number) for number, client in enumerate(clients)]

@@ -24,7 +24,7 @@ import numpy as np
 
 from scripts.bench.common import Column, Effort, Results, Row, parser
 from scripts.demo.tenants import LINE_END, LetterReward, Poet, read_pairs, words_of
-from scripts.embedded_pool import create_key, embedded_pool
+from scripts.embedded_pool import embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import (
     AdamParams,
@@ -210,7 +210,7 @@ def main() -> None:
     args.steps = args.steps or (QUICK_STEPS if args.quick else NUM_STEPS)
     args.seeds = QUICK_SEEDS if args.quick else SEEDS
     with embedded_pool(["--pool", "local", "--model", MODEL]) as pool, Results("off_policy", args) as results:
-        key = create_key(pool, "poets")
+        key = pool.create_key("poets")
         table = results.table(
             "off_policy",
             (

@@ -53,7 +53,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
     call_s: list[float] = []
     with (
         embedded_pool(serve_arguments(model, args)) as pool,
-        ServiceClient(pool.url, pool.api_key) as client,
+        ServiceClient(pool.url, pool.admin_key) as client,
     ):
         tenants = Tenants([client], model.name, RANK, data)
         [training] = tenants.trainings

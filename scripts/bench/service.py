@@ -45,7 +45,7 @@ from scripts.bench.common import (
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import LocalService, Tenants, serve_arguments
 from scripts.bench.sides.training import Fused, SequentialPeft
-from scripts.embedded_pool import EmbeddedPool, create_key, embedded_pool
+from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient
 from workers.contract.messages import Datum
@@ -90,7 +90,7 @@ class Ways:
             case "gRPC":
                 return self.local.over_grpc(tenant)
             case "Ray":
-                return ServiceClient(self.ray.url, create_key(self.ray, tenant))
+                return ServiceClient(self.ray.url, self.ray.create_key(tenant))
         raise ValueError(way)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from scripts.bench.common import Column, Results, Row, Timing, parser, shown_ms
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import ADAM, serve_arguments, to_user_data
-from scripts.embedded_pool import create_key, embedded_pool
+from scripts.embedded_pool import embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import APIFuture, SamplingClient, ServiceClient, TrainingClient, types
 
@@ -122,8 +122,8 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
         def client(key: str) -> ServiceClient:
             return stack.enter_context(ServiceClient(pool.url, key))
 
-        admin = client(pool.api_key)
-        trainer, sampler = (client(create_key(pool, name)) for name in (TRAINER, SAMPLER))
+        admin = client(pool.admin_key)
+        trainer, sampler = (client(pool.create_key(name)) for name in (TRAINER, SAMPLER))
         training = trainer.create_lora_training_client(model.name, rank=RANK).result()
         batch = to_user_data(CASE.data(model.vocab_size)[0])
         adapter = sampler.create_lora_training_client(model.name, rank=RANK).result()

@@ -194,7 +194,7 @@ def main() -> int:
         print("starting a pool ...", flush=True)
         grader = write_grader(Path(scratch))
         with serving({LISTED_MODEL: MODEL, str(grader): str(grader)}) as pool:
-            environment |= {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.api_key}"}
+            environment |= {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.admin_key}"}
             runner = Runner(pool, options.python, Path(scratch), environment, grader)
             failed = [recipe.name for recipe in chosen if not runner.run(recipe)]
     if failed:

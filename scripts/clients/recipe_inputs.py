@@ -73,7 +73,7 @@ def save_guesser(pool: EmbeddedPool, logs: Path) -> None:
     The untrained model never writes a box: all rewards would be 0, and `rl_loop` would take no step.
     """
     draws = random.Random(0)
-    with tinkerpool.ServiceClient(pool.url, pool.api_key) as service:
+    with tinkerpool.ServiceClient(pool.url, pool.admin_key) as service:
         client = service.create_lora_training_client(LISTED_MODEL, rank=8)
         tokenizer = service.get_tokenizer(LISTED_MODEL)
 

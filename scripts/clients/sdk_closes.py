@@ -71,7 +71,7 @@ def main() -> int:
     with serving() as pool:
         for transport in ("httpx", "pyqwest"):
             counts = context.Queue()
-            arguments = (transport, pool.http_url, pool.api_key, seconds, counts)
+            arguments = (transport, pool.http_url, pool.admin_key, seconds, counts)
             processes = [context.Process(target=close_clients, args=arguments) for _ in range(PROCESSES)]
             for process in processes:
                 process.start()

@@ -33,8 +33,8 @@ def main() -> int:
     num_steps = parser.parse_args().steps
     with (
         serving() as pool,
-        tinker.ServiceClient(base_url=pool.http_url, api_key=f"tml-{pool.api_key}") as theirs,
-        tinkerpool.ServiceClient(pool.url, pool.api_key) as ours,
+        tinker.ServiceClient(base_url=pool.http_url, api_key=f"tml-{pool.admin_key}") as theirs,
+        tinkerpool.ServiceClient(pool.url, pool.admin_key) as ours,
     ):
         rest = ours.create_rest_client()
         sdk_client: Any = theirs.create_lora_training_client(MODEL, rank=8).result()

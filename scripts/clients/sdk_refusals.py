@@ -188,7 +188,7 @@ def main() -> int:
     cases = [Case(name, status, refused_s) for name, status in pairs for refused_s in (BRIEF_S, args.seconds * 20)]
     with serving() as pool, proxy(cases, pool.http_url) as url, ThreadPoolExecutor(AT_ONCE) as threads:
         trials = [
-            threads.submit(try_case, case, f"{url}/{number}", pool.api_key, args.seconds)
+            threads.submit(try_case, case, f"{url}/{number}", pool.admin_key, args.seconds)
             for number, case in enumerate(cases)
         ]
         results = [

@@ -50,14 +50,14 @@ def main() -> int:
 
 def save_external(pool: EmbeddedPool) -> str:
     """Save a checkpoint for export, through the pool's own client; return its path."""
-    with tinkerpool.ServiceClient(base_url=pool.url, api_key=pool.api_key) as service:
+    with tinkerpool.ServiceClient(base_url=pool.url, api_key=pool.admin_key) as service:
         client = service.create_lora_training_client(MODEL, rank=8, train_unembed=False)
         return client.save_weights_external("external").result().path
 
 
 def run(pool: EmbeddedPool, folder: Path | None, external: str, num_steps: int) -> Found:
     """Return what the program found with the version in a folder; None: with the installed one."""
-    arguments = [pool.http_url, f"tml-{pool.api_key}", MODEL, external, str(num_steps), *CHECKS]
+    arguments = [pool.http_url, f"tml-{pool.admin_key}", MODEL, external, str(num_steps), *CHECKS]
     begin = time.monotonic()
     try:
         done = subprocess.run(

@@ -30,7 +30,8 @@ from scripts.demo.clock import NUM_OTHERS, measure_latency, measure_loops
 from scripts.demo.plots import Curve, draw
 from scripts.demo.report import console, print_strong, report_clock, report_files, report_tenants
 from scripts.demo.tenants import TENANTS, Scribe, Settings, Tenant
-from scripts.embedded_pool import EmbeddedPool, PoolError, create_key, embedded_pool
+from scripts.embedded_pool import EmbeddedPool, embedded_pool
+from scripts.pool_process import PoolEnded
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 from tinkerpool.v1 import pool_pb2
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         def connect(api_key: str) -> ServiceClient:
             return clients.enter_context(ServiceClient(pool.url, api_key))
 
-        admin = connect(pool.api_key)
+        admin = connect(pool.admin_key)
         served = admin.get_server_capabilities().supported_models[0]
         settings = Settings.of(served, args.seed, is_quick=args.quick)
         print_strong(
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
             f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray",
         )
         recorder = CycleRecorder(admin)
-        keys = {kind.name: create_key(pool, kind.name) for kind in TENANTS}
+        keys = {kind.name: pool.create_key(kind.name) for kind in TENANTS}
         tenants: list[Tenant] = [kind(connect(keys[kind.name]), served.model_name, settings) for kind in TENANTS]
         print_strong(f"{len(tenants)} tenants train at the same time", ", each with a key and an adapter of its own:")
         for tenant in tenants:
@@ -210,7 +211,7 @@ def main() -> int:
     interrupt_at_sigterm()
     try:
         run(args)
-    except (DemoError, PoolError) as error:
+    except (DemoError, PoolEnded) as error:
         console.print(Text(f"Error: {error}", style="red"))
         return 1
     except KeyboardInterrupt:

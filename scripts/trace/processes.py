@@ -9,18 +9,15 @@ the worker's process installs it when Ray's actor asks `engine_factory` for its 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.trace.recorder import ROOT, RemoteRecorder, answer_in
+from scripts.pool_process import PoolProcess
+from scripts.trace.recorder import RemoteRecorder, answer_in
 from tinkerpool.serving import Serving
 
 if TYPE_CHECKING:
@@ -29,9 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = "TINKERPOOL_TRACE_FOLDER"
 """Environment variable: the folder of the recorders' sockets."""
-START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
-POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,41 +41,22 @@ class TracedPool:
 
 @contextlib.contextmanager
 def traced_pool() -> Iterator[TracedPool]:
-    """Start a pool on the shipped model, and stop it at the end. Raises RuntimeError if it does not start."""
+    """Start a pool on the shipped model, and stop it at the end. Raises PoolEnded if it does not start."""
     with tempfile.TemporaryDirectory(prefix="tinkerpool-trace-") as name:
-        folder = Path(name)
-        ready, log = folder / "ready.json", folder / "serve.log"
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.trace.processes",
-            "serve",
-            "--port",
-            "0",
-            "--data-dir",
-            f"{name}/pool",
-        ]
-        command += ["--ready-file", str(ready), "--engine", "scripts.trace.processes:engine_factory"]
-        environment = os.environ | {"TINKERPOOL_HOME": name, FOLDER: name, "PYTHONPATH": str(ROOT)}
-        with log.open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        pool = PoolProcess(Path(name))
+        arguments = ("--port", "0", "--engine", "scripts.trace.processes:engine_factory")
+        pool.begin(*arguments, module="scripts.trace.processes", **{FOLDER: name})
         try:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while (serving := Serving.read(ready)) is None:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the pool did not start:\n{log.read_text()[-2000:]}")
-                time.sleep(POLL_S)
-            [coordinator], [worker] = folder.glob("coordinator-*.sock"), folder.glob("worker-*.sock")
-            key = json.loads((folder / "credentials.json").read_text())["api_key"]
+            serving = pool.wait_ready()
+            [coordinator], [worker] = pool.folder.glob("coordinator-*.sock"), pool.folder.glob("worker-*.sock")
             yield TracedPool(
                 serving=serving,
-                admin_key=key,
+                admin_key=pool.admin_key,
                 coordinator=RemoteRecorder(coordinator),
                 worker=RemoteRecorder(worker),
             )
         finally:
-            process.terminate()
-            process.wait(STOP_TIMEOUT_S)
+            pool.stop(STOP_TIMEOUT_S)
 
 
 def engine_factory(settings: EngineSettings) -> EngineFactory:

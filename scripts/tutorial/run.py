@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import machine_line
-from scripts.embedded_pool import EmbeddedPool, PoolError, create_key, embedded_pool
+from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.models.fetch_real_model import MODEL, cache_directory
+from scripts.pool_process import PoolEnded
 from scripts.terminal import interrupt_at_sigterm, shown_path
 from scripts.tutorial.picture import draw
 from tinkerpool import SamplingClient, ServiceClient
@@ -97,7 +98,7 @@ class Curve:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the page. Raises PoolError."""
+    """Run the page. Raises PoolEnded."""
     path = args.results / "tutorial.json"
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     parts = {"learning": learn, "sharing": share}
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
 
 def learn(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train as one tenant; return accuracies and curves."""
-    with ServiceClient(pool.url, create_key(pool, "learner")) as service:
+    with ServiceClient(pool.url, pool.create_key("learner")) as service:
 
         def accuracy(sampler: SamplingClient) -> float:
             found = arithmetic.accuracy(sampler, data / "test.jsonl")
@@ -148,7 +149,7 @@ def learn(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) 
 def share(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run a supervised tenant and a reinforcement tenant alone and at once, in turn; return the seconds of each."""
     del args
-    keys = [create_key(pool, tenant) for tenant in ("ada", "ben")]
+    keys = [pool.create_key(tenant) for tenant in ("ada", "ben")]
     numbers = iter(range(10_000))
 
     def train_first(curve: Curve, key: str = keys[0], folder: str = "", epochs: float = SHARED_EPOCHS) -> None:
@@ -187,7 +188,7 @@ def share(pool: EmbeddedPool, data: Path, runs: Path, args: argparse.Namespace) 
         both = time.perf_counter() - started
         is_equal = all(a.without_times() == b.without_times() for a, b in zip(alone, together, strict=True))
         if not is_equal:
-            raise PoolError("a tenant's figures were not the same alone and together")
+            raise PoolEnded("a tenant's figures were not the same alone and together")
         rounds.append(
             {
                 "ada_alone": alone[0].seconds,
@@ -221,7 +222,7 @@ def main() -> int:
     interrupt_at_sigterm()
     try:
         run(args)
-    except PoolError as error:
+    except PoolEnded as error:
         print(f"Error: {error}")
         return 1
     except KeyboardInterrupt:

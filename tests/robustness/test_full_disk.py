@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 class Pool:
     """A pool on the small disk, and calls of its users."""
 
-    def __init__(self, terminal: Terminal, serving: Serving, process: subprocess.Popen[str]) -> None:
+    def __init__(self, terminal: Terminal, serving: Serving, process: subprocess.Popen[bytes]) -> None:
         self.terminal = terminal
         self.serving = serving
         self.process = process
@@ -66,7 +66,7 @@ class Pool:
         return int(self._sessions().ListSessions(sessions_pb2.ListSessionsRequest(), metadata=self._key()).total_size)
 
     def output(self) -> str:
-        return (self.terminal.home / "serve.out").read_text()
+        return self.terminal.log.read_text()
 
     def _sessions(self) -> Any:
         return sessions_pb2_grpc.SessionServiceStub(self._channel)

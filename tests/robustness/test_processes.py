@@ -39,7 +39,7 @@ def step(training: TrainingClient) -> None:
 
 
 @pytest.fixture
-def toy_pool(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[str], Serving]]:
+def toy_pool(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[bytes], Serving]]:
     with terminal.serve(*TOY) as served:
         yield served
 
@@ -47,12 +47,12 @@ def toy_pool(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[str], Servin
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # about 8 s on a quiet machine
 def test_a_repeatedly_full_disk_loses_no_operation_and_the_pool_continues_without_a_restart(
-    terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
+    terminal: Terminal, toy_pool: tuple[subprocess.Popen[bytes], Serving]
 ) -> None:
     """The full disk is a limit on the size of files (RLIMIT_FSIZE) at the present size of the log."""
     process, _ = toy_pool
     unlimited = resource.RLIM_INFINITY
-    output = terminal.home / "serve.out"
+    output = terminal.log
     with terminal.client() as service:
         training = service.create_lora_training_client(rank=8).result()
         step(training)
@@ -78,7 +78,7 @@ def log_size(terminal: Terminal) -> int:
 
 @pytest.mark.slow
 def test_a_paused_coordinator_continues_and_keeps_its_data_directory_and_port(
-    terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
+    terminal: Terminal, toy_pool: tuple[subprocess.Popen[bytes], Serving]
 ) -> None:
     process, serving = toy_pool
     with terminal.client() as service:

@@ -6,16 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import tinkerpool
+from scripts.pool_process import ROOT, PoolProcess
 from tinkerpool.serving import Serving
 
-ROOT = Path(__file__).resolve().parents[2]
 TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0")
 """Options of a pool without torch."""
 TOY_ON_RAY = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
@@ -27,6 +26,11 @@ class Terminal:
     """An operator's terminal, with a home directory of its own."""
 
     home: Path
+
+    @property
+    def log(self) -> Path:
+        """Output of the pools that `serve` ran."""
+        return self.home / "serve.log"
 
     @property
     def data_dir(self) -> Path:
@@ -70,29 +74,14 @@ class Terminal:
             service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(timeout_s)
 
     @contextmanager
-    def serve(self, *arguments: str, timeout_s: float = 60) -> Iterator[tuple[subprocess.Popen[str], Serving]]:
+    def serve(self, *arguments: str, timeout_s: float = 60) -> Iterator[tuple[subprocess.Popen[bytes], Serving]]:
         """Run `tinkerpool serve <arguments>` until the block ends. The block begins when the pool is ready."""
         self.home.mkdir(parents=True, exist_ok=True)
-        output = self.home / "serve.out"
-        ready_file = self.home / "ready.json"
-        ready_file.unlink(missing_ok=True)  # of a pool that was killed
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tinkerpool.cli", "serve", *arguments, "--ready-file", str(ready_file)],
-                env=self.environment,
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        pool = PoolProcess(self.home)
+        pool.begin(*arguments)
         try:
-            deadline = time.monotonic() + timeout_s
-            while (serving := Serving.read(ready_file)) is None:
-                assert process.poll() is None, output.read_text()
-                assert time.monotonic() < deadline, output.read_text()
-                time.sleep(0.05)
-            yield process, serving
+            serving = pool.wait_ready(timeout_s)
+            yield pool.process, serving
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(60)
+            if pool.exit_code is None:
+                assert pool.stop(60) is not None, "the pool did not stop"

@@ -77,7 +77,7 @@ def kill_on_a_full_disk(pool: AttackedPool) -> str:
     pool.fill_disk()
     pool.kill()
     seconds = pool.start_again()
-    return f"killed on the full disk, it served again after {seconds:.0f} s: {pool.problem()}"
+    return f"killed on the full disk, it served again after {seconds:.0f} s: {pool.status().problem}"
 
 
 async def _save(target: Target) -> None:

@@ -58,7 +58,7 @@ async def health_watchers(target: Target) -> AsyncGenerator[None, None]:
 
 def watch_from_another_address(pool: AttackedPool) -> str:
     """Watch the health from an address that has no watcher yet; tell what the pool replied."""
-    with pool.channel() as channel:
+    with pool.new_channel() as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         try:
             reply = next(health.Watch(health_pb2.HealthCheckRequest(), timeout=WATCH_TIMEOUT_S))
@@ -73,7 +73,7 @@ def health_of_a_stopped_worker(pool: AttackedPool) -> str:
     if not workers:
         return ""
     begin = time.monotonic()
-    with stopped(workers[0]), pool.channel() as channel:
+    with stopped(workers[0]), pool.new_channel() as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < begin + HEALTH_TIMEOUT_S:
             try:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -60,9 +59,7 @@ class LocalService:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._call(self._stop())
 
     def over_grpc(self, tenant: str) -> ServiceClient:

@@ -122,10 +122,11 @@ def service(args: argparse.Namespace) -> Iterator[Sides]:
         arguments = ["--model", f"{model.name}={model.path}", "--threads", str(args.threads), "--pool", "ray"]
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(pools.embedded_pool([*arguments, "--slots", "32"]))
+            create_key = getattr(pools, "create_key", None) or type(pool).create_key  # in older versions a function
             sides: Sides = {}
 
             def add(name: str, data: list[Any]) -> None:
-                keys = [pools.create_key(pool, f"tenant-{len(sides)}-{number}") for number in range(len(data))]
+                keys = [create_key(pool, f"tenant-{len(sides)}-{number}") for number in range(len(data))]
                 clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
                 sides[f"gRPC and Ray step, {name}"] = tenants.Tenants(clients, model.name, RANK, data).step
 

@@ -77,7 +77,7 @@ NO_OPERATIONS = ("install", "copy", "export")
 def usage_of(pool: ServedPool) -> Counter[tuple[str, str, str]]:
     """Return operations and tokens charged, by tenant and kind. Kills cause more installs, and may lose exports."""
     charged: Counter[tuple[str, str, str]] = Counter()
-    for row in pool.usage():
+    for row in pool.usage_rows():
         if row.kind in NO_OPERATIONS:
             continue
         charged[row.tenant, row.kind, "operations"] = row.num_operations

@@ -145,7 +145,7 @@ class Killer:
         if moment is None:
             moment = self._kill_now(kill, [handles[victim] for victim in victims])
         if kill.target is not Target.WORKER:
-            self._pool.begin()
+            self._pool.start()
         self._check_ended([handles[victim] for victim in victims])
         for handle in handles.values():
             handle.close()

@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from tinkerpool.serving import READY_FILE, Serving
-from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
+from scripts.pool_process import POLL_S, PoolProcess
 from workers.contract.failpoints import ENVIRONMENT, POINTS
 
-ROOT = Path(__file__).resolve().parents[3]
-START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
-POLL_S = 0.05
 LEFTOVERS_S = 10.0
 """Timeout for the processes of a stopping pool to end."""
 PORTS = range(20_000, 30_000)
@@ -52,79 +45,34 @@ class Worker:
     pid: int
 
 
-class ServedPool:
-    """One data directory, and the coordinators that serve it one after another."""
+class ServedPool(PoolProcess):
+    """One data directory, and the coordinators that serve it one after another, all on the same port."""
+
+    call_timeout_s = CALL_TIMEOUT_S
 
     def __init__(self, folder: Path, serve_arguments: Sequence[str]) -> None:
-        self.folder = folder
-        self.data_dir = folder / "pool"
-        self.log = folder / "serve.log"
-        self.failpoints = folder / "failpoints"
-        self._arguments = list(serve_arguments)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: grpc.Channel | None = None
         # Outside the run's folder: Ray's sockets are in it, and a socket's path has at most 107 bytes.
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
-        self._temp_dir = Path("/tmp") / f"tp-{name}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
+        self._temp = Path("/tmp") / f"tp-{name}"
+        super().__init__(folder, temp_dir=self._temp)
+        self.failpoints = self.folder / "failpoints"
+        self._channel: grpc.Channel | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._arguments = ["--port", str(_free_port()), "--no-http", *serve_arguments]
 
-    @property
-    def url(self) -> str:
-        """Address of the gRPC door, the same for every coordinator."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def admin_key(self) -> str:
-        """The administrator's key; it exists once the pool has been ready."""
-        return str(json.loads((self.folder / "credentials.json").read_text())["api_key"])
-
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start a coordinator without waiting for it."""
         assert self._process is None, "a coordinator runs already"
-        self._temp_dir.mkdir(mode=0o700, exist_ok=True)
+        self._temp.mkdir(mode=0o700, exist_ok=True)
         self.failpoints.mkdir(exist_ok=True)
         for file in self.failpoints.iterdir():
             file.unlink()
-        (self.data_dir / READY_FILE).unlink(missing_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
-        environment |= {
-            "TINKERPOOL_HOME": str(self.folder.absolute()),
-            "TMPDIR": str(self._temp_dir),
-            ENVIRONMENT: str(self.failpoints.absolute()),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "tinkerpool.cli",
-            "serve",
-            "--port",
-            str(self.port),
-            "--no-http",
-            *self._arguments,
-        ]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--data-dir", str(self.data_dir.absolute())],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal goes to this program only
-            )
+        self.begin(*self._arguments, **{ENVIRONMENT: str(self.failpoints)})
 
     def is_ready(self) -> bool:
         """Return whether the coordinator serves. Raises Violation if it has ended without a kill."""
         self.check()
-        serving = Serving.read(self.data_dir / READY_FILE)
-        return self._process is not None and serving is not None and serving.pid == self._process.pid
-
-    def wait_ready(self) -> None:
-        """Wait until the coordinator serves. Raises Violation after a timeout."""
-        if not wait_until(self.is_ready, START_TIMEOUT_S):
-            raise Violation(f"the coordinator was not ready after {START_TIMEOUT_S:g} s:\n{self.log_tail()}")
+        return super().is_ready()
 
     def check(self) -> None:
         """Raise Violation if the coordinator has ended without a kill."""
@@ -134,14 +82,12 @@ class ServedPool:
     def kill(self) -> None:
         """`kill -9` the coordinator."""
         self.check()
-        assert self._process is not None
-        self._process.kill()
+        super().kill()
         self.reap()
 
     def reap(self) -> None:
         """Wait for the end of a coordinator that was killed."""
-        assert self._process is not None
-        code = self._process.wait(STOP_TIMEOUT_S)
+        code = self.process.wait(STOP_TIMEOUT_S)
         if code != -signal.SIGKILL:
             raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.log_tail()}")
         self._process = None
@@ -150,56 +96,35 @@ class ServedPool:
         """Return whether the coordinator has ended and is not reaped yet."""
         return self._process is not None and self._process.poll() is not None
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """Stop the pool as an operator does, and remove temporary files. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                raise Violation(f"the coordinator had not stopped after {STOP_TIMEOUT_S:g} s") from None
+        if self._process is not None and self.stop(STOP_TIMEOUT_S) is None:
+            raise Violation(f"the coordinator had not stopped after {STOP_TIMEOUT_S:g} s")
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if process is not None:
+        if self._process is not None:
+            self._process = None
             self._check_nothing_left()
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
+        shutil.rmtree(self._temp, ignore_errors=True)
 
     def workers(self) -> list[Worker]:
         """Return the live workers that the coordinator reports; none while it does not reply."""
         try:
-            return [Worker(w.worker_id, w.incarnation, w.pid) for w in self._status().workers if w.is_live]
+            return [Worker(w.worker_id, w.incarnation, w.pid) for w in self.status().workers if w.is_live]
         except grpc.RpcError:
             return []
 
     def epoch(self) -> int:
         """Return the epoch: the number of coordinators that have run on the data directory."""
-        return self._status().epoch
-
-    def create_key(self, tenant: str) -> str:
-        """Create a key for a tenant."""
-        request = admin_pb2.CreateApiKeyRequest(tenant=tenant)
-        stub = admin_pb2_grpc.AdminServiceStub(self.channel())
-        return str(stub.CreateApiKey(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S).key)
-
-    def usage(self) -> list[pool_pb2.UsageRow]:
-        """Return the charges of every tenant."""
-        rows = self._pool_stub().GetUsage(pool_pb2.GetUsageRequest(), metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
-        return list(rows.rows)
+        return self.status().epoch
 
     def channel(self) -> grpc.Channel:
         """Return this harness's channel to the pool."""
         if self._channel is None:
-            options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.max_receive_message_length", 1 << 28)]
-            self._channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options)
+            options = (("grpc.max_reconnect_backoff_ms", 500), ("grpc.max_receive_message_length", 1 << 28))
+            self._channel = self.new_channel(*options)
         return self._channel
-
-    def metadata(self, key: str = "") -> tuple[tuple[str, str], ...]:
-        """Return a call's metadata with this key; default: the administrator's."""
-        return (("authorization", f"Bearer {key or self.admin_key}"),)
 
     def arm(self, point: str) -> None:
         """Arm a failpoint: the next process that reaches it kills itself."""
@@ -218,37 +143,17 @@ class ServedPool:
         """Return whether a process has reached the failpoint since it was armed."""
         return (self.failpoints / f"{point}.hit").exists()
 
-    def log_tail(self) -> str:
-        """Return the end of the log."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(f"  {line}" for line in lines[-25:])
-
     def tracebacks(self) -> int:
         """Return the number of tracebacks in the log."""
-        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
-
-    def _status(self) -> pool_pb2.GetPoolStatusResponse:
-        request = pool_pb2.GetPoolStatusRequest(num_cycles=1)
-        return self._pool_stub().GetPoolStatus(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
-
-    def _pool_stub(self) -> pool_pb2_grpc.PoolServiceStub:
-        return pool_pb2_grpc.PoolServiceStub(self.channel())
+        return self.log_text().count("Traceback (most recent call last)")
 
     def _check_nothing_left(self) -> None:
         """Raise Violation if a process or folder of the pool is left after the last coordinator has stopped."""
-        wait_until(lambda: not any(self._processes()), LEFTOVERS_S)
-        if left := sorted(f"{name} ({pid})" for pid, name in self._processes()):
+        wait_until(lambda: not any(self.processes()), LEFTOVERS_S)
+        if left := sorted(f"{name} ({pid})" for pid, name in self.processes()):
             raise Violation(f"the pool has stopped and left processes behind: {', '.join(left)}")
-        if folders := [path.name for path in self._temp_dir.iterdir() if path.name.startswith("tinkerpool-")]:
-            raise Violation(f"the pool has stopped and left folders behind in {self._temp_dir}: {', '.join(folders)}")
-
-    def _processes(self) -> Iterator[tuple[int, str]]:
-        """Yield pid and name of every process with our TMPDIR in its environment."""
-        mark = f"TMPDIR={self._temp_dir}\0".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes():
-                    yield int(folder.name), (folder / "comm").read_text().strip()
+        if folders := [path.name for path in self._temp.iterdir() if path.name.startswith("tinkerpool-")]:
+            raise Violation(f"the pool has stopped and left folders behind in {self._temp}: {', '.join(folders)}")
 
 
 class ProcessHandle:

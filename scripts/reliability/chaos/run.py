@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from scripts.pool_process import PoolEnded
 from scripts.reliability.chaos import checks, report
 from scripts.reliability.chaos.killer import Killer, Record
 from scripts.reliability.chaos.pool import ServedPool, Violation
@@ -186,13 +187,13 @@ def fetch_and_check(pool: ServedPool, results: Mapping[str, Results]) -> None:
 @contextlib.contextmanager
 def serving(pool: ServedPool) -> Iterator[ServedPool]:
     """Start a pool, and stop it when the block ends."""
-    pool.begin()
+    pool.start()
     try:
         pool.wait_ready()
         yield pool
     finally:
         with uninterrupted():
-            pool.stop()
+            pool.end()
 
 
 def print_now(text: str) -> None:
@@ -228,7 +229,7 @@ def main() -> int:
     logging.basicConfig(filename=args.dir / "clients.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         run(args)
-    except Violation as violation:
+    except (Violation, PoolEnded) as violation:
         print_now(f"\nVIOLATION: {violation}\nEverything is in {shown_path(args.dir)}: serve.log and clients.log.")
         return 1
     except KeyboardInterrupt:

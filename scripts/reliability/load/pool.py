@@ -1,29 +1,18 @@
-"""The pool under load: a coordinator in a process of its own, with tenants that exist before its start.
+"""The pool under load: a coordinator in a process of its own, with tenants of different weights.
 
-Depends on the harness of the attacks for the process. A tenant's weight is set in the database, through the store.
+Depends on the harness of the attacks for the process.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from coordinator.base.config import CoordinatorConfig
-from coordinator.coordinator import Coordinator
-from coordinator.storage.access.audit import Act
 from scripts.attack.pool import AttackedPool
-from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.factory import make_pool
+from tinkerpool.v1 import limits_pb2, limits_pb2_grpc, pool_pb2
 
 TIMED = "scripts.reliability.load.engine:timed_factory"
-LOCAL = ("--pool", "local", "--new-key")
 TRAINING, SAMPLING = "forward_backward", "sample"
-CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +31,6 @@ class Usage:
         return {tenant: tokens - before.get(tenant, 0) for tenant, tokens in self.tokens.get(kind, {}).items()}
 
 
-async def _prepare(data_dir: Path, weights: Mapping[str, float]) -> dict[str, str]:
-    """Make a data directory with these tenants and their weights; return a key of each."""
-    config = PoolConfig(models=(PoolModel(name="toy", path="toy"),), kind="local", engine=TIMED)
-    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), make_pool(config))
-    await coordinator.start()
-    try:
-        keys = {}
-        for tenant, weight in weights.items():
-            keys[tenant], row = await coordinator.authenticator.create_key(tenant)
-            if weight != 1.0:
-                act = Act(at=time.time(), act="tenant.limit", subject=tenant)
-                await coordinator.core.quotas.change(row.tenant_id, {"weight": str(weight)}, act)
-        return keys
-    finally:
-        await coordinator.stop()
-
-
 class LoadedPool(AttackedPool):
     """A pool whose tenants have weights. `keys`: a key of each tenant."""
 
@@ -68,17 +40,22 @@ class LoadedPool(AttackedPool):
         `options`: more options of `tinkerpool serve`.
         """
         engine = ("--engine", TIMED) if is_timed else ()
-        super().__init__([*LOCAL, *engine, *options], None)
-        self.keys = asyncio.run(_prepare(self.data_dir, weights))
+        super().__init__(["--pool", "local", *engine, *options], None)
+        self._weights = weights
+        self.keys: dict[str, str] = {}
+
+    def _start(self) -> None:
+        super()._start()
+        self.keys = {tenant: self.create_key(tenant) for tenant in self._weights}
+        with self.new_channel() as channel:
+            stub = limits_pb2_grpc.LimitServiceStub(channel)
+            for tenant, weight in self._weights.items():
+                request = limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits={"weight": str(weight)})
+                stub.SetTenantLimits(request, metadata=self.metadata(), timeout=self.call_timeout_s)
 
     def usage(self) -> Usage:
         """Read the committed tokens of all tenants."""
-        key = json.loads((self.data_dir.parent / "credentials.json").read_text(encoding="utf-8"))["api_key"]
-        metadata = (("authorization", f"Bearer {key}"),)
-        with self.channel() as channel:
-            stub = pool_pb2_grpc.PoolServiceStub(channel)
-            rows = stub.GetUsage(pool_pb2.GetUsageRequest(), metadata=metadata, timeout=CALL_S).rows
-            status = stub.GetPoolStatus(pool_pb2.GetPoolStatusRequest(num_cycles=1), metadata=metadata, timeout=CALL_S)
+        rows, status = self.usage_rows(), self.status(num_cycles=1)
         tokens: dict[str, dict[str, int]] = {TRAINING: {}, SAMPLING: {}}
         for row in rows:
             if row.kind in tokens:

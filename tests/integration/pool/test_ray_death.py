@@ -135,7 +135,7 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also
     assert belongings(pool._config.owner_file).mark != old.mark
 
 
-Served = tuple[Terminal, subprocess.Popen[str], Serving]
+Served = tuple[Terminal, subprocess.Popen[bytes], Serving]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,6 @@ def test_served_pool_recovers_from_a_crash_of_ray_and_still_stops_at_a_signal(se
     terminal.train(RECOVERED_S)
     process.terminate()
     assert process.wait(30) == 0
-    assert (terminal.home / "serve.out").read_text().endswith("Stopped.\n")
+    assert terminal.log.read_text().endswith("Stopped.\n")
     assert is_gone(old)
     assert is_gone(new)

@@ -12,7 +12,8 @@ import pytest
 
 from coordinator.cli.options import RAY_FILE
 from coordinator.cli.process import POLL_S
-from tests.support.serving import ROOT, TOY_ON_RAY, Terminal
+from scripts.pool_process import ROOT
+from tests.support.serving import TOY_ON_RAY, Terminal
 from tests.support.waiting import wait_until
 from tinkerpool.serving import running_pid
 from workers.pool.processes import find_marked
@@ -132,7 +133,7 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
             assert not Path(old.folder).exists()
             assert belongings(first).mark != old.mark
             first.train()
-        assert "removed the leftovers of a killed pool" in (first.home / "serve.out").read_text()
+        assert "removed the leftovers of a killed pool" in first.log.read_text()
         assert needed <= processes(bystander).keys()
         other.train()
     assert not (first.data_dir / RAY_FILE).exists()

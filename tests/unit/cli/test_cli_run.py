@@ -21,8 +21,9 @@ import pytest
 
 from coordinator.base_models import resolve_model
 from coordinator.cli import process
+from scripts.pool_process import ROOT
 from tests.support.doors.certificates import make_certificate
-from tests.support.serving import ROOT, TOY, TOY_ON_RAY, Terminal
+from tests.support.serving import TOY, TOY_ON_RAY, Terminal
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import FILE_NAME
 from tinkerpool.serving import READY_FILE, running_pid
@@ -121,7 +122,7 @@ def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, here: He
         assert here(terminal.home, "usage").out.startswith("Nothing has been used yet.\n")
         process.send_signal(signum)
         assert process.wait(60) == 0
-    lines = (terminal.home / "serve.out").read_text().splitlines()
+    lines = terminal.log.read_text().splitlines()
     assert lines[-1] == "Stopped."
     assert f"tinkerpool is ready at {serving.url}" in lines
     assert not (terminal.data_dir / READY_FILE).exists()
@@ -326,7 +327,7 @@ def test_a_new_tenants_key_is_accepted_until_it_is_revoked(served: Terminal, her
     assert (refused.code, "refused the API key" in refused.err) == (1, True)
     last = here(served.home, "key", "revoke", json.loads((served.home / FILE_NAME).read_text())["api_key"])
     assert (last.code, "no administrator's key" in last.err) == (1, True)
-    log = (served.home / "serve.out").read_text()
+    log = served.log.read_text()
     assert key.split("_", 2)[2] not in log  # the secret may have a "_" of its own
 
 
