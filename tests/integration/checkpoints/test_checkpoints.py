@@ -36,22 +36,21 @@ async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Chec
     return list((await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints)
 
 
-async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, other = await pool.adapter(), await pool.adapter()
-        await train(pool, adapter, 1)
-        await pool.save(adapter, 3, "a", user_metadata={"note": "x"})
-        await pool.publish(adapter, 4, "b")
-        await pool.save(other, 1, "c")
-        names = [each.path.rpartition("/")[2] for each in await checkpoints(pool)]
-        of_one = await checkpoints(pool, adapter_id=adapter, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING)
-        pages, token = [], ""
-        for _ in range(3):
-            page = await pool.service.list_checkpoints(
-                await pool.principal(), checkpoints_pb2.ListCheckpointsRequest(page_size=1, page_token=token)
-            )
-            pages += [each.path.rpartition("/")[2] for each in page.checkpoints]
-            token = page.next_page_token
+async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPool) -> None:
+    adapter, other = await pool.adapter(), await pool.adapter()
+    await train(pool, adapter, 1)
+    await pool.save(adapter, 3, "a", user_metadata={"note": "x"})
+    await pool.publish(adapter, 4, "b")
+    await pool.save(other, 1, "c")
+    names = [each.path.rpartition("/")[2] for each in await checkpoints(pool)]
+    of_one = await checkpoints(pool, adapter_id=adapter, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING)
+    pages, token = [], ""
+    for _ in range(3):
+        page = await pool.service.list_checkpoints(
+            await pool.principal(), checkpoints_pb2.ListCheckpointsRequest(page_size=1, page_token=token)
+        )
+        pages += [each.path.rpartition("/")[2] for each in page.checkpoints]
+        token = page.next_page_token
     [checkpoint] = of_one
     assert names == pages == ["c", "b", "a"]
     assert token == ""
@@ -61,18 +60,17 @@ async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(tmp_path: P
     assert checkpoint.size_bytes > 0
 
 
-async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        first = await pool.save(adapter, 1, "same")
-        seq = await train(pool, adapter, 2)
-        again = await pool.save(adapter, seq, "same")
-        pool.hold()
-        names = [await pool.submit_save(adapter, each, "twice") for each in (seq + 1, seq + 2)]  # in one cycle
-        await pool.release()
-        one, two = await pool.wait(*names)
-        published = await pool.publish(adapter, seq + 3, "same")
-        [checkpoint] = [each for each in await checkpoints(pool) if each.path == first.save_state.path]
+async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    first = await pool.save(adapter, 1, "same")
+    seq = await train(pool, adapter, 2)
+    again = await pool.save(adapter, seq, "same")
+    pool.hold()
+    names = [await pool.submit_save(adapter, each, "twice") for each in (seq + 1, seq + 2)]  # in one cycle
+    await pool.release()
+    one, two = await pool.wait(*names)
+    published = await pool.publish(adapter, seq + 3, "same")
+    [checkpoint] = [each for each in await checkpoints(pool) if each.path == first.save_state.path]
     assert (again.state, again.error.code, again.error.reason) == (FAILED, 6, "CHECKPOINT_EXISTS")
     assert first.save_state.path in again.error.message
     assert (one.state, two.state, published.state) == (SUCCEEDED, FAILED, SUCCEEDED)
@@ -124,75 +122,73 @@ async def test_a_checkpoint_is_deleted_when_its_time_to_live_is_over(tmp_path: P
     assert left.path == kept.path
 
 
-async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, 1, "first")).save_state.path
-        await pool.delete_checkpoint(path)
-        assert await checkpoints(pool) == []
-        assert list((tmp_path / "checkpoints").iterdir()) == []
-        for call in (pool.delete_checkpoint(path), pool.load_state(adapter, 2, path), pool.export(path)):
-            assert (await refusal(call)).code is Code.NOT_FOUND
-        assert (await pool.save(adapter, 3, "first")).state == SUCCEEDED
+async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(tmp_path: Path, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    path = (await pool.save(adapter, 1, "first")).save_state.path
+    await pool.delete_checkpoint(path)
+    assert await checkpoints(pool) == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    for call in (pool.delete_checkpoint(path), pool.load_state(adapter, 2, path), pool.export(path)):
+        assert (await refusal(call)).code is Code.NOT_FOUND
+    assert (await pool.save(adapter, 3, "first")).state == SUCCEEDED
 
 
-async def test_checkpoints_outlive_their_adapter(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await train(pool, adapter, 1)
-        chain = copy_of(pool, adapter).chain
-        path = (await pool.save(adapter, 3, "kept")).save_state.path
-        await pool.delete_adapter(adapter)
-        child = await pool.adapter(from_path=path, base_model="", rank=0)
+async def test_checkpoints_outlive_their_adapter(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    await train(pool, adapter, 1)
+    chain = copy_of(pool, adapter).chain
+    path = (await pool.save(adapter, 3, "kept")).save_state.path
+    await pool.delete_adapter(adapter)
+    child = await pool.adapter(from_path=path, base_model="", rank=0)
+    await pool.wait(await pool.forward_backward(child, 1, 4))
+    assert copy_of(pool, child).chain == chain
+
+
+async def test_an_adapter_from_a_checkpoint_has_its_state_and_outlives_it(tmp_path: Path, pool: ToyPool) -> None:
+    adapter = await pool.adapter(alpha=16.0)
+    await train(pool, adapter, 1)
+    before = copy_of(pool, adapter)
+    path = (await pool.save(adapter, 3, "start")).save_state.path
+    with_it = await pool.adapter(from_path=path, with_optimizer=True)
+    without = await pool.adapter(from_path=path)
+    await pool.delete_checkpoint(path)
+    for child, moments, num_steps in ((with_it, before.moments, 1), (without, b"", 0)):
         await pool.wait(await pool.forward_backward(child, 1, 4))
+        copy = copy_of(pool, child)
+        assert (copy.chain, copy.moments, copy.progress.num_steps) == (before.chain, moments, num_steps)
+        assert copy.spec.alpha == 16.0
+    chains = []
+    for child in (with_it, without):
+        await pool.wait(await pool.optim_step(child, 2))
+        chains.append(copy_of(pool, child).chain)
+    assert len(list((tmp_path / "snapshots").iterdir())) == 2
+    await pool.kill_worker()
+    for child, chain in zip((with_it, without), chains, strict=True):
+        await pool.wait(await pool.forward_backward(child, 3, 4))
         assert copy_of(pool, child).chain == chain
+    path = (await pool.save(adapter, 4, "next")).save_state.path
+    with pytest.raises(ServiceError, match="rank"):
+        await pool.adapter(from_path=path, rank=16)
 
 
-async def test_an_adapter_from_a_checkpoint_has_its_state_and_outlives_it(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter(alpha=16.0)
-        await train(pool, adapter, 1)
-        before = copy_of(pool, adapter)
-        path = (await pool.save(adapter, 3, "start")).save_state.path
-        with_it = await pool.adapter(from_path=path, with_optimizer=True)
-        without = await pool.adapter(from_path=path)
-        await pool.delete_checkpoint(path)
-        for child, moments, num_steps in ((with_it, before.moments, 1), (without, b"", 0)):
-            await pool.wait(await pool.forward_backward(child, 1, 4))
-            copy = copy_of(pool, child)
-            assert (copy.chain, copy.moments, copy.progress.num_steps) == (before.chain, moments, num_steps)
-            assert copy.spec.alpha == 16.0
-        chains = []
-        for child in (with_it, without):
-            await pool.wait(await pool.optim_step(child, 2))
-            chains.append(copy_of(pool, child).chain)
-        assert len(list((tmp_path / "snapshots").iterdir())) == 2
-        await pool.kill_worker()
-        for child, chain in zip((with_it, without), chains, strict=True):
-            await pool.wait(await pool.forward_backward(child, 3, 4))
-            assert copy_of(pool, child).chain == chain
-        path = (await pool.save(adapter, 4, "next")).save_state.path
-        with pytest.raises(ServiceError, match="rank"):
-            await pool.adapter(from_path=path, rank=16)
-
-
-async def test_concurrent_creations_of_one_index_from_different_states_make_one_adapter(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        path = (await pool.save(adapter, await train(pool, adapter, 1), "start")).save_state.path
-        session = await pool.session()
-        requests = [
-            adapters_pb2.CreateAdapterRequest(session_id=session, index=0, base_model="toy", rank=8, from_path=source)
-            for source in (path, "")
-        ]
-        results = await asyncio.gather(
-            *(pool.service.create_adapter(principal, request) for request in requests), return_exceptions=True
-        )
-        [refused] = [result for result in results if isinstance(result, ServiceError)]
-        assert refused.code is Code.ALREADY_EXISTS
-        snapshots = list((tmp_path / "snapshots").iterdir())
-        started_from_path = not isinstance(results[0], ServiceError)
-        assert len(snapshots) == int(started_from_path)
+async def test_concurrent_creations_of_one_index_from_different_states_make_one_adapter(
+    tmp_path: Path, pool: ToyPool
+) -> None:
+    adapter, principal = await pool.adapter(), await pool.principal()
+    path = (await pool.save(adapter, await train(pool, adapter, 1), "start")).save_state.path
+    session = await pool.session()
+    requests = [
+        adapters_pb2.CreateAdapterRequest(session_id=session, index=0, base_model="toy", rank=8, from_path=source)
+        for source in (path, "")
+    ]
+    results = await asyncio.gather(
+        *(pool.service.create_adapter(principal, request) for request in requests), return_exceptions=True
+    )
+    [refused] = [result for result in results if isinstance(result, ServiceError)]
+    assert refused.code is Code.ALREADY_EXISTS
+    snapshots = list((tmp_path / "snapshots").iterdir())
+    started_from_path = not isinstance(results[0], ServiceError)
+    assert len(snapshots) == int(started_from_path)
 
 
 async def test_a_damaged_checkpoint_is_never_loaded_and_affects_no_other_adapter(tmp_path: Path) -> None:
@@ -304,16 +300,14 @@ async def test_folders_that_a_crash_left_without_a_row_are_quarantined_for_a_wee
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 129, "a b", "é"])
-async def test_a_name_that_could_be_a_path_is_refused(tmp_path: Path, name: str) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        assert (await refusal(pool.save(adapter, 1, name))).code is Code.INVALID_ARGUMENT
-        assert (await pool.save(adapter, 2, "fine")).state == SUCCEEDED
+async def test_a_name_that_could_be_a_path_is_refused(name: str, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    assert (await refusal(pool.save(adapter, 1, name))).code is Code.INVALID_ARGUMENT
+    assert (await pool.save(adapter, 2, "fine")).state == SUCCEEDED
 
 
-async def test_weights_for_sampling_cannot_be_loaded_to_train(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.publish(adapter, 1, "only")).save_weights_for_sampler.path
-        with pytest.raises(ServiceError, match="for sampling only"):
-            await pool.load_state(adapter, 2, path)
+async def test_weights_for_sampling_cannot_be_loaded_to_train(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    path = (await pool.publish(adapter, 1, "only")).save_weights_for_sampler.path
+    with pytest.raises(ServiceError, match="for sampling only"):
+        await pool.load_state(adapter, 2, path)

@@ -25,39 +25,37 @@ async def metadata_of(pool: ToyPool, path: str, tenant: str) -> dict[str, str]:
     return dict(found.checkpoint.user_metadata)
 
 
-async def test_only_the_owner_of_a_public_checkpoint_sees_and_copies_its_metadata(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        path = await publish(pool)
-        seen = [await metadata_of(pool, path, tenant) for tenant in ("alice", "bob")]
-        copy = checkpoints_pb2.CopyCheckpointRequest(path=path, request_id="copy")
-        copied = [await pool.service.copy_checkpoint(await pool.principal(tenant), copy) for tenant in ("alice", "bob")]
-        kept = [
-            await metadata_of(pool, each.checkpoint.path, tenant)
-            for each, tenant in zip(copied, ("alice", "bob"), strict=True)
-        ]
+async def test_only_the_owner_of_a_public_checkpoint_sees_and_copies_its_metadata(pool: ToyPool) -> None:
+    path = await publish(pool)
+    seen = [await metadata_of(pool, path, tenant) for tenant in ("alice", "bob")]
+    copy = checkpoints_pb2.CopyCheckpointRequest(path=path, request_id="copy")
+    copied = [await pool.service.copy_checkpoint(await pool.principal(tenant), copy) for tenant in ("alice", "bob")]
+    kept = [
+        await metadata_of(pool, each.checkpoint.path, tenant)
+        for each, tenant in zip(copied, ("alice", "bob"), strict=True)
+    ]
     assert seen == kept == [{"note": "x"}, {}]
 
 
 async def test_samplers_of_others_take_no_new_samples_of_a_private_checkpoint_and_accepted_ones_finish(
-    tmp_path: Path,
+    pool: ToyPool,
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        path = await publish(pool)
-        own, other = await pool.session(), await pool.session("bob")
-        of_alice, of_bob = await pool.sampler(own, model_path=path), await pool.sampler(other, "bob", model_path=path)
-        copied = await pool.adapter("bob", from_path=path)
-        pool.hold()
-        accepted = await pool.sample(of_bob, 1, "bob")
-        await pool.set_access(path, is_public=False)
-        refused = await refusal(pool.service.sample(await pool.principal("bob"), sample_request(of_bob, 2)))
-        again = await pool.sample(of_bob, 1, "bob")
-        own_sample = await pool.sample(of_alice, 1)
-        await pool.release()
-        [finished] = await pool.wait(accepted, tenant="bob")
-        [of_owner] = await pool.wait(own_sample)
-        [trained] = await pool.wait(await pool.forward_backward(copied, 1, 4, tenant="bob"), tenant="bob")
-        await pool.set_access(path, is_public=True)
-        [later] = await pool.wait(await pool.sample(of_bob, 2, "bob"), tenant="bob")
+    path = await publish(pool)
+    own, other = await pool.session(), await pool.session("bob")
+    of_alice, of_bob = await pool.sampler(own, model_path=path), await pool.sampler(other, "bob", model_path=path)
+    copied = await pool.adapter("bob", from_path=path)
+    pool.hold()
+    accepted = await pool.sample(of_bob, 1, "bob")
+    await pool.set_access(path, is_public=False)
+    refused = await refusal(pool.service.sample(await pool.principal("bob"), sample_request(of_bob, 2)))
+    again = await pool.sample(of_bob, 1, "bob")
+    own_sample = await pool.sample(of_alice, 1)
+    await pool.release()
+    [finished] = await pool.wait(accepted, tenant="bob")
+    [of_owner] = await pool.wait(own_sample)
+    [trained] = await pool.wait(await pool.forward_backward(copied, 1, 4, tenant="bob"), tenant="bob")
+    await pool.set_access(path, is_public=True)
+    [later] = await pool.wait(await pool.sample(of_bob, 2, "bob"), tenant="bob")
     assert (refused.code, refused.reason) == (Code.FAILED_PRECONDITION, "CHECKPOINT_UNPUBLISHED")
     assert refused.operation == ""
     assert again == accepted

@@ -44,17 +44,16 @@ named_or_not = pytest.mark.parametrize("is_named", [False, True], ids=["unnamed"
 
 
 @named_or_not
-async def test_weights_are_sampled_and_trained_on_before_their_file_is_written(tmp_path: Path, is_named: bool) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        with held_files(pool):
-            samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
-            found = [await sampled(pool, sampler, 1) for sampler in samplers]
-            assert [folder_of(pool, sampler) for sampler in samplers] == [""] * 3
-        await pool.written()
-        assert all(folder_of(pool, sampler) for sampler in samplers)
-        assert not publishing_of(pool).is_unwritten(adapter), "weights in a file are not held in memory"
+async def test_weights_are_sampled_and_trained_on_before_their_file_is_written(is_named: bool, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    spec = pool.spec_of(adapter)
+    with held_files(pool):
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
+        found = [await sampled(pool, sampler, 1) for sampler in samplers]
+        assert [folder_of(pool, sampler) for sampler in samplers] == [""] * 3
+    await pool.written()
+    assert all(folder_of(pool, sampler) for sampler in samplers)
+    assert not publishing_of(pool).is_unwritten(adapter), "weights in a file are not held in memory"
     assert found == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
 
 
@@ -109,28 +108,27 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_written_and_one_does_
 
 @named_or_not
 async def test_a_load_waits_for_the_file_of_earlier_published_weights_and_other_adapters_do_not(
-    tmp_path: Path, is_named: bool
+    is_named: bool, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, other = await pool.adapter(), await pool.adapter()
-        spec = pool.spec_of(adapter)
-        saved = await pool.save(other, 1, "start")
-        with held_files(pool) as may_write:
-            pool.hold()  # so that all operations are ready in one step phase
-            names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
-            names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
-            loading = await pool.load_state(adapter, 4, saved.save_state.path)
-            await pool.release()
-            *_, published = await asyncio.wait_for(pool.wait(*names), 60)
-            await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 60)
-            assert snapshot_seq(pool, adapter) == 0
-            assert pool.core.in_flight.get(loading) is not None
-            may_write.set()
-            [loaded] = await asyncio.wait_for(pool.wait(loading), 60)
-        assert loaded.state == SUCCEEDED
-        assert snapshot_seq(pool, adapter) == 4
-        sampler = await sampler_of(pool, published)
-        assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1,), 2)]), sampler)
+    adapter, other = await pool.adapter(), await pool.adapter()
+    spec = pool.spec_of(adapter)
+    saved = await pool.save(other, 1, "start")
+    with held_files(pool) as may_write:
+        pool.hold()  # so that all operations are ready in one step phase
+        names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
+        names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
+        loading = await pool.load_state(adapter, 4, saved.save_state.path)
+        await pool.release()
+        *_, published = await asyncio.wait_for(pool.wait(*names), 60)
+        await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 60)
+        assert snapshot_seq(pool, adapter) == 0
+        assert pool.core.in_flight.get(loading) is not None
+        may_write.set()
+        [loaded] = await asyncio.wait_for(pool.wait(loading), 60)
+    assert loaded.state == SUCCEEDED
+    assert snapshot_seq(pool, adapter) == 4
+    sampler = await sampler_of(pool, published)
+    assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1,), 2)]), sampler)
 
 
 @named_or_not
@@ -180,15 +178,14 @@ async def test_a_failed_commit_of_a_file_is_retried_and_leaves_no_folder(
 
 
 @named_or_not
-async def test_published_weights_survive_the_loss_of_their_worker(tmp_path: Path, is_named: bool) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        with held_files(pool):
-            sampler = await train(pool, adapter, 0, is_named=is_named)
-            await pool.kill_worker()
-            assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-        assert len(pool.engines["w0"]) == 2
+async def test_published_weights_survive_the_loss_of_their_worker(is_named: bool, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    spec = pool.spec_of(adapter)
+    with held_files(pool):
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+        await pool.kill_worker()
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+    assert len(pool.engines["w0"]) == 2
 
 
 @named_or_not
@@ -207,18 +204,17 @@ async def test_a_stop_writes_the_missing_files_and_leaves_nothing_to_replay(tmp_
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
 
 
-async def test_a_stop_waits_for_the_file_of_an_ended_session_and_removes_it(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        with held_files(pool) as may_write:
-            await train(pool, adapter, 0)
-            await pool.finish_session(adapter)
-            stopping = asyncio.create_task(pool.coordinator.stop())
-            await asyncio.sleep(0.5)
-            assert not stopping.done()
-            may_write.set()
-            await stopping
-        assert list((tmp_path / "samplers").iterdir()) == []
+async def test_a_stop_waits_for_the_file_of_an_ended_session_and_removes_it(tmp_path: Path, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    with held_files(pool) as may_write:
+        await train(pool, adapter, 0)
+        await pool.finish_session(adapter)
+        stopping = asyncio.create_task(pool.coordinator.stop())
+        await asyncio.sleep(0.5)
+        assert not stopping.done()
+        may_write.set()
+        await stopping
+    assert list((tmp_path / "samplers").iterdir()) == []
 
 
 @named_or_not
@@ -255,13 +251,12 @@ async def test_samplers_of_an_adapter_that_is_deleted_before_their_file_is_writt
 
 
 @named_or_not
-async def test_an_adapter_is_not_deleted_while_its_weights_cannot_be_written(tmp_path: Path, is_named: bool) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        refuse_files(pool)
-        await train(pool, adapter, 0, is_named=is_named)
-        refused = await refusal(asyncio.wait_for(pool.delete_adapter(adapter), 60))
-        [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 60)
+async def test_an_adapter_is_not_deleted_while_its_weights_cannot_be_written(is_named: bool, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    refuse_files(pool)
+    await train(pool, adapter, 0, is_named=is_named)
+    refused = await refusal(asyncio.wait_for(pool.delete_adapter(adapter), 60))
+    [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 60)
     assert refused.retry_delay_s is not None
     assert after.state == SUCCEEDED
 
@@ -371,33 +366,31 @@ async def test_samples_of_weights_that_cannot_be_rematerialized_fail_with_state_
 
 @named_or_not
 async def test_weights_above_the_memory_limit_are_written_before_their_save_is_committed(
-    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+    is_named: bool, monkeypatch: pytest.MonkeyPatch, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, other = await pool.adapter(), await pool.adapter()
-        with held_files(pool):
-            held = await train(pool, adapter, 0, is_named=is_named)
-            [version] = publishing_of(pool)._versions.values()
-            monkeypatch.setattr("coordinator.checkpoints.published_weights.HELD_BYTES_MAX", version.num_bytes + 1)
-            saving = asyncio.create_task(publish(pool, other, 1, is_named=is_named))
-            await asyncio.sleep(0.05)
-            assert not saving.done()
-        second = await saving
-        assert folder_of(pool, second)
-        await pool.written()
-        assert folder_of(pool, held)
+    adapter, other = await pool.adapter(), await pool.adapter()
+    with held_files(pool):
+        held = await train(pool, adapter, 0, is_named=is_named)
+        [version] = publishing_of(pool)._versions.values()
+        monkeypatch.setattr("coordinator.checkpoints.published_weights.HELD_BYTES_MAX", version.num_bytes + 1)
+        saving = asyncio.create_task(publish(pool, other, 1, is_named=is_named))
+        await asyncio.sleep(0.05)
+        assert not saving.done()
+    second = await saving
+    assert folder_of(pool, second)
+    await pool.written()
+    assert folder_of(pool, held)
 
 
 @named_or_not
 async def test_weights_of_a_model_without_bit_exact_replay_are_written_before_their_save_is_committed(
-    tmp_path: Path, is_named: bool
+    is_named: bool, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        models = pool.core.fleet.models
-        models["toy"] = replace(models["toy"], is_exact=False)
-        sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
-        assert folder_of(pool, sampler)
-        assert not publishing_of(pool)._versions
+    models = pool.core.fleet.models
+    models["toy"] = replace(models["toy"], is_exact=False)
+    sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
+    assert folder_of(pool, sampler)
+    assert not publishing_of(pool)._versions
 
 
 async def save_behind_a_failed_append(
@@ -422,20 +415,19 @@ async def save_behind_a_failed_append(
 
 @named_or_not
 async def test_a_save_behind_an_append_that_failed_publishes_nothing(
-    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+    is_named: bool, monkeypatch: pytest.MonkeyPatch, pool: ToyPool
 ) -> None:
     """The save ran on weights that include the refused step. Those weights must never be sampled."""
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        name = await save_behind_a_failed_append(pool, adapter, monkeypatch, is_named=is_named)
-        await pool.optim_step(adapter, 3)
-        [saved] = await asyncio.wait_for(pool.wait(name), 60)
-        sampler = await sampler_of(pool, saved)
-        await pool.written()
-        assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
-        pool.engines["w0"][-1].versions.clear()
-        assert await sampled(pool, sampler, 2) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
+    adapter = await pool.adapter()
+    spec = pool.spec_of(adapter)
+    name = await save_behind_a_failed_append(pool, adapter, monkeypatch, is_named=is_named)
+    await pool.optim_step(adapter, 3)
+    [saved] = await asyncio.wait_for(pool.wait(name), 60)
+    sampler = await sampler_of(pool, saved)
+    await pool.written()
+    assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
+    pool.engines["w0"][-1].versions.clear()
+    assert await sampled(pool, sampler, 2) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
 
 
 @pytest.mark.slow
@@ -465,30 +457,29 @@ async def test_a_worker_with_hundreds_of_samplers_holds_a_bounded_number_of_vers
 @named_or_not
 @pytest.mark.parametrize("whose_copy", ["its own", "another's"])
 async def test_a_load_submitted_while_a_state_is_read_waits_for_the_file_too(
-    tmp_path: Path, is_named: bool, whose_copy: str
+    is_named: bool, whose_copy: str, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        core = pool.core
-        adapter, other, third = [await pool.adapter() for _ in range(3)]
-        start = (await pool.save(other, 1, "start")).save_state.path
-        await pool.wait(await pool.forward_backward(third, 1, 3))
-        with held_files(pool) as may_write:
-            sampler = await publish(pool, adapter, 1, is_named=is_named)
-            with held_task(core.loops["toy"]._phases._items, "read_copy") as installs:  # the read of a state
-                core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
-                pool.hold()
-                await pool.forward_backward(third, 2, 3)
-                await asyncio.sleep(0.05)  # its pass has begun, so new operations join the step phase of the same cycle
-                names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
-                await pool.release()
-                await installs.until_begun()
-                names.append(await pool.load_state(adapter, 3, start))
-            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 60)  # in the next cycle
-            assert not folder_of(pool, sampler)
-            assert not core.failure.is_reported
-            may_write.set()
-            [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 60)
-        assert loaded.state == SUCCEEDED
+    core = pool.core
+    adapter, other, third = [await pool.adapter() for _ in range(3)]
+    start = (await pool.save(other, 1, "start")).save_state.path
+    await pool.wait(await pool.forward_backward(third, 1, 3))
+    with held_files(pool) as may_write:
+        sampler = await publish(pool, adapter, 1, is_named=is_named)
+        with held_task(core.loops["toy"]._phases._items, "read_copy") as installs:  # the read of a state
+            core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
+            pool.hold()
+            await pool.forward_backward(third, 2, 3)
+            await asyncio.sleep(0.05)  # its pass has begun, so new operations join the step phase of the same cycle
+            names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+            await pool.release()
+            await installs.until_begun()
+            names.append(await pool.load_state(adapter, 3, start))
+        await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 60)  # in the next cycle
+        assert not folder_of(pool, sampler)
+        assert not core.failure.is_reported
+        may_write.set()
+        [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 60)
+    assert loaded.state == SUCCEEDED
 
 
 async def test_an_unexpected_error_of_the_writer_ends_a_deletion_and_the_stop(tmp_path: Path) -> None:
@@ -515,15 +506,14 @@ async def test_an_unexpected_error_of_the_writer_ends_a_deletion_and_the_stop(tm
 
 
 async def test_an_undone_save_of_an_adapter_that_cannot_run_fails_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, core = await pool.adapter(), pool.core
-        name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
-        await until(lambda: not publishing_of(pool)._versions)
-        [loop] = core.loops.values()
-        log = core.registry.logs[adapter]
-        loop._phases._results.refuse_copy(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
-        core.registry.group("toy").mark_dirty(log)
-        [saved] = await asyncio.wait_for(pool.wait(name), 60)
+    adapter, core = await pool.adapter(), pool.core
+    name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
+    await until(lambda: not publishing_of(pool)._versions)
+    [loop] = core.loops.values()
+    log = core.registry.logs[adapter]
+    loop._phases._results.refuse_copy(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
+    core.registry.group("toy").mark_dirty(log)
+    [saved] = await asyncio.wait_for(pool.wait(name), 60)
     assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")

@@ -44,35 +44,33 @@ async def adapter_from(pool: ToyPool, path: str) -> str:
     return str((await pool.service.create_adapter(await pool.principal(), request)).adapter.adapter_id)
 
 
-async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_after(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        with held_files(pool) as may_write:
-            await train(pool, adapter, 0, is_named=True)
-            before = await checkpoint(pool, path_of(adapter))
-            exporting = asyncio.create_task(pool.export(path_of(adapter)))
-            await asyncio.sleep(0.05)
-            assert not exporting.done()
-            may_write.set()
-            archive = await asyncio.wait_for(exporting, 60)
-        after = await checkpoint(pool, path_of(adapter))
+async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_after(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    spec = pool.spec_of(adapter)
+    with held_files(pool) as may_write:
+        await train(pool, adapter, 0, is_named=True)
+        before = await checkpoint(pool, path_of(adapter))
+        exporting = asyncio.create_task(pool.export(path_of(adapter)))
+        await asyncio.sleep(0.05)
+        assert not exporting.done()
+        may_write.set()
+        archive = await asyncio.wait_for(exporting, 60)
+    after = await checkpoint(pool, path_of(adapter))
     assert (before.sha256, before.size_bytes > 0) == ("", True)
     assert len(after.sha256) == 64
     assert after.size_bytes > before.size_bytes
     assert read_chain(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
-async def test_an_adapter_is_created_from_a_checkpoint_before_its_file_is_written(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        with held_files(pool):
-            await train(pool, adapter, 0, is_named=True)
-            copy = await adapter_from(pool, path_of(adapter))
-            sampler = await publish(pool, copy, 1)
-            assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-            assert (await checkpoint(pool, path_of(adapter))).sha256 == ""
+async def test_an_adapter_is_created_from_a_checkpoint_before_its_file_is_written(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    spec = pool.spec_of(adapter)
+    with held_files(pool):
+        await train(pool, adapter, 0, is_named=True)
+        copy = await adapter_from(pool, path_of(adapter))
+        sampler = await publish(pool, copy, 1)
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+        assert (await checkpoint(pool, path_of(adapter))).sha256 == ""
 
 
 async def test_a_checkpoint_without_a_file_outlives_its_session_and_a_crash(tmp_path: Path) -> None:
@@ -142,33 +140,33 @@ async def test_a_checkpoint_deleted_before_its_file_is_written_leaves_none_and_f
     assert gone.error.reason == "NOT_FOUND"
 
 
-async def test_a_file_whose_row_was_deleted_meanwhile_is_removed(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        with held_files(pool):
-            await train(pool, adapter, 0, is_named=True)
-            await pool.store.checkpoints.delete(path_of(adapter), ROUND)
-        await pool.written()
-        assert list((tmp_path / "checkpoints").iterdir()) == []
+async def test_a_file_whose_row_was_deleted_meanwhile_is_removed(tmp_path: Path, pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    with held_files(pool):
+        await train(pool, adapter, 0, is_named=True)
+        await pool.store.checkpoints.delete(path_of(adapter), ROUND)
+    await pool.written()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-async def test_the_path_of_a_deleted_checkpoint_can_be_used_again_before_its_file_is_written(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        spec, path = pool.spec_of(adapter), path_of(adapter)
-        with held_files(pool):
-            old = await train(pool, adapter, 0, is_named=True)
-            await pool.delete_checkpoint(path)
-            await pool.forward_backward(adapter, 5, 3)
-            await pool.optim_step(adapter, 6)
-            saved = await asyncio.wait_for(pool.publish(adapter, 7, f"w{ROUND}"), 60)
-            new = await sampler_of(pool, saved)
-            newest = await sampled(pool, new, 1)
-        await pool.written()
-        [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
-        assert folder == folder_of(pool, new)
-        archive = await pool.export(path)
-        [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 60)
+async def test_the_path_of_a_deleted_checkpoint_can_be_used_again_before_its_file_is_written(
+    tmp_path: Path, pool: ToyPool
+) -> None:
+    adapter = await pool.adapter()
+    spec, path = pool.spec_of(adapter), path_of(adapter)
+    with held_files(pool):
+        old = await train(pool, adapter, 0, is_named=True)
+        await pool.delete_checkpoint(path)
+        await pool.forward_backward(adapter, 5, 3)
+        await pool.optim_step(adapter, 6)
+        saved = await asyncio.wait_for(pool.publish(adapter, 7, f"w{ROUND}"), 60)
+        new = await sampler_of(pool, saved)
+        newest = await sampled(pool, new, 1)
+    await pool.written()
+    [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
+    assert folder == folder_of(pool, new)
+    archive = await pool.export(path)
+    [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 60)
     chain = read_chain(archive["adapter_model.safetensors"])
     assert chain != chain_after(spec, 1)
     assert newest == expected(chain, new)
@@ -187,15 +185,14 @@ async def test_a_checkpoint_that_expires_before_its_file_is_written_leaves_none(
     assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_a_save_for_export_completes_after_its_file_is_written(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        with held_files(pool):
-            saving = await begin_to_publish(pool, adapter, 1, is_named=True, for_export=True)
-            await asyncio.sleep(0.05)
-            assert not publishing_of(pool)._versions
-        [saved] = await asyncio.wait_for(pool.wait(saving), 60)
-        assert (await checkpoint(pool, saved.save_weights_for_sampler.path)).sha256
+async def test_a_save_for_export_completes_after_its_file_is_written(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    with held_files(pool):
+        saving = await begin_to_publish(pool, adapter, 1, is_named=True, for_export=True)
+        await asyncio.sleep(0.05)
+        assert not publishing_of(pool)._versions
+    [saved] = await asyncio.wait_for(pool.wait(saving), 60)
+    assert (await checkpoint(pool, saved.save_weights_for_sampler.path)).sha256
 
 
 @pytest.mark.parametrize("is_written", [False, True])

@@ -13,7 +13,7 @@ from coordinator.base.errors import Code, Quota, ServiceError
 from coordinator.base.tenant_limits import TenantLimits
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
-from tests.support.toy_pool import pass_request, refusal, running_pool
+from tests.support.toy_pool import ToyPool, pass_request, refusal, running_pool
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -25,27 +25,24 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_a_bad_pass_is_refused_with_a_clear_error_and_the_adapter_continues(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        before = await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
-        chain = pool.chain(adapter)
-        bad = pass_request(adapter, 3, [3])
-        bad.ClearField("data")
-        for _ in range(2):
-            error = await refusal(pool.service.forward_backward(principal, bad))
-            assert error.code is Code.INVALID_ARGUMENT
-            assert "data is empty" in error.message
-            assert error.retry_delay_s is None
-        closed, *after = await pool.wait(
-            await pool.optim_step(adapter, 4),
-            await pool.forward_backward(adapter, 5, 3),
-            await pool.optim_step(adapter, 6),
-        )
-        recorded = (
-            await pool.service.get_operation(principal, ops_pb.GetOperationRequest(name=f"{adapter}:3"))
-        ).operation
-        assert pool.chain(adapter) != chain
+async def test_a_bad_pass_is_refused_with_a_clear_error_and_the_adapter_continues(pool: ToyPool) -> None:
+    adapter, principal = await pool.adapter(), await pool.principal()
+    before = await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
+    chain = pool.chain(adapter)
+    bad = pass_request(adapter, 3, [3])
+    bad.ClearField("data")
+    for _ in range(2):
+        error = await refusal(pool.service.forward_backward(principal, bad))
+        assert error.code is Code.INVALID_ARGUMENT
+        assert "data is empty" in error.message
+        assert error.retry_delay_s is None
+    closed, *after = await pool.wait(
+        await pool.optim_step(adapter, 4),
+        await pool.forward_backward(adapter, 5, 3),
+        await pool.optim_step(adapter, 6),
+    )
+    recorded = (await pool.service.get_operation(principal, ops_pb.GetOperationRequest(name=f"{adapter}:3"))).operation
+    assert pool.chain(adapter) != chain
     assert "data is empty" in recorded.error.message
     assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
     assert [each.state for each in (*before, *after)] == [SUCCEEDED] * 4
@@ -87,30 +84,28 @@ async def test_a_refusal_is_the_same_after_a_restart(tmp_path: Path) -> None:
     ],
 )
 async def test_an_adapter_with_invalid_settings_is_refused(
-    tmp_path: Path, values: dict[str, Any], code: Code, expected: str
+    values: dict[str, Any], code: Code, expected: str, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        error = await refusal(pool.adapter(**values))
-        assert (error.code, expected in error.message) == (code, True), error.message
-        assert (await pool.adapter()).endswith(":train:0")
+    error = await refusal(pool.adapter(**values))
+    assert (error.code, expected in error.message) == (code, True), error.message
+    assert (await pool.adapter()).endswith(":train:0")
 
 
-async def test_an_adapter_is_created_once_per_index_and_request_id(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        principal, session = await pool.principal(), await pool.session()
+async def test_an_adapter_is_created_once_per_index_and_request_id(pool: ToyPool) -> None:
+    principal, session = await pool.principal(), await pool.session()
 
-        async def create(**values: Any) -> str:
-            request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", **values)
-            return str((await pool.service.create_adapter(principal, request)).adapter.adapter_id)
+    async def create(**values: Any) -> str:
+        request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", **values)
+        return str((await pool.service.create_adapter(principal, request)).adapter.adapter_id)
 
-        same = await asyncio.gather(*(create(index=3, rank=8) for _ in range(3)))
-        by_id = await asyncio.gather(*(create(request_id="r", rank=8) for _ in range(3)))
-        assert len(set(same)) == len(set(by_id)) == 1
-        assert (await refusal(create(index=3, rank=16))).reason == "ADAPTER_EXISTS"
-        assert (await refusal(create(request_id="r", rank=16))).reason == "ADAPTER_EXISTS"
-        assert (await refusal(create(index=9, request_id="r", rank=8))).reason == "REQUEST_ID_TAKEN"
-        await pool.delete_adapter(same[0])
-        assert (await refusal(create(index=3, rank=8))).reason == "ADAPTER_DELETED"
+    same = await asyncio.gather(*(create(index=3, rank=8) for _ in range(3)))
+    by_id = await asyncio.gather(*(create(request_id="r", rank=8) for _ in range(3)))
+    assert len(set(same)) == len(set(by_id)) == 1
+    assert (await refusal(create(index=3, rank=16))).reason == "ADAPTER_EXISTS"
+    assert (await refusal(create(request_id="r", rank=16))).reason == "ADAPTER_EXISTS"
+    assert (await refusal(create(index=9, request_id="r", rank=8))).reason == "REQUEST_ID_TAKEN"
+    await pool.delete_adapter(same[0])
+    assert (await refusal(create(index=3, rank=8))).reason == "ADAPTER_DELETED"
 
 
 async def test_the_adapter_quota_is_per_tenant_and_a_deletion_frees_it(tmp_path: Path) -> None:
@@ -169,35 +164,32 @@ async def test_repeats_of_one_request_at_the_last_place_get_the_same_session(tmp
     [({}, "exactly one"), ({"base_model": "toy", "model_path": "tinker://x"}, "exactly one"), ({"index": -1}, "index")],
 )
 async def test_a_sampler_without_exactly_one_model_or_with_a_negative_index_is_refused(
-    tmp_path: Path, values: dict[str, Any], expected: str
+    values: dict[str, Any], expected: str, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        values = ({"base_model": "toy"} if "index" in values else {}) | values
-        request = sampling_pb2.CreateSamplerRequest(session_id=await pool.session(), **values)
-        error = await refusal(pool.service.create_sampler(await pool.principal(), request))
+    values = ({"base_model": "toy"} if "index" in values else {}) | values
+    request = sampling_pb2.CreateSamplerRequest(session_id=await pool.session(), **values)
+    error = await refusal(pool.service.create_sampler(await pool.principal(), request))
     assert error.code is Code.INVALID_ARGUMENT
     assert expected in error.message
 
 
-async def test_a_sampler_is_created_once_per_index_and_request_id(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        session = await pool.session()
-        by_index = await asyncio.gather(*(pool.sampler(session, index=0) for _ in range(3)))
-        by_id = await asyncio.gather(*(pool.sampler(session, request_id="r") for _ in range(3)))
-        assert len(set(by_index)) == len(set(by_id)) == 1
-        assert (await refusal(pool.sampler(session, index=7, request_id="r"))).reason == "REQUEST_ID_TAKEN"
+async def test_a_sampler_is_created_once_per_index_and_request_id(pool: ToyPool) -> None:
+    session = await pool.session()
+    by_index = await asyncio.gather(*(pool.sampler(session, index=0) for _ in range(3)))
+    by_id = await asyncio.gather(*(pool.sampler(session, request_id="r") for _ in range(3)))
+    assert len(set(by_index)) == len(set(by_id)) == 1
+    assert (await refusal(pool.sampler(session, index=7, request_id="r"))).reason == "REQUEST_ID_TAKEN"
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "9" * 30, "１０", "1e3"])
-async def test_an_invented_page_token_is_refused(tmp_path: Path, token: str) -> None:
-    async with running_pool(tmp_path) as pool:
-        principal = await pool.principal()
-        for method, request in (
-            ("list_sessions", sessions_pb2.ListSessionsRequest(page_token=token)),
-            ("list_adapters", adapters_pb2.ListAdaptersRequest(page_token=token)),
-            ("list_checkpoints", checkpoints_pb2.ListCheckpointsRequest(page_token=token)),
-        ):
-            assert (await refusal(getattr(pool.service, method)(principal, request))).code is Code.INVALID_ARGUMENT
+async def test_an_invented_page_token_is_refused(token: str, pool: ToyPool) -> None:
+    principal = await pool.principal()
+    for method, request in (
+        ("list_sessions", sessions_pb2.ListSessionsRequest(page_token=token)),
+        ("list_adapters", adapters_pb2.ListAdaptersRequest(page_token=token)),
+        ("list_checkpoints", checkpoints_pb2.ListCheckpointsRequest(page_token=token)),
+    ):
+        assert (await refusal(getattr(pool.service, method)(principal, request))).code is Code.INVALID_ARGUMENT
 
 
 async def test_waiting_for_no_too_many_or_unknown_operations_is_refused(tmp_path: Path) -> None:
@@ -210,66 +202,63 @@ async def test_waiting_for_no_too_many_or_unknown_operations_is_refused(tmp_path
         assert len(await pool.wait(name)) == 1
 
 
-async def test_deleting_an_adapter_fails_its_queued_operations_and_keeps_its_results(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        [done] = await pool.wait(await pool.forward_backward(adapter, 1, 3))
-        pool.hold()
-        running = await pool.forward_backward(adapter, 2, 3)
-        queued, behind_gap = await pool.optim_step(adapter, 3), await pool.optim_step(adapter, 9)
-        deletions = [asyncio.create_task(pool.delete_adapter(adapter)) for _ in range(2)]
-        await asyncio.sleep(0)
-        deletions[0].cancel()  # a cancelled call does not stop the deletion
-        await pool.release()
-        operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 60)
-        await deletions[1]
-        await pool.delete_adapter(adapter)
-        [still] = await pool.wait(done.name)
-        assert (await refusal(pool.optim_step(adapter, 4))).code is Code.NOT_FOUND
-        assert pool.coordinator.health()
-        assert len(pool.core.in_flight) == 0
+async def test_deleting_an_adapter_fails_its_queued_operations_and_keeps_its_results(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    [done] = await pool.wait(await pool.forward_backward(adapter, 1, 3))
+    pool.hold()
+    running = await pool.forward_backward(adapter, 2, 3)
+    queued, behind_gap = await pool.optim_step(adapter, 3), await pool.optim_step(adapter, 9)
+    deletions = [asyncio.create_task(pool.delete_adapter(adapter)) for _ in range(2)]
+    await asyncio.sleep(0)
+    deletions[0].cancel()  # a cancelled call does not stop the deletion
+    await pool.release()
+    operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 60)
+    await deletions[1]
+    await pool.delete_adapter(adapter)
+    [still] = await pool.wait(done.name)
+    assert (await refusal(pool.optim_step(adapter, 4))).code is Code.NOT_FOUND
+    assert pool.coordinator.health()
+    assert len(pool.core.in_flight) == 0
     assert still == done
     assert [each.error.reason for each in operations[1:]] == ["ADAPTER_DELETED"] * 2
 
 
 async def test_cancelling_a_queued_pass_closes_its_gradient_window_and_a_running_pass_is_not_cancelled(
-    tmp_path: Path,
+    pool: ToyPool,
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        pool.hold()
-        first = await pool.forward_backward(adapter, 1, 3)
-        await asyncio.sleep(0)
-        log = pool.log_of(adapter)
-        assert log.copy.is_running(log.operations[1])
-        names = [first, await pool.forward_backward(adapter, 2, 3), await pool.optim_step(adapter, 3)]
-        for name in (names[0], names[1], names[1]):
-            await pool.cancel(name)
-        await pool.release()
-        operations = await pool.wait(*names, await pool.optim_step(adapter, 4))
+    adapter = await pool.adapter()
+    pool.hold()
+    first = await pool.forward_backward(adapter, 1, 3)
+    await asyncio.sleep(0)
+    log = pool.log_of(adapter)
+    assert log.copy.is_running(log.operations[1])
+    names = [first, await pool.forward_backward(adapter, 2, 3), await pool.optim_step(adapter, 3)]
+    for name in (names[0], names[1], names[1]):
+        await pool.cancel(name)
+    await pool.release()
+    operations = await pool.wait(*names, await pool.optim_step(adapter, 4))
     assert [each.error.reason for each in operations] == ["", "CANCELLED", "GRADIENT_WINDOW_CLOSED", ""]
 
 
-async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets_an_outcome(tmp_path: Path) -> None:
+async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets_an_outcome(pool: ToyPool) -> None:
     """In every order of the two calls: the submission comes 0 to 5 iterations of the event loop later."""
-    async with running_pool(tmp_path) as pool:
-        acknowledged: list[str] = []
+    acknowledged: list[str] = []
 
-        async def submit(adapter: str, num_turns: int) -> None:
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            acknowledged.append(await pool.optim_step(adapter, 1))
+    async def submit(adapter: str, num_turns: int) -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        acknowledged.append(await pool.optim_step(adapter, 1))
 
-        for num_turns in range(6):
-            adapter = await pool.adapter()
-            deletion = pool.delete_adapter(adapter)
-            results: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
-            deleted, refused = results
-            assert deleted is None
-            assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
-        assert 0 < len(acknowledged) < 6
-        assert len(await asyncio.wait_for(pool.wait(*acknowledged), 60)) == len(acknowledged)
-        assert len(pool.core.in_flight) == 0
+    for num_turns in range(6):
+        adapter = await pool.adapter()
+        deletion = pool.delete_adapter(adapter)
+        results: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+        deleted, refused = results
+        assert deleted is None
+        assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
+    assert 0 < len(acknowledged) < 6
+    assert len(await asyncio.wait_for(pool.wait(*acknowledged), 60)) == len(acknowledged)
+    assert len(pool.core.in_flight) == 0
 
 
 @pytest.mark.slow

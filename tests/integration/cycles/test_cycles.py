@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tests.support.toy_engine import KILL_TOKEN, digest, item_digest
-from tests.support.toy_pool import datum, expected_chain, running_pool
+from tests.support.toy_pool import ToyPool, datum, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import OptimStepItem, PassItem
@@ -12,14 +12,13 @@ from workers.contract.messages import OptimStepItem, PassItem
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
 
-async def test_a_train_step_is_two_operations_in_one_cycle(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        request = training_pb2.TrainStepRequest(
-            adapter_id=adapter, seq=1, data=[datum(5)], loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
-        )
-        response = await pool.service.train_step(await pool.principal(), request)
-        operations = await pool.wait(response.forward_backward.name, response.optim_step.name)
+async def test_a_train_step_is_two_operations_in_one_cycle(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    request = training_pb2.TrainStepRequest(
+        adapter_id=adapter, seq=1, data=[datum(5)], loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
+    )
+    response = await pool.service.train_step(await pool.principal(), request)
+    operations = await pool.wait(response.forward_backward.name, response.optim_step.name)
     assert [o.seq for o in operations] == [1, 2]
     assert operations[0].cycle_id == operations[1].cycle_id
 
@@ -41,30 +40,28 @@ async def test_a_batch_names_the_adapters_whose_passes_wait_for_the_next_cycle(t
     assert [batch.expected for batch in batches] == [(), third, ()]
 
 
-async def test_operations_run_in_order_of_seq_in_whatever_order_they_arrive(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        late = [await pool.optim_step(adapter, 4), await pool.forward_backward(adapter, 3, 5, 6)]
-        late.append(await pool.optim_step(adapter, 2))
-        await asyncio.sleep(0.02)
-        assert not pool.engines["w0"][-1].batches
-        first = await pool.forward_backward(adapter, 1, 5)
-        operations = await pool.wait(first, *late)
-        assert all(o.state == SUCCEEDED for o in operations)
-        items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
+async def test_operations_run_in_order_of_seq_in_whatever_order_they_arrive(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    late = [await pool.optim_step(adapter, 4), await pool.forward_backward(adapter, 3, 5, 6)]
+    late.append(await pool.optim_step(adapter, 2))
+    await asyncio.sleep(0.02)
+    assert not pool.engines["w0"][-1].batches
+    first = await pool.forward_backward(adapter, 1, 5)
+    operations = await pool.wait(first, *late)
+    assert all(o.state == SUCCEEDED for o in operations)
+    items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
     assert [item.seq for item in items] == [1, 2, 3, 4]
 
 
-async def test_a_repeated_operation_is_the_same_operation_and_applied_once(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        names = await asyncio.gather(*(pool.forward_backward(adapter, 1, 5) for _ in range(5)))
-        [first] = await pool.wait(names[0])
-        await pool.wait(await pool.optim_step(adapter, 2))
-        assert set(names) == {first.name}
-        assert await pool.forward_backward(adapter, 1, 5) == first.name
-        [again] = await pool.wait(first.name)
-        items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
+async def test_a_repeated_operation_is_the_same_operation_and_applied_once(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    names = await asyncio.gather(*(pool.forward_backward(adapter, 1, 5) for _ in range(5)))
+    [first] = await pool.wait(names[0])
+    await pool.wait(await pool.optim_step(adapter, 2))
+    assert set(names) == {first.name}
+    assert await pool.forward_backward(adapter, 1, 5) == first.name
+    [again] = await pool.wait(first.name)
+    items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
     assert again == first
     assert [item.seq for item in items] == [1, 2]
 
@@ -102,18 +99,17 @@ async def test_restarts_complete_acknowledged_operations_and_rebuild_the_same_st
     assert chain == expected_chain(spec, [((step - 2, step - 1), step) for step in (3, 6, 9, 12)])
 
 
-async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        names = [await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2)]
-        names.append(await pool.forward_backward(adapter, 3, 5))
-        await pool.wait(*names)
-        engine = pool.engines["w0"][-1]
-        before = (engine.adapters[adapter].chain, engine.adapters[adapter].gradient)
-        await pool.kill_worker("w0")
-        [step] = await pool.wait(await pool.optim_step(adapter, 4))
-        replaced = pool.engines["w0"][-1]
-        replayed = [item.seq for b in replaced.batches for item in b.items]
+async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    names = [await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2)]
+    names.append(await pool.forward_backward(adapter, 3, 5))
+    await pool.wait(*names)
+    engine = pool.engines["w0"][-1]
+    before = (engine.adapters[adapter].chain, engine.adapters[adapter].gradient)
+    await pool.kill_worker("w0")
+    [step] = await pool.wait(await pool.optim_step(adapter, 4))
+    replaced = pool.engines["w0"][-1]
+    replayed = [item.seq for b in replaced.batches for item in b.items]
     assert step.state == SUCCEEDED
     assert replaced is not engine
     assert replayed == [1, 2, 3, 4]

@@ -9,29 +9,24 @@ import pytest
 from coordinator.base.errors import ServiceError
 from coordinator.storage.sqlite import DiskFullError
 from tests.support.faults import held
-from tests.support.toy_pool import (
-    expected_chain,
-    pass_request,
-    running_pool,
-)
+from tests.support.toy_pool import ToyPool, expected_chain, pass_request, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
 
-async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_affects_no_other_adapter(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        bad = pass_request(adapter, 1, [3])
-        bad.ClearField("data")
-        waiting = await pool.optim_step(adapter, 2)
-        refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
-        deletion = pool.delete_adapter(adapter)
-        results = await asyncio.gather(refused, deletion, return_exceptions=True)
-        [failed] = await asyncio.wait_for(pool.wait(waiting), 60)
-        other = await pool.adapter()
-        await pool.wait(await pool.submit(other, 1))
-        assert pool.coordinator.health()
+async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_affects_no_other_adapter(pool: ToyPool) -> None:
+    adapter, principal = await pool.adapter(), await pool.principal()
+    bad = pass_request(adapter, 1, [3])
+    bad.ClearField("data")
+    waiting = await pool.optim_step(adapter, 2)
+    refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
+    deletion = pool.delete_adapter(adapter)
+    results = await asyncio.gather(refused, deletion, return_exceptions=True)
+    [failed] = await asyncio.wait_for(pool.wait(waiting), 60)
+    other = await pool.adapter()
+    await pool.wait(await pool.submit(other, 1))
+    assert pool.coordinator.health()
     assert isinstance(results[0], ServiceError)
     assert not isinstance(results[1], BaseException)
     assert failed.state == FAILED

@@ -75,32 +75,30 @@ async def test_a_snapshot_after_a_discard_holds_no_gradient(tmp_path: Path) -> N
         assert pool.chain(adapter) == expected
 
 
-async def test_a_discard_opens_a_closed_window_without_a_step(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        failed, closed = await pool.wait(
-            await pool.forward_backward(adapter, 1, *LENGTHS, token=POISON_TOKEN),
-            await pool.forward_backward(adapter, 2, *LENGTHS),
-        )
-        assert (failed.error.reason, closed.error.reason) == ("NON_FINITE", "GRADIENT_WINDOW_CLOSED")
-        assert "discard_gradient" in closed.error.message
-        done = await pool.wait(
-            await pool.discard_gradient(adapter, 3),
-            await pool.forward_backward(adapter, 4, *LENGTHS),
-            await pool.optim_step(adapter, 5),
-        )
-        assert [each.state for each in done] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((4,), 5)])
+async def test_a_discard_opens_a_closed_window_without_a_step(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    failed, closed = await pool.wait(
+        await pool.forward_backward(adapter, 1, *LENGTHS, token=POISON_TOKEN),
+        await pool.forward_backward(adapter, 2, *LENGTHS),
+    )
+    assert (failed.error.reason, closed.error.reason) == ("NON_FINITE", "GRADIENT_WINDOW_CLOSED")
+    assert "discard_gradient" in closed.error.message
+    done = await pool.wait(
+        await pool.discard_gradient(adapter, 3),
+        await pool.forward_backward(adapter, 4, *LENGTHS),
+        await pool.optim_step(adapter, 5),
+    )
+    assert [each.state for each in done] == [SUCCEEDED] * 3
+    assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((4,), 5)])
 
 
-async def test_a_repeated_discard_is_the_same_operation_and_its_seq_stays_taken(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        by_id = training_pb2.DiscardGradientRequest(adapter_id=adapter, request_id="r")
-        names = [(await pool.service.discard_gradient(principal, by_id)).operation.name for _ in range(2)]
-        names.append(await pool.discard_gradient(adapter, 1))
-        assert names == [f"{adapter}:1"] * 3
-        assert (await refusal(pool.optim_step(adapter, 1))).code is Code.ALREADY_EXISTS
+async def test_a_repeated_discard_is_the_same_operation_and_its_seq_stays_taken(pool: ToyPool) -> None:
+    adapter, principal = await pool.adapter(), await pool.principal()
+    by_id = training_pb2.DiscardGradientRequest(adapter_id=adapter, request_id="r")
+    names = [(await pool.service.discard_gradient(principal, by_id)).operation.name for _ in range(2)]
+    names.append(await pool.discard_gradient(adapter, 1))
+    assert names == [f"{adapter}:1"] * 3
+    assert (await refusal(pool.optim_step(adapter, 1))).code is Code.ALREADY_EXISTS
 
 
 BAD = 2**20
@@ -194,25 +192,23 @@ async def test_a_batch_that_a_restart_cuts_in_two_is_still_one_batch(tmp_path: P
         assert pool.chain(adapter) == expected_chain(spec, [((3,), 4)])
 
 
-async def test_unmarked_passes_close_the_window_up_to_the_step(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        done = await pool.wait(
-            await pool.forward_backward(adapter, 1, *LENGTHS, token=POISON_TOKEN),
-            await pool.forward_backward(adapter, 2, *LENGTHS, batch=(2, 2)),
-            await pool.optim_step(adapter, 3),
-            await pool.optim_step(adapter, 4),
-        )
-        assert [each.error.reason for each in done] == ["NON_FINITE", *["GRADIENT_WINDOW_CLOSED"] * 2, ""]
+async def test_unmarked_passes_close_the_window_up_to_the_step(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    done = await pool.wait(
+        await pool.forward_backward(adapter, 1, *LENGTHS, token=POISON_TOKEN),
+        await pool.forward_backward(adapter, 2, *LENGTHS, batch=(2, 2)),
+        await pool.optim_step(adapter, 3),
+        await pool.optim_step(adapter, 4),
+    )
+    assert [each.error.reason for each in done] == ["NON_FINITE", *["GRADIENT_WINDOW_CLOSED"] * 2, ""]
 
 
-async def test_a_wrong_mark_is_refused_and_closes_the_window_like_a_request_without_one(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        error = await refusal(pool.forward_backward(adapter, 1, *LENGTHS, batch=(2, 3)))
-        assert (error.code, "this request has seq 1" in error.message) == (Code.INVALID_ARGUMENT, True)
-        [closed] = await pool.wait(await pool.forward_backward(adapter, 2, *LENGTHS, batch=(2, 2)))
-        assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
+async def test_a_wrong_mark_is_refused_and_closes_the_window_like_a_request_without_one(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    error = await refusal(pool.forward_backward(adapter, 1, *LENGTHS, batch=(2, 3)))
+    assert (error.code, "this request has seq 1" in error.message) == (Code.INVALID_ARGUMENT, True)
+    [closed] = await pool.wait(await pool.forward_backward(adapter, 2, *LENGTHS, batch=(2, 2)))
+    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
 
 
 @pytest.mark.parametrize(("batch", "is_open"), [((1, 1), True), (None, False)])

@@ -66,31 +66,29 @@ async def replace_worker_by_one_that_runs_twice(pool: ToyPool) -> None:
     engines[-1].run = again  # type: ignore[method-assign]
 
 
-async def test_an_adapter_that_cannot_be_rebuilt_fails_and_other_adapters_continue(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, other = await pool.adapter(), await pool.adapter()
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        await replace_worker_by_one_that_runs_twice(pool)
-        [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 60)
-        assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
-        del pool.engines["w0"][-1].run  # restores the method
-        [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 60)
-        assert fine.state == SUCCEEDED
+async def test_an_adapter_that_cannot_be_rebuilt_fails_and_other_adapters_continue(pool: ToyPool) -> None:
+    adapter, other = await pool.adapter(), await pool.adapter()
+    await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
+    await replace_worker_by_one_that_runs_twice(pool)
+    [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 60)
+    assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
+    del pool.engines["w0"][-1].run  # restores the method
+    [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 60)
+    assert fine.state == SUCCEEDED
 
 
-async def test_calls_cancelled_while_their_operations_are_logged_can_be_repeated(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        calls = [asyncio.create_task(pool.submit(adapter, seq)) for seq in (1, 2, 3)]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert all(call.cancelled() for call in calls)
-        names = [await pool.submit(adapter, seq) for seq in (1, 2, 3)]
-        operations = await pool.wait(*names)
-        assert [each.state for each in operations] == [SUCCEEDED] * 3
+async def test_calls_cancelled_while_their_operations_are_logged_can_be_repeated(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    calls = [asyncio.create_task(pool.submit(adapter, seq)) for seq in (1, 2, 3)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert all(call.cancelled() for call in calls)
+    names = [await pool.submit(adapter, seq) for seq in (1, 2, 3)]
+    operations = await pool.wait(*names)
+    assert [each.state for each in operations] == [SUCCEEDED] * 3
 
 
 async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path) -> None:
@@ -108,15 +106,14 @@ async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path
     assert len(installs) == 1
 
 
-async def test_a_replay_leaves_no_payloads_in_memory(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
-        await pool.kill_worker()
-        await pool.wait(await pool.submit(adapter, 5))
-        operations = pool.log_of(adapter).operations.values()
-        assert len(operations) == 5
-        assert all(each.payload == b"" and each.decoded is None for each in operations)
+async def test_a_replay_leaves_no_payloads_in_memory(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
+    await pool.kill_worker()
+    await pool.wait(await pool.submit(adapter, 5))
+    operations = pool.log_of(adapter).operations.values()
+    assert len(operations) == 5
+    assert all(each.payload == b"" and each.decoded is None for each in operations)
 
 
 async def test_an_adapter_that_only_runs_forwards_has_bounded_memory_and_log(
@@ -161,15 +158,14 @@ async def test_results_are_dropped_from_memory_and_log_after_their_retention(tmp
         assert (await pool.wait(await pool.submit(adapter, 5)))[0].state == SUCCEEDED
 
 
-async def test_a_coordinator_stops_when_its_workers_have_a_later_epoch(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(await pool.submit(adapter, 1))
-        pool.engines["w0"][-1]._epoch += 1
-        await pool.submit(adapter, 2)
-        with pytest.raises(TakenOver):
-            await asyncio.wait_for(pool.coordinator.failed(), 60)
-        assert not pool.coordinator.health()
+async def test_a_coordinator_stops_when_its_workers_have_a_later_epoch(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    await pool.wait(await pool.submit(adapter, 1))
+    pool.engines["w0"][-1]._epoch += 1
+    await pool.submit(adapter, 2)
+    with pytest.raises(TakenOver):
+        await asyncio.wait_for(pool.coordinator.failed(), 60)
+    assert not pool.coordinator.health()
 
 
 async def test_a_repeated_request_whose_result_was_dropped_does_not_run_again(tmp_path: Path) -> None:
@@ -201,17 +197,16 @@ async def test_a_repeated_request_whose_result_was_dropped_does_not_run_again(tm
 
 
 async def test_a_save_that_is_cancelled_and_loses_its_worker_while_it_is_written_gets_one_outcome(
-    tmp_path: Path,
+    pool: ToyPool,
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(await pool.submit(adapter, 1))
-        with held(pool.folders.checkpoints, "write") as writes:
-            name = await pool.submit_save(adapter, 2, "a")
-            await writes.until_begun()
-            pool.lose_worker()
-            await pool.cancel(name)
-        [saved] = await asyncio.wait_for(pool.wait(name), 60)
-        assert saved.state == SUCCEEDED
-        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 60)
-        assert after.state == SUCCEEDED
+    adapter = await pool.adapter()
+    await pool.wait(await pool.submit(adapter, 1))
+    with held(pool.folders.checkpoints, "write") as writes:
+        name = await pool.submit_save(adapter, 2, "a")
+        await writes.until_begun()
+        pool.lose_worker()
+        await pool.cancel(name)
+    [saved] = await asyncio.wait_for(pool.wait(name), 60)
+    assert saved.state == SUCCEEDED
+    [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 60)
+    assert after.state == SUCCEEDED

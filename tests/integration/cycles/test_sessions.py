@@ -44,25 +44,23 @@ async def test_one_request_id_creates_one_session_per_tenant(tmp_path: Path) -> 
         assert await create(pool, "r") == ids[0]
 
 
-async def test_a_cancelled_creation_leaves_a_session_that_works(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        await pool.principal()
-        call = asyncio.create_task(create(pool, "r"))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert call.cancelled()
-        await heartbeat(pool, await create(pool, "r"))
+async def test_a_cancelled_creation_leaves_a_session_that_works(pool: ToyPool) -> None:
+    await pool.principal()
+    call = asyncio.create_task(create(pool, "r"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
+    await heartbeat(pool, await create(pool, "r"))
 
 
-async def test_a_session_lists_its_adapters_and_samplers(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        session = adapter.partition(":")[0]
-        sampler = await pool.sampler(session)
-        request = sessions_pb2.GetSessionRequest(session_id=session)
-        got = (await pool.service.get_session(await pool.principal(), request)).session
+async def test_a_session_lists_its_adapters_and_samplers(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    session = adapter.partition(":")[0]
+    sampler = await pool.sampler(session)
+    request = sessions_pb2.GetSessionRequest(session_id=session)
+    got = (await pool.service.get_session(await pool.principal(), request)).session
     assert (list(got.adapter_ids), list(got.sampler_ids)) == ([adapter], [sampler])
 
 
@@ -159,47 +157,45 @@ async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path)
         await heartbeat(pool, adapter.partition(":")[0])
 
 
-async def test_a_session_created_again_while_it_ends_does_not_become_live(tmp_path: Path) -> None:
+async def test_a_session_created_again_while_it_ends_does_not_become_live(pool: ToyPool) -> None:
     """Its sampler indices would start at 0 again, and the commit of a save with a used index would fail."""
-    async with running_pool(tmp_path) as pool:
-        principal, session, store = await pool.principal(), await create(pool, "r"), pool.store
-        request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
-        adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
-        assert (await pool.publish(adapter, 1)).state == SUCCEEDED
-        with held_task(store.sessions, "end") as ends:
-            finishing = asyncio.create_task(pool.finish_session(session))
-            await ends.until_begun()
-            assert await create(pool, "r") == session
-            [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
-            ends.may_go.set()
-            await finishing
-        again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
-        ended = (await pool.service.create_session(principal, again)).session
-        assert (ended.session_id, ended.is_live) == (session, False)
-        unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 60)
-        assert pool.coordinator.health()
+    principal, session, store = await pool.principal(), await create(pool, "r"), pool.store
+    request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
+    adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
+    assert (await pool.publish(adapter, 1)).state == SUCCEEDED
+    with held_task(store.sessions, "end") as ends:
+        finishing = asyncio.create_task(pool.finish_session(session))
+        await ends.until_begun()
+        assert await create(pool, "r") == session
+        [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
+        ends.may_go.set()
+        await finishing
+    again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
+    ended = (await pool.service.create_session(principal, again)).session
+    assert (ended.session_id, ended.is_live) == (session, False)
+    unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 60)
+    assert pool.coordinator.health()
     assert isinstance(refused, ServiceError)
     assert refused.reason == "SESSION_ENDED"
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_concurrent_sampler_creation_and_unnamed_save_never_get_the_same_index(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        session = adapter.partition(":")[0]
-        with held_task(pool.store.samplers, "insert") as inserts:
-            creating = asyncio.create_task(pool.sampler(session, index=5))
-            await inserts.until_begun()
-            refused, kept = await pool.wait(
-                await pool.submit_publish(adapter, 1, sampler_index=5), await pool.optim_step(adapter, 2)
-            )
-        assert refused.error.reason == "SAMPLER_EXISTS"
-        assert kept.state == SUCCEEDED
-        assert await creating == f"{session}:sample:5"
-        [saved] = await pool.wait(await pool.submit_publish(adapter, 3, sampler_index=6))
-        assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
-        with pytest.raises(ServiceError, match="created before"):
-            await pool.sampler(session, index=6)
+async def test_a_concurrent_sampler_creation_and_unnamed_save_never_get_the_same_index(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    session = adapter.partition(":")[0]
+    with held_task(pool.store.samplers, "insert") as inserts:
+        creating = asyncio.create_task(pool.sampler(session, index=5))
+        await inserts.until_begun()
+        refused, kept = await pool.wait(
+            await pool.submit_publish(adapter, 1, sampler_index=5), await pool.optim_step(adapter, 2)
+        )
+    assert refused.error.reason == "SAMPLER_EXISTS"
+    assert kept.state == SUCCEEDED
+    assert await creating == f"{session}:sample:5"
+    [saved] = await pool.wait(await pool.submit_publish(adapter, 3, sampler_index=6))
+    assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
+    with pytest.raises(ServiceError, match="created before"):
+        await pool.sampler(session, index=6)
 
 
 async def test_a_sampler_that_cannot_be_stored_fails_only_its_save(

@@ -58,37 +58,35 @@ async def test_a_suspended_tenants_calls_are_refused_with_the_reason_also_after_
         assert acts == ["tenant.resume", "tenant.suspend", "tenant.create"]
 
 
-async def test_open_calls_of_a_suspended_tenant_end_and_those_of_others_do_not(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        boss, keys = await administrator(pool), pool.coordinator.authenticator
+async def test_open_calls_of_a_suspended_tenant_end_and_those_of_others_do_not(pool: ToyPool) -> None:
+    boss, keys = await administrator(pool), pool.coordinator.authenticator
 
-        async def call(principal: Principal) -> None:
-            with keys.while_valid(principal):
-                await asyncio.Event().wait()
+    async def call(principal: Principal) -> None:
+        with keys.while_valid(principal):
+            await asyncio.Event().wait()
 
-        calls = [asyncio.create_task(call(await pool.principal(name))) for name in ("alice", "bob")]
-        await asyncio.sleep(0)
-        await suspend(pool, boss)
-        assert (await refusal(calls[0])).reason == "TENANT_SUSPENDED"
-        assert not calls[1].done()
-        calls[1].cancel()
+    calls = [asyncio.create_task(call(await pool.principal(name))) for name in ("alice", "bob")]
+    await asyncio.sleep(0)
+    await suspend(pool, boss)
+    assert (await refusal(calls[0])).reason == "TENANT_SUSPENDED"
+    assert not calls[1].done()
+    calls[1].cancel()
 
 
 async def test_queued_operations_and_samples_wait_while_their_tenant_is_suspended_and_run_when_it_is_resumed(
-    tmp_path: Path,
+    pool: ToyPool,
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        boss, mine, other = await administrator(pool), await pool.adapter(), await pool.adapter("bob")
-        sampler = await pool.sampler(mine.partition(":")[0], base_model="toy")
-        await suspend(pool, boss)
-        names = [await pool.forward_backward(mine, 1, 4), await pool.optim_step(mine, 2), await pool.sample(sampler, 1)]
-        for seq in range(1, 4):
-            [done] = await pool.wait(await pool.forward_backward(other, seq, 4, tenant="bob"), tenant="bob")
-            assert done.state == SUCCEEDED
-        waiting = [pool.core.in_flight.get(name) for name in names]
-        assert all(operation is not None and operation.is_undecided for operation in waiting)
-        await resume(pool, boss)
-        assert [done.state for done in await pool.wait(*names)] == [SUCCEEDED] * 3
+    boss, mine, other = await administrator(pool), await pool.adapter(), await pool.adapter("bob")
+    sampler = await pool.sampler(mine.partition(":")[0], base_model="toy")
+    await suspend(pool, boss)
+    names = [await pool.forward_backward(mine, 1, 4), await pool.optim_step(mine, 2), await pool.sample(sampler, 1)]
+    for seq in range(1, 4):
+        [done] = await pool.wait(await pool.forward_backward(other, seq, 4, tenant="bob"), tenant="bob")
+        assert done.state == SUCCEEDED
+    waiting = [pool.core.in_flight.get(name) for name in names]
+    assert all(operation is not None and operation.is_undecided for operation in waiting)
+    await resume(pool, boss)
+    assert [done.state for done in await pool.wait(*names)] == [SUCCEEDED] * 3
 
 
 async def test_queued_operations_of_a_suspended_tenant_wait_over_a_restart(tmp_path: Path) -> None:
@@ -145,30 +143,28 @@ async def test_nothing_of_a_suspended_tenant_expires_and_its_sessions_have_their
         await time.until(lambda: pool.core.sessions.get(session) is None)
 
 
-async def test_the_tenant_of_the_last_administrators_key_cannot_be_suspended(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        boss = await administrator(pool)
-        request = admin_pb2.SuspendTenantRequest(tenant="root")
-        assert (await refusal(pool.service.suspend_tenant(boss, request))).reason == "LAST_ADMIN_KEY"
-        await pool.coordinator.authenticator.create_key("other", role=Role.ADMIN)
-        await suspend(pool, boss, "root")
-        unknown = admin_pb2.SuspendTenantRequest(tenant="nobody")
-        assert (await refusal(pool.service.suspend_tenant(boss, unknown))).code is Code.NOT_FOUND
-        long = admin_pb2.SuspendTenantRequest(tenant="other", reason="x" * 501)
-        assert (await refusal(pool.service.suspend_tenant(boss, long))).code is Code.INVALID_ARGUMENT
+async def test_the_tenant_of_the_last_administrators_key_cannot_be_suspended(pool: ToyPool) -> None:
+    boss = await administrator(pool)
+    request = admin_pb2.SuspendTenantRequest(tenant="root")
+    assert (await refusal(pool.service.suspend_tenant(boss, request))).reason == "LAST_ADMIN_KEY"
+    await pool.coordinator.authenticator.create_key("other", role=Role.ADMIN)
+    await suspend(pool, boss, "root")
+    unknown = admin_pb2.SuspendTenantRequest(tenant="nobody")
+    assert (await refusal(pool.service.suspend_tenant(boss, unknown))).code is Code.NOT_FOUND
+    long = admin_pb2.SuspendTenantRequest(tenant="other", reason="x" * 501)
+    assert (await refusal(pool.service.suspend_tenant(boss, long))).code is Code.INVALID_ARGUMENT
 
 
-async def test_a_tenant_is_shown_with_its_state_and_what_it_has(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        boss, adapter = await administrator(pool), await pool.adapter()
-        await pool.save(adapter, 1, "saved")
-        await suspend(pool, boss, reason="unpaid")
-        shown = await pool.service.get_tenant(boss, admin_pb2.GetTenantRequest(tenant="alice"))
-        assert (shown.num_keys, shown.num_sessions, shown.num_adapters, shown.num_checkpoints) == (1, 1, 1, 1)
-        assert shown.stored_bytes > 0
-        assert (shown.tenant.state, shown.tenant.suspension_reason) == (admin_pb2.TENANT_STATE_SUSPENDED, "unpaid")
-        listed = (await pool.service.list_tenants(boss, admin_pb2.ListTenantsRequest())).tenants
-        assert {each.name: each.state for each in listed} == {
-            "alice": admin_pb2.TENANT_STATE_SUSPENDED,
-            "root": admin_pb2.TENANT_STATE_ACTIVE,
-        }
+async def test_a_tenant_is_shown_with_its_state_and_what_it_has(pool: ToyPool) -> None:
+    boss, adapter = await administrator(pool), await pool.adapter()
+    await pool.save(adapter, 1, "saved")
+    await suspend(pool, boss, reason="unpaid")
+    shown = await pool.service.get_tenant(boss, admin_pb2.GetTenantRequest(tenant="alice"))
+    assert (shown.num_keys, shown.num_sessions, shown.num_adapters, shown.num_checkpoints) == (1, 1, 1, 1)
+    assert shown.stored_bytes > 0
+    assert (shown.tenant.state, shown.tenant.suspension_reason) == (admin_pb2.TENANT_STATE_SUSPENDED, "unpaid")
+    listed = (await pool.service.list_tenants(boss, admin_pb2.ListTenantsRequest())).tenants
+    assert {each.name: each.state for each in listed} == {
+        "alice": admin_pb2.TENANT_STATE_SUSPENDED,
+        "root": admin_pb2.TENANT_STATE_ACTIVE,
+    }

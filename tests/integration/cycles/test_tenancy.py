@@ -130,34 +130,34 @@ async def error_of(pool: ToyPool, principal: Principal, method: str, things: Thi
     return await refusal(anext(call) if method in STREAMS else call)
 
 
-async def test_every_method_returns_the_same_error_for_anothers_resource_as_for_a_missing_one(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        alices, eve = await things_of(pool, "alice"), await pool.principal("eve")
-        absents = absent(alices)
-        before = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
-        for method in CALLS:
-            foreign, missing = [await error_of(pool, eve, method, things) for things in (alices, absents)]
-            assert foreign.code is missing.code is Code.NOT_FOUND, method
-            assert (foreign.reason, foreign.metadata, foreign.retry_delay_s) == (
-                missing.reason,
-                missing.metadata,
-                missing.retry_delay_s,
-            )
-            hidden = [value for value in dataclasses.asdict(absents).values() if value in missing.message]
-            shown = [value for value in dataclasses.asdict(alices).values() if value in foreign.message]
-            assert len(hidden) == len(shown)
-            assert foreign.message.replace(alices.session, "X") == missing.message.replace(absents.session, "X")
-        after = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
-        assert before == after
-        assert (await pool.wait(alices.operation, alices.sample))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
-        await pool.service.heartbeat(await pool.principal(), CALLS["heartbeat"](alices))
-        path = checkpoints_pb2.GetCheckpointRequest(path=alices.checkpoint)
-        assert (await pool.service.get_checkpoint(await pool.principal(), path)).checkpoint.seq == 3
+async def test_every_method_returns_the_same_error_for_anothers_resource_as_for_a_missing_one(
+    tmp_path: Path, pool: ToyPool
+) -> None:
+    alices, eve = await things_of(pool, "alice"), await pool.principal("eve")
+    absents = absent(alices)
+    before = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
+    for method in CALLS:
+        foreign, missing = [await error_of(pool, eve, method, things) for things in (alices, absents)]
+        assert foreign.code is missing.code is Code.NOT_FOUND, method
+        assert (foreign.reason, foreign.metadata, foreign.retry_delay_s) == (
+            missing.reason,
+            missing.metadata,
+            missing.retry_delay_s,
+        )
+        hidden = [value for value in dataclasses.asdict(absents).values() if value in missing.message]
+        shown = [value for value in dataclasses.asdict(alices).values() if value in foreign.message]
+        assert len(hidden) == len(shown)
+        assert foreign.message.replace(alices.session, "X") == missing.message.replace(absents.session, "X")
+    after = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
+    assert before == after
+    assert (await pool.wait(alices.operation, alices.sample))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
+    await pool.service.heartbeat(await pool.principal(), CALLS["heartbeat"](alices))
+    path = checkpoints_pb2.GetCheckpointRequest(path=alices.checkpoint)
+    assert (await pool.service.get_checkpoint(await pool.principal(), path)).checkpoint.seq == 3
 
 
-async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        methods = {name for name in dir(pool.service) if not name.startswith("_")}
+async def test_this_file_covers_every_method_of_the_service(pool: ToyPool) -> None:
+    methods = {name for name in dir(pool.service) if not name.startswith("_")}
     beyond = {  # not in the gRPC contract; tested below
         "refuse",
         "export_for_tinker",
@@ -179,125 +179,115 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
     assert methods == set(CALLS) | NAMELESS | beyond
 
 
-async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter("alice")
-        request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
-        eve, alice = await pool.principal("eve"), await pool.principal("alice")
-        foreign = await refusal(pool.service.refuse(eve, request, invalid("no")))
-        own = await refusal(pool.service.refuse(alice, request, invalid("no")))
-        assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
-        assert (own.message, own.operation) == ("no", f"{adapter}:1")
+async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(pool: ToyPool) -> None:
+    adapter = await pool.adapter("alice")
+    request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
+    eve, alice = await pool.principal("eve"), await pool.principal("alice")
+    foreign = await refusal(pool.service.refuse(eve, request, invalid("no")))
+    own = await refusal(pool.service.refuse(alice, request, invalid("no")))
+    assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
+    assert (own.message, own.operation) == ("no", f"{adapter}:1")
 
 
-async def test_the_order_of_anothers_adapter_is_not_told(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter("alice")
-        eve, alice = await pool.principal("eve"), await pool.principal("alice")
-        assert pool.service.is_next(alice, adapter, 1)
-        with pytest.raises(ServiceError) as raised:
-            pool.service.is_next(eve, adapter, 1)
-        assert raised.value.code is Code.NOT_FOUND
+async def test_the_order_of_anothers_adapter_is_not_told(pool: ToyPool) -> None:
+    adapter = await pool.adapter("alice")
+    eve, alice = await pool.principal("eve"), await pool.principal("alice")
+    assert pool.service.is_next(alice, adapter, 1)
+    with pytest.raises(ServiceError) as raised:
+        pool.service.is_next(eve, adapter, 1)
+    assert raised.value.code is Code.NOT_FOUND
 
 
-async def test_a_refused_train_step_takes_the_seqs_of_both_its_operations(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, alice = await pool.adapter("alice"), await pool.principal("alice")
-        step = training_pb2.TrainStepRequest(adapter_id=adapter, seq=1)
-        assert (await refusal(pool.service.refuse(alice, step, invalid("no")))).operation == f"{adapter}:1"
-        following = training_pb2.OptimStepRequest(adapter_id=adapter, seq=3)
-        assert (await refusal(pool.service.refuse(alice, following, invalid("no")))).operation == f"{adapter}:3"
-        for seq in (1, 2, 3):
-            name = ops_pb.GetOperationRequest(name=f"{adapter}:{seq}")
-            found = (await pool.service.get_operation(alice, name)).operation
-            assert found.state == ops_pb.OPERATION_STATE_FAILED
+async def test_a_refused_train_step_takes_the_seqs_of_both_its_operations(pool: ToyPool) -> None:
+    adapter, alice = await pool.adapter("alice"), await pool.principal("alice")
+    step = training_pb2.TrainStepRequest(adapter_id=adapter, seq=1)
+    assert (await refusal(pool.service.refuse(alice, step, invalid("no")))).operation == f"{adapter}:1"
+    following = training_pb2.OptimStepRequest(adapter_id=adapter, seq=3)
+    assert (await refusal(pool.service.refuse(alice, following, invalid("no")))).operation == f"{adapter}:3"
+    for seq in (1, 2, 3):
+        name = ops_pb.GetOperationRequest(name=f"{adapter}:{seq}")
+        found = (await pool.service.get_operation(alice, name)).operation
+        assert found.state == ops_pb.OPERATION_STATE_FAILED
 
 
-async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        path = (await things_of(pool, "alice")).checkpoint
-        adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
-        assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
-        assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
-        for reading in (
-            anext(pool.service.export_for_tinker(eve, path, "adapter_config.json")),
-            pool.service.trained_modules(eve, path),
-            pool.service.exported_files(eve, path),
-        ):
-            assert (await refusal(reading)).code is Code.NOT_FOUND
-        assert await anext(pool.service.export_for_tinker(alice, path, "adapter_config.json"))
+async def test_anothers_checkpoint_is_neither_listed_nor_read(pool: ToyPool) -> None:
+    path = (await things_of(pool, "alice")).checkpoint
+    adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
+    assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
+    assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
+    for reading in (
+        anext(pool.service.export_for_tinker(eve, path, "adapter_config.json")),
+        pool.service.trained_modules(eve, path),
+        pool.service.exported_files(eve, path),
+    ):
+        assert (await refusal(reading)).code is Code.NOT_FOUND
+    assert await anext(pool.service.export_for_tinker(alice, path, "adapter_config.json"))
 
 
-async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        eve, alice = await pool.principal("eve"), await pool.principal("alice")
-        metadata = {"door": "x"}
-        session = sessions_pb2.CreateSessionRequest(user_metadata=metadata, request_id="r")
-        session_id = (await pool.service.create_session(alice, session)).session.session_id
-        assert await pool.service.find_session(alice, metadata) == session_id
-        assert await pool.service.find_session(alice, metadata | {"more": "y"}) == ""
-        assert await pool.service.find_session(eve, metadata) == ""
-        await pool.finish_session(session_id)
-        assert await pool.service.find_session(alice, metadata) == ""
+async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(pool: ToyPool) -> None:
+    eve, alice = await pool.principal("eve"), await pool.principal("alice")
+    metadata = {"door": "x"}
+    session = sessions_pb2.CreateSessionRequest(user_metadata=metadata, request_id="r")
+    session_id = (await pool.service.create_session(alice, session)).session.session_id
+    assert await pool.service.find_session(alice, metadata) == session_id
+    assert await pool.service.find_session(alice, metadata | {"more": "y"}) == ""
+    assert await pool.service.find_session(eve, metadata) == ""
+    await pool.finish_session(session_id)
+    assert await pool.service.find_session(alice, metadata) == ""
 
 
-async def test_anothers_sampler_cannot_be_joined_and_its_samples_cannot_be_listed(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = (await things_of(pool, "alice")).sampler
-        eve, alice = await pool.principal("eve"), await pool.principal()
-        for call in (
-            pool.service.join_sampler(eve, sampler),
-            pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
-        ):
-            assert (await refusal(call)).code is Code.NOT_FOUND
-        assert await pool.service.join_sampler(alice, sampler)
-        assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
+async def test_anothers_sampler_cannot_be_joined_and_its_samples_cannot_be_listed(pool: ToyPool) -> None:
+    sampler = (await things_of(pool, "alice")).sampler
+    eve, alice = await pool.principal("eve"), await pool.principal()
+    for call in (
+        pool.service.join_sampler(eve, sampler),
+        pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
+    ):
+        assert (await refusal(call)).code is Code.NOT_FOUND
+    assert await pool.service.join_sampler(alice, sampler)
+    assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
 
 
-async def test_anothers_checkpoint_cannot_be_loaded_sampled_or_trained_from(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        path = (await things_of(pool, "alice")).checkpoint
-        mine = await pool.adapter("eve")
-        session = mine.partition(":")[0]
-        eve = await pool.principal("eve")
-        for call in (
-            pool.adapter("eve", from_path=path),
-            pool.sampler(session, "eve", model_path=path),
-            pool.service.load_state(eve, training_pb2.LoadStateRequest(adapter_id=mine, seq=1, path=path)),
-        ):
-            assert (await refusal(call)).code is Code.NOT_FOUND
+async def test_anothers_checkpoint_cannot_be_loaded_sampled_or_trained_from(pool: ToyPool) -> None:
+    path = (await things_of(pool, "alice")).checkpoint
+    mine = await pool.adapter("eve")
+    session = mine.partition(":")[0]
+    eve = await pool.principal("eve")
+    for call in (
+        pool.adapter("eve", from_path=path),
+        pool.sampler(session, "eve", model_path=path),
+        pool.service.load_state(eve, training_pb2.LoadStateRequest(adapter_id=mine, seq=1, path=path)),
+    ):
+        assert (await refusal(call)).code is Code.NOT_FOUND
 
 
-async def test_a_wait_that_names_one_foreign_operation_is_refused(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
-        request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
-        wait = pool.service.wait_operations(await pool.principal("eve"), request)
-        assert (await refusal(anext(wait))).code is Code.NOT_FOUND
+async def test_a_wait_that_names_one_foreign_operation_is_refused(pool: ToyPool) -> None:
+    alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
+    request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
+    wait = pool.service.wait_operations(await pool.principal("eve"), request)
+    assert (await refusal(anext(wait))).code is Code.NOT_FOUND
 
 
-async def test_anothers_results_are_neither_returned_together_nor_measured(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        alices = await things_of(pool, "alice")
-        eve, alice = await pool.principal("eve"), await pool.principal("alice")
-        target, _, seq = alices.operation.rpartition(":")
-        assert pool.core.admission.result_bytes(alice.tenant_id, target, int(seq)) > 0
-        assert pool.core.admission.result_bytes(eve.tenant_id, target, int(seq)) == 0
-        with pool.core.responses.room(eve.tenant_id) as room:
-            call = pool.service.finished_operations(eve, [alices.operation], room, is_poll=False)
-            assert (await refusal(call)).code is Code.NOT_FOUND
+async def test_anothers_results_are_neither_returned_together_nor_measured(pool: ToyPool) -> None:
+    alices = await things_of(pool, "alice")
+    eve, alice = await pool.principal("eve"), await pool.principal("alice")
+    target, _, seq = alices.operation.rpartition(":")
+    assert pool.core.admission.result_bytes(alice.tenant_id, target, int(seq)) > 0
+    assert pool.core.admission.result_bytes(eve.tenant_id, target, int(seq)) == 0
+    with pool.core.responses.room(eve.tenant_id) as room:
+        call = pool.service.finished_operations(eve, [alices.operation], room, is_poll=False)
+        assert (await refusal(call)).code is Code.NOT_FOUND
 
 
-async def test_lists_have_only_the_callers_resources(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
-        eve = await pool.principal("eve")
-        sessions = (await pool.service.list_sessions(eve, sessions_pb2.ListSessionsRequest())).sessions
-        adapters = (await pool.service.list_adapters(eve, adapters_pb2.ListAdaptersRequest())).adapters
-        everything = checkpoints_pb2.ListCheckpointsRequest()
-        of_alice = checkpoints_pb2.ListCheckpointsRequest(adapter_id=alices.adapter)
-        checkpoints = (await pool.service.list_checkpoints(eve, everything)).checkpoints
-        foreign = (await pool.service.list_checkpoints(eve, of_alice)).checkpoints
+async def test_lists_have_only_the_callers_resources(pool: ToyPool) -> None:
+    alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
+    eve = await pool.principal("eve")
+    sessions = (await pool.service.list_sessions(eve, sessions_pb2.ListSessionsRequest())).sessions
+    adapters = (await pool.service.list_adapters(eve, adapters_pb2.ListAdaptersRequest())).adapters
+    everything = checkpoints_pb2.ListCheckpointsRequest()
+    of_alice = checkpoints_pb2.ListCheckpointsRequest(adapter_id=alices.adapter)
+    checkpoints = (await pool.service.list_checkpoints(eve, everything)).checkpoints
+    foreign = (await pool.service.list_checkpoints(eve, of_alice)).checkpoints
     assert [each.session_id for each in sessions] == [eves.session]
     assert [each.adapter_id for each in adapters] == [eves.adapter]
     assert [each.path for each in checkpoints] == [eves.checkpoint]
@@ -344,38 +334,36 @@ async def test_pool_status_and_cycles_show_others_only_as_counts(tmp_path: Path)
     assert {row.tenant for row in usage} == {"eve"}
 
 
-async def test_a_member_sees_other_tenants_of_a_cycle_as_their_number_and_totals_only(tmp_path: Path) -> None:
+async def test_a_member_sees_other_tenants_of_a_cycle_as_their_number_and_totals_only(pool: ToyPool) -> None:
     parts = (("eve", "e1", 1), ("alice", "a1", 20), ("alice", "a2", 300), ("bob", "b1", 4000))
-    async with running_pool(tmp_path) as pool:
-        ids = {name: (await pool.principal(name)).tenant_id for name, _, _ in parts}
-        entries = [
-            pool_pb2.CycleEntry(
-                adapter_id=adapter,
-                tenant=ids[name],
-                worker_id="w",
-                num_operations=number,
-                num_tokens=number,
-                is_step=True,
-            )
-            for name, adapter, number in parts
-        ]
-        pool.coordinator.core.journal.publish(pool_pb2.Cycle(cycle_id=1, entries=entries))
-        eve = await pool.principal("eve")
-        [cycle] = (await pool.service.get_pool_status(eve, pool_pb2.GetPoolStatusRequest())).cycles
+    ids = {name: (await pool.principal(name)).tenant_id for name, _, _ in parts}
+    entries = [
+        pool_pb2.CycleEntry(
+            adapter_id=adapter,
+            tenant=ids[name],
+            worker_id="w",
+            num_operations=number,
+            num_tokens=number,
+            is_step=True,
+        )
+        for name, adapter, number in parts
+    ]
+    pool.coordinator.core.journal.publish(pool_pb2.Cycle(cycle_id=1, entries=entries))
+    eve = await pool.principal("eve")
+    [cycle] = (await pool.service.get_pool_status(eve, pool_pb2.GetPoolStatusRequest())).cycles
     mine, all_others, second = cycle.entries
     assert (mine.tenant, mine.adapter_id, mine.worker_id, mine.num_tokens) == ("eve", "e1", "w", 1)
     assert all_others == pool_pb2.CycleEntry(num_operations=4320, num_tokens=4320)
     assert second == pool_pb2.CycleEntry(), "alice and bob are two"
 
 
-async def test_a_name_that_is_almost_that_of_an_operation_is_not_found(tmp_path: Path) -> None:
+async def test_a_name_that_is_almost_that_of_an_operation_is_not_found(pool: ToyPool) -> None:
     """Otherwise a wait could end although the operation has not finished."""
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        pool.hold()
-        name = await pool.optim_step(adapter, 1)
-        for other in (f"{adapter}:01", f"{adapter}:+1", f"{adapter}:１", f"{adapter}: 1", f"{adapter}:", ":1", "", "1"):
-            wait = pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[other]))
-            assert (await refusal(anext(wait))).code is Code.NOT_FOUND
-        await pool.release()
-        await pool.wait(name)
+    adapter, principal = await pool.adapter(), await pool.principal()
+    pool.hold()
+    name = await pool.optim_step(adapter, 1)
+    for other in (f"{adapter}:01", f"{adapter}:+1", f"{adapter}:１", f"{adapter}: 1", f"{adapter}:", ":1", "", "1"):
+        wait = pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[other]))
+        assert (await refusal(anext(wait))).code is Code.NOT_FOUND
+    await pool.release()
+    await pool.wait(name)

@@ -199,13 +199,12 @@ async def test_a_tenant_that_is_gone_before_a_change_of_it_is_written_is_not_fou
         assert len(query(tmp_path, "SELECT * FROM audit WHERE act = 'tenant.delete'")) == 1
 
 
-async def test_usage_that_is_counted_after_its_tenant_is_gone_harms_no_commit(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        use = FileUse(adapter_id="a", tenant_id="gone", kind="export", num_bytes=1, seconds=1.0)
-        for write in (
-            lambda db: add_usage(db, "gone", "sample", 1, 1.0),
-            lambda db: add_month(db, "gone", 1, 1),
-            lambda db: add_file_use(db, use),
-        ):
-            await pool.store.database.write(write)
-        assert rows_of(tmp_path, "gone") == {}
+async def test_usage_that_is_counted_after_its_tenant_is_gone_harms_no_commit(tmp_path: Path, pool: ToyPool) -> None:
+    use = FileUse(adapter_id="a", tenant_id="gone", kind="export", num_bytes=1, seconds=1.0)
+    for write in (
+        lambda db: add_usage(db, "gone", "sample", 1, 1.0),
+        lambda db: add_month(db, "gone", 1, 1),
+        lambda db: add_file_use(db, use),
+    ):
+        await pool.store.database.write(write)
+    assert rows_of(tmp_path, "gone") == {}

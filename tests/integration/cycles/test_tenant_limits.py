@@ -79,27 +79,26 @@ async def test_operations_that_were_accepted_run_after_a_restart_with_lower_limi
         await pool.wait(await pool.submit(adapter, 7))
 
 
-async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        await pool.adapter("alice")
-        await pool.adapter("alice")
-        assert await used(pool) == {
-            "sessions_max": 2,
-            "adapters_max": 2,
-            "queued_operations_max": 0,
-            "queued_bytes_max": 0,
-            "streams_max": 0,
-            "samples_max": 0,
-            "samplers_max": 0,
-            "checkpoints_max": 0,
-            "stored_bytes_max": pool.core.holdings.num_bytes(pool.tenant_id("alice")),
-            "tokens_per_month": 0,
-        }
-        bob, others = await pool.principal("bob"), limits_pb2.GetTenantLimitsRequest(tenant="alice")
-        unknown = limits_pb2.GetTenantLimitsRequest(tenant="nobody")
-        errors = [await refusal(pool.service.get_tenant_limits(bob, request)) for request in (others, unknown)]
-        assert {(error.code, error.reason) for error in errors} == {(Code.NOT_FOUND, "NOT_FOUND")}
-        assert (await pool.service.get_tenant_limits(await admin(pool), others)).tenant == "alice"
+async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(pool: ToyPool) -> None:
+    await pool.adapter("alice")
+    await pool.adapter("alice")
+    assert await used(pool) == {
+        "sessions_max": 2,
+        "adapters_max": 2,
+        "queued_operations_max": 0,
+        "queued_bytes_max": 0,
+        "streams_max": 0,
+        "samples_max": 0,
+        "samplers_max": 0,
+        "checkpoints_max": 0,
+        "stored_bytes_max": pool.core.holdings.num_bytes(pool.tenant_id("alice")),
+        "tokens_per_month": 0,
+    }
+    bob, others = await pool.principal("bob"), limits_pb2.GetTenantLimitsRequest(tenant="alice")
+    unknown = limits_pb2.GetTenantLimitsRequest(tenant="nobody")
+    errors = [await refusal(pool.service.get_tenant_limits(bob, request)) for request in (others, unknown)]
+    assert {(error.code, error.reason) for error in errors} == {(Code.NOT_FOUND, "NOT_FOUND")}
+    assert (await pool.service.get_tenant_limits(await admin(pool), others)).tenant == "alice"
 
 
 async def refused_outcome(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:
@@ -143,90 +142,85 @@ async def refused_outcome_at(pool: ToyPool, call: Awaitable[Any], reason: str) -
     assert (error.code, error.reason, bool(error.operation)) == (Code.FAILED_PRECONDITION, reason, True)
 
 
-async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_will_add(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        pool.hold()
-        name = await pool.submit_save(adapter, 1, "a")
-        assert stored(pool) == RESERVED
-        others = (await used(pool))["stored_bytes_max"] - RESERVED
-        await set_limits(pool, "alice", stored_bytes_max=others + 2 * RESERVED - 1)
-        await refused_outcome_at(pool, pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
-        await pool.release()
-        await pool.wait(name)
-        await set_limits(pool, "alice", stored_bytes_max="")
-        await pool.wait(await pool.submit_publish(adapter, 3, "b"), await pool.submit_save(adapter, 4, "c"))
-        await pool.wait(await pool.submit_save(adapter, 5, "c", overwrite=True))
-        await pool.written()
-        rows = [pool.store.checkpoints.by_path(f"tinker://{adapter}/{each}") for each in PATHS]
-        sizes = [row.size_bytes for row in rows if row is not None]
-        assert len(sizes) == len(PATHS)
-        assert stored(pool) == sum(sizes)
-        for path in PATHS:
-            await pool.delete_checkpoint(f"tinker://{adapter}/{path}")
-        assert stored(pool) == 0
+async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_will_add(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    pool.hold()
+    name = await pool.submit_save(adapter, 1, "a")
+    assert stored(pool) == RESERVED
+    others = (await used(pool))["stored_bytes_max"] - RESERVED
+    await set_limits(pool, "alice", stored_bytes_max=others + 2 * RESERVED - 1)
+    await refused_outcome_at(pool, pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
+    await pool.release()
+    await pool.wait(name)
+    await set_limits(pool, "alice", stored_bytes_max="")
+    await pool.wait(await pool.submit_publish(adapter, 3, "b"), await pool.submit_save(adapter, 4, "c"))
+    await pool.wait(await pool.submit_save(adapter, 5, "c", overwrite=True))
+    await pool.written()
+    rows = [pool.store.checkpoints.by_path(f"tinker://{adapter}/{each}") for each in PATHS]
+    sizes = [row.size_bytes for row in rows if row is not None]
+    assert len(sizes) == len(PATHS)
+    assert stored(pool) == sum(sizes)
+    for path in PATHS:
+        await pool.delete_checkpoint(f"tinker://{adapter}/{path}")
+    assert stored(pool) == 0
 
 
 async def trained(pool: ToyPool, adapter: str, seq: int) -> list[operations_pb2.Operation]:
     return await pool.wait(await pool.forward_backward(adapter, seq, *LENGTHS))
 
 
-async def test_everything_that_a_tenant_stores_counts_and_above_its_limit_only_growth_is_refused(
-    tmp_path: Path,
-) -> None:
-    async with running_pool(tmp_path) as pool:
-        principal = await pool.principal("alice")
-        notes = {"notes": "x" * 1000}
+async def test_everything_that_a_tenant_stores_counts_and_above_its_limit_only_growth_is_refused(pool: ToyPool) -> None:
+    principal = await pool.principal("alice")
+    notes = {"notes": "x" * 1000}
 
-        async def grown_by(call: Awaitable[Any]) -> tuple[Any, int]:
-            before = (await used(pool))["stored_bytes_max"]
-            return await call, (await used(pool))["stored_bytes_max"] - before
+    async def grown_by(call: Awaitable[Any]) -> tuple[Any, int]:
+        before = (await used(pool))["stored_bytes_max"]
+        return await call, (await used(pool))["stored_bytes_max"] - before
 
-        session, added = await grown_by(
-            pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes))
-        )
-        assert 1000 < added < 1500
-        adapter, added = await grown_by(pool.adapter("alice"))
-        state_bytes = pool.core.holdings.state_bytes(pool.spec_of(adapter), "toy")
-        assert state_bytes < added < state_bytes + 1500
-        [done], added = await grown_by(trained(pool, adapter, 1))
-        assert added > done.ByteSize() > 0
-        saved, added = await grown_by(pool.publish(adapter, 2))
-        weights_bytes = pool.core.holdings.weights_bytes(pool.spec_of(adapter), "toy")
-        assert added > weights_bytes > 0
+    session, added = await grown_by(
+        pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes))
+    )
+    assert 1000 < added < 1500
+    adapter, added = await grown_by(pool.adapter("alice"))
+    state_bytes = pool.core.holdings.state_bytes(pool.spec_of(adapter), "toy")
+    assert state_bytes < added < state_bytes + 1500
+    [done], added = await grown_by(trained(pool, adapter, 1))
+    assert added > done.ByteSize() > 0
+    saved, added = await grown_by(pool.publish(adapter, 2))
+    weights_bytes = pool.core.holdings.weights_bytes(pool.spec_of(adapter), "toy")
+    assert added > weights_bytes > 0
 
-        await set_limits(pool, "alice", stored_bytes_max=(await used(pool))["stored_bytes_max"])
-        refused = [
-            pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes)),
-            pool.adapter("alice"),
-            pool.forward_backward(adapter, 3, *LENGTHS),
-        ]
-        assert [(await refusal(call)).reason for call in refused] == ["STORAGE_QUOTA"] * 3
-        assert [each.name for each in await pool.wait(saved.name)] == [saved.name]
-        request = sessions_pb2.FinishSessionRequest(session_id=session.session.session_id)
-        await pool.service.finish_session(principal, request)
-        await set_limits(pool, "alice", stored_bytes_max="")
-        await pool.adapter("alice")
+    await set_limits(pool, "alice", stored_bytes_max=(await used(pool))["stored_bytes_max"])
+    refused = [
+        pool.service.create_session(principal, sessions_pb2.CreateSessionRequest(user_metadata=notes)),
+        pool.adapter("alice"),
+        pool.forward_backward(adapter, 3, *LENGTHS),
+    ]
+    assert [(await refusal(call)).reason for call in refused] == ["STORAGE_QUOTA"] * 3
+    assert [each.name for each in await pool.wait(saved.name)] == [saved.name]
+    request = sessions_pb2.FinishSessionRequest(session_id=session.session.session_id)
+    await pool.service.finish_session(principal, request)
+    await set_limits(pool, "alice", stored_bytes_max="")
+    await pool.adapter("alice")
 
 
-async def test_saves_that_overwrite_each_other_in_one_cycle_and_deletions_meanwhile_count_once(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = f"tinker://{adapter}/weights/c"
-        await pool.delete_checkpoint((await pool.save(adapter, 1, "warm")).save_state.path)  # its cost is known now
-        for first_seq in (2, 5):
-            pool.hold()
-            await pool.optim_step(adapter, first_seq)
-            names = [await pool.submit_save(adapter, first_seq + i, "c", overwrite=True) for i in (1, 2)]
-            if first_seq > 2:
-                await pool.delete_checkpoint(path)
-            await pool.release()
-            first, second = await pool.wait(*names)
-            assert first.cycle_id == second.cycle_id
-            row = pool.store.checkpoints.by_path(path)
-            assert row is not None
-            now = await used(pool)
-            assert (now["checkpoints_max"], stored(pool)) == (1, row.size_bytes)
+async def test_saves_that_overwrite_each_other_in_one_cycle_and_deletions_meanwhile_count_once(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    path = f"tinker://{adapter}/weights/c"
+    await pool.delete_checkpoint((await pool.save(adapter, 1, "warm")).save_state.path)  # its cost is known now
+    for first_seq in (2, 5):
+        pool.hold()
+        await pool.optim_step(adapter, first_seq)
+        names = [await pool.submit_save(adapter, first_seq + i, "c", overwrite=True) for i in (1, 2)]
+        if first_seq > 2:
+            await pool.delete_checkpoint(path)
+        await pool.release()
+        first, second = await pool.wait(*names)
+        assert first.cycle_id == second.cycle_id
+        row = pool.store.checkpoints.by_path(path)
+        assert row is not None
+        now = await used(pool)
+        assert (now["checkpoints_max"], stored(pool)) == (1, row.size_bytes)
 
 
 async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path: Path) -> None:
@@ -254,64 +248,61 @@ async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path
         assert (await used(pool))["samplers_max"] == 1
 
 
-async def test_samplers_that_are_created_at_the_same_time_never_exceed_the_ceiling(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        await set_limits(pool, "alice", samplers_max=3)
-        sessions = [await pool.session() for _ in range(6)]
-        made = await asyncio.gather(*(pool.sampler(session) for session in sessions), return_exceptions=True)
-        refused = [each for each in made if isinstance(each, ServiceError)]
-        assert (len(refused), {each.reason for each in refused}) == (3, {"SAMPLER_QUOTA"})
-        again = sampling_pb2.CreateSamplerRequest(session_id=sessions[0], base_model="toy", index=5)
-        assert (await refusal(pool.service.create_sampler(await pool.principal(), again))).reason == "SAMPLER_QUOTA"
+async def test_samplers_that_are_created_at_the_same_time_never_exceed_the_ceiling(pool: ToyPool) -> None:
+    await set_limits(pool, "alice", samplers_max=3)
+    sessions = [await pool.session() for _ in range(6)]
+    made = await asyncio.gather(*(pool.sampler(session) for session in sessions), return_exceptions=True)
+    refused = [each for each in made if isinstance(each, ServiceError)]
+    assert (len(refused), {each.reason for each in refused}) == (3, {"SAMPLER_QUOTA"})
+    again = sampling_pb2.CreateSamplerRequest(session_id=sessions[0], base_model="toy", index=5)
+    assert (await refusal(pool.service.create_sampler(await pool.principal(), again))).reason == "SAMPLER_QUOTA"
 
 
-async def test_samples_above_those_in_flight_are_refused_with_a_delay(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        await set_limits(pool, "alice", samples_max=4)
-        sampler = await pool.sampler(await pool.session())
-        pool.hold()
-        names = [await pool.sample(sampler, 1, num_samples=3)]
-        error = await refusal(pool.sample(sampler, 2, num_samples=2))
-        assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "SAMPLES_FULL", 1.0)
-        assert error.quota == Quota("unfinished samples of yours", 3, 4)
-        names.append(await pool.sample(sampler, 2, num_samples=1))
-        bobs = await pool.sampler(await pool.session("bob"), tenant="bob")
-        await pool.sample(bobs, 1, tenant="bob", num_samples=5)
-        await pool.release()
-        await pool.wait(*names)
-        assert (await used(pool))["samples_max"] == 0
-        [large] = await pool.wait(await pool.sample(sampler, 3, num_samples=5))
-        assert len(large.sample.sequences) == 5, "a larger request than the ceiling is accepted alone"
+async def test_samples_above_those_in_flight_are_refused_with_a_delay(pool: ToyPool) -> None:
+    await set_limits(pool, "alice", samples_max=4)
+    sampler = await pool.sampler(await pool.session())
+    pool.hold()
+    names = [await pool.sample(sampler, 1, num_samples=3)]
+    error = await refusal(pool.sample(sampler, 2, num_samples=2))
+    assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "SAMPLES_FULL", 1.0)
+    assert error.quota == Quota("unfinished samples of yours", 3, 4)
+    names.append(await pool.sample(sampler, 2, num_samples=1))
+    bobs = await pool.sampler(await pool.session("bob"), tenant="bob")
+    await pool.sample(bobs, 1, tenant="bob", num_samples=5)
+    await pool.release()
+    await pool.wait(*names)
+    assert (await used(pool))["samples_max"] == 0
+    [large] = await pool.wait(await pool.sample(sampler, 3, num_samples=5))
+    assert len(large.sample.sequences) == 5, "a larger request than the ceiling is accepted alone"
 
 
-async def test_streams_above_the_ceiling_are_refused_with_a_delay_and_a_closed_one_makes_room(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        await set_limits(pool, "alice", streams_max=2)
-        alice, bob = await pool.principal(), await pool.principal("bob")
-        adapter = await pool.adapter()
-        pool.hold()
-        name = await pool.submit(adapter, 1)
-        request = operations_pb2.WaitOperationsRequest(names=[name])
-        watch = pool.service.watch_cycles(alice, pool_pb2.WatchCyclesRequest())
-        waiting = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
-        watching = asyncio.create_task(anext(watch))
-        await asyncio.sleep(0)
-        assert (await used(pool))["streams_max"] == 2
-        error = await refusal(anext(pool.service.wait_operations(alice, request)))
-        assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "STREAMS_FULL", 1.0)
-        others = asyncio.create_task(anext(pool.service.watch_cycles(bob, pool_pb2.WatchCyclesRequest())))
-        room = pool.core.responses.room(alice.tenant_id)
-        poll = asyncio.create_task(pool.service.finished_operations(alice, [name], room, is_poll=True))
-        await asyncio.sleep(0)
-        assert not poll.done()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        await watch.aclose()
-        again = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
-        await pool.release()
-        for task in (waiting, again, poll, others):
-            await task
-        assert (await used(pool))["streams_max"] <= 2
+async def test_streams_above_the_ceiling_are_refused_with_a_delay_and_a_closed_one_makes_room(pool: ToyPool) -> None:
+    await set_limits(pool, "alice", streams_max=2)
+    alice, bob = await pool.principal(), await pool.principal("bob")
+    adapter = await pool.adapter()
+    pool.hold()
+    name = await pool.submit(adapter, 1)
+    request = operations_pb2.WaitOperationsRequest(names=[name])
+    watch = pool.service.watch_cycles(alice, pool_pb2.WatchCyclesRequest())
+    waiting = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
+    watching = asyncio.create_task(anext(watch))
+    await asyncio.sleep(0)
+    assert (await used(pool))["streams_max"] == 2
+    error = await refusal(anext(pool.service.wait_operations(alice, request)))
+    assert (error.code, error.reason, error.retry_delay_s) == (Code.RESOURCE_EXHAUSTED, "STREAMS_FULL", 1.0)
+    others = asyncio.create_task(anext(pool.service.watch_cycles(bob, pool_pb2.WatchCyclesRequest())))
+    room = pool.core.responses.room(alice.tenant_id)
+    poll = asyncio.create_task(pool.service.finished_operations(alice, [name], room, is_poll=True))
+    await asyncio.sleep(0)
+    assert not poll.done()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await watch.aclose()
+    again = asyncio.create_task(anext(pool.service.wait_operations(alice, request)))
+    await pool.release()
+    for task in (waiting, again, poll, others):
+        await task
+    assert (await used(pool))["streams_max"] <= 2
 
 
 async def test_claims_of_unfinished_saves_are_counted_again_after_a_crash(tmp_path: Path) -> None:
@@ -361,19 +352,18 @@ async def test_a_budget_is_never_exceeded_and_is_the_same_after_a_crash(tmp_path
         assert done.num_tokens == 4
 
 
-async def test_a_rate_of_tokens_delays_passes_and_samples_and_no_step_or_save(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        sampler = await pool.sampler(adapter.partition(":")[0])
-        await set_limits(pool, "alice", tokens_per_s=0.2)
-        names = [await pool.forward_backward(adapter, 1, 20)]
-        for call in (pool.forward_backward(adapter, 2, 1), pool.sample(sampler, 1)):
-            error = await refusal(call)
-            assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
-            assert error.retry_delay_s is not None
-            assert error.retry_delay_s > 80
-        names += [await pool.optim_step(adapter, 2), await pool.submit_save(adapter, 3, "a")]
-        assert not any(operation.HasField("error") for operation in await pool.wait(*names))
+async def test_a_rate_of_tokens_delays_passes_and_samples_and_no_step_or_save(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    sampler = await pool.sampler(adapter.partition(":")[0])
+    await set_limits(pool, "alice", tokens_per_s=0.2)
+    names = [await pool.forward_backward(adapter, 1, 20)]
+    for call in (pool.forward_backward(adapter, 2, 1), pool.sample(sampler, 1)):
+        error = await refusal(call)
+        assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
+        assert error.retry_delay_s is not None
+        assert error.retry_delay_s > 80
+    names += [await pool.optim_step(adapter, 2), await pool.submit_save(adapter, 3, "a")]
+    assert not any(operation.HasField("error") for operation in await pool.wait(*names))
 
 
 async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats_and_deletions_do_not(
@@ -425,17 +415,16 @@ async def test_creations_draw_from_the_rate_of_operations_and_repeats_heartbeats
         await pool.finish_session(second.session.session_id)
 
 
-async def test_only_permitted_base_models_and_ranks_are_used_for_something_new(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await set_limits(pool, "alice", base_models="another", ranks="4,16")
-        for call in (pool.adapter(), pool.sampler(adapter.partition(":")[0])):
-            error = await refusal(call)
-            assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "BASE_MODEL_NOT_PERMITTED")
-            assert "tinkerpool tenant limit alice base_models=toy,..." in error.message
-        await set_limits(pool, "alice", base_models="another, toy")
-        error = await refusal(pool.adapter(rank=8))
-        assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "RANK_NOT_PERMITTED")
-        await pool.adapter(rank=16)
-        await pool.adapter("bob")
-        await pool.wait(await pool.submit(adapter, 1))
+async def test_only_permitted_base_models_and_ranks_are_used_for_something_new(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    await set_limits(pool, "alice", base_models="another", ranks="4,16")
+    for call in (pool.adapter(), pool.sampler(adapter.partition(":")[0])):
+        error = await refusal(call)
+        assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "BASE_MODEL_NOT_PERMITTED")
+        assert "tinkerpool tenant limit alice base_models=toy,..." in error.message
+    await set_limits(pool, "alice", base_models="another, toy")
+    error = await refusal(pool.adapter(rank=8))
+    assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "RANK_NOT_PERMITTED")
+    await pool.adapter(rank=16)
+    await pool.adapter("bob")
+    await pool.wait(await pool.submit(adapter, 1))

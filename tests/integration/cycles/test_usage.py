@@ -88,13 +88,12 @@ async def file_bytes(pool: ToyPool) -> dict[str, int]:
     return {row.kind: row.file_bytes for row in rows}
 
 
-async def test_failed_operations_are_counted_and_repeated_requests_are_not(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        names = {await pool.forward_backward(adapter, 1, 4, token=POISON_TOKEN) for _ in range(3)}
-        names |= {await pool.optim_step(adapter, 2) for _ in range(3)}
-        operations = await pool.wait(*names)
-        counted = await usage(pool, "alice")
+async def test_failed_operations_are_counted_and_repeated_requests_are_not(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    names = {await pool.forward_backward(adapter, 1, 4, token=POISON_TOKEN) for _ in range(3)}
+    names |= {await pool.optim_step(adapter, 2) for _ in range(3)}
+    operations = await pool.wait(*names)
+    counted = await usage(pool, "alice")
     assert len(operations) == 2
     assert {kind: row[0] for kind, row in counted.items()} == {"forward_backward": 1, "optim_step": 1}
 
@@ -123,14 +122,13 @@ async def test_a_replay_after_a_lost_worker_or_a_restart_is_not_charged_again(tm
     assert step.state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_an_administrator_sees_every_tenant(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapters = {tenant: await pool.adapter(tenant) for tenant in ("alice", "bob")}
-        for tenant, adapter in adapters.items():
-            await pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
-        key, _ = await pool.coordinator.authenticator.create_key("boss", role=Role.ADMIN)
-        boss = pool.coordinator.authenticator.authenticate(key)
-        rows = (await pool.service.get_usage(boss, pool_pb2.GetUsageRequest())).rows
+async def test_an_administrator_sees_every_tenant(pool: ToyPool) -> None:
+    adapters = {tenant: await pool.adapter(tenant) for tenant in ("alice", "bob")}
+    for tenant, adapter in adapters.items():
+        await pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
+    key, _ = await pool.coordinator.authenticator.create_key("boss", role=Role.ADMIN)
+    boss = pool.coordinator.authenticator.authenticate(key)
+    rows = (await pool.service.get_usage(boss, pool_pb2.GetUsageRequest())).rows
     assert [(row.tenant, row.kind, row.num_tokens) for row in rows] == [
         ("alice", "forward_backward", 4),
         ("bob", "forward_backward", 4),

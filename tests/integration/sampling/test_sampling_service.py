@@ -58,64 +58,60 @@ async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_p
     assert tokens_of(first) == tokens_of(again) != tokens_of(second)
 
 
-async def test_a_repeated_request_without_a_seed_is_the_same_request(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
-        request = sample_request(sampler, 0)
-        request.request_id = "r"
-        first, again = [(await pool.service.sample(principal, request)).operation.name for _ in range(2)]
-        await pool.wait(first)
-        later = (await pool.service.sample(principal, request)).operation
-        request.params.max_tokens = 3
-        refused = await refusal(pool.service.sample(principal, request))
+async def test_a_repeated_request_without_a_seed_is_the_same_request(pool: ToyPool) -> None:
+    sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+    request = sample_request(sampler, 0)
+    request.request_id = "r"
+    first, again = [(await pool.service.sample(principal, request)).operation.name for _ in range(2)]
+    await pool.wait(first)
+    later = (await pool.service.sample(principal, request)).operation
+    request.params.max_tokens = 3
+    refused = await refusal(pool.service.sample(principal, request))
     assert first == again == later.name
     assert later.state == SUCCEEDED
     assert refused.code is Code.ALREADY_EXISTS
 
 
-async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await pool.sampler(await pool.session())
-        streamed, operation = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
-        nothing, again = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
-        assert not pool.core.samples.streams.has_listener(operation.name)
+async def test_a_stream_has_every_token_once_and_ends_with_the_operation(pool: ToyPool) -> None:
+    sampler = await pool.sampler(await pool.session())
+    streamed, operation = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
+    nothing, again = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
+    assert not pool.core.samples.streams.has_listener(operation.name)
     assert [streamed[index] for index in range(3)] == tokens_of(operation)
     assert (nothing, again) == ({}, operation)
 
 
-async def test_tokens_that_a_lost_worker_has_streamed_are_not_streamed_again(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
-        engine = pool.engines["w0"][-1]
-        step, num_steps = engine.decode_step, 0
+async def test_tokens_that_a_lost_worker_has_streamed_are_not_streamed_again(pool: ToyPool) -> None:
+    sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+    engine = pool.engines["w0"][-1]
+    step, num_steps = engine.decode_step, 0
 
-        def three_steps() -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            drawn = step()
-            engine.may_decode = num_steps < 3
-            return drawn
+    def three_steps() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        drawn = step()
+        engine.may_decode = num_steps < 3
+        return drawn
 
-        engine.decode_step = three_steps  # type: ignore[method-assign]
-        request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, seed=3, max_tokens=10))
-        events = pool.service.stream_sample(principal, request)
-        tokens = [(await anext(events)).token.token for _ in range(3)]
-        await pool.kill_worker()
-        *rest, last = [event async for event in events]
-        tokens += [event.token.token for event in rest]
-        assert len(pool.engines["w0"]) == 2
+    engine.decode_step = three_steps  # type: ignore[method-assign]
+    request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, seed=3, max_tokens=10))
+    events = pool.service.stream_sample(principal, request)
+    tokens = [(await anext(events)).token.token for _ in range(3)]
+    await pool.kill_worker()
+    *rest, last = [event async for event in events]
+    tokens += [event.token.token for event in rest]
+    assert len(pool.engines["w0"]) == 2
     assert [tokens] == tokens_of(last.operation)
 
 
-async def test_samples_of_a_lost_worker_run_again_and_give_the_same_tokens(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await trained_sampler(pool)
-        expected = await pool.wait(*[await pool.sample(sampler, seq, seed=seq) for seq in range(1, 5)])
-        pool.hold()
-        names = [await pool.sample(sampler, 10 + seq, seed=seq) for seq in range(1, 5)]
-        pool.engines["w0"][-1].may_run.set()
-        await pool.kill_worker()
-        again = await pool.wait(*names)
+async def test_samples_of_a_lost_worker_run_again_and_give_the_same_tokens(pool: ToyPool) -> None:
+    sampler = await trained_sampler(pool)
+    expected = await pool.wait(*[await pool.sample(sampler, seq, seed=seq) for seq in range(1, 5)])
+    pool.hold()
+    names = [await pool.sample(sampler, 10 + seq, seed=seq) for seq in range(1, 5)]
+    pool.engines["w0"][-1].may_run.set()
+    await pool.kill_worker()
+    again = await pool.wait(*names)
     assert [tokens_of(each) for each in again] == [tokens_of(each) for each in expected]
 
 
@@ -140,12 +136,11 @@ async def test_a_cancelled_sample_ends_whether_it_is_queued_or_decoded(tmp_path:
     assert finished.state == SUCCEEDED
 
 
-async def test_a_sampler_names_its_checkpoint_and_base_model(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        path = (await pool.save(await pool.adapter(), 1, "first")).save_state.path
-        sampler_id = await pool.sampler(await pool.session(), model_path=path)
-        request = sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
-        sampler = (await pool.service.get_sampler(await pool.principal(), request)).sampler
+async def test_a_sampler_names_its_checkpoint_and_base_model(pool: ToyPool) -> None:
+    path = (await pool.save(await pool.adapter(), 1, "first")).save_state.path
+    sampler_id = await pool.sampler(await pool.session(), model_path=path)
+    request = sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
+    sampler = (await pool.service.get_sampler(await pool.principal(), request)).sampler
     assert (sampler.model_path, sampler.base_model) == (path, "toy")
 
 
@@ -189,22 +184,19 @@ async def test_a_sample_whose_weights_cannot_be_read_frees_its_slots_for_queued_
     assert fine.state == SUCCEEDED
 
 
-async def test_a_sample_whose_worker_is_lost_before_its_start_is_started_once_on_the_replacement(
-    tmp_path: Path,
-) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, 1, "first")).save_state.path
-        sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
-        with (
-            held(pool.folders.checkpoints, "read") as reads,
-            mock.patch.object(pool.core.pool, "start_sample", wraps=pool.core.pool.start_sample) as start_sample,
-        ):
-            name = await pool.sample(sampler, 1)
-            await pool.kill_worker()
-            await until(lambda: len(pool.engines["w0"]) == 2)
-            reads.may_go.set()
-            [operation] = await asyncio.wait_for(pool.wait(name), 60)
+async def test_a_sample_whose_worker_is_lost_before_its_start_is_started_once_on_the_replacement(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    path = (await pool.save(adapter, 1, "first")).save_state.path
+    sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
+    with (
+        held(pool.folders.checkpoints, "read") as reads,
+        mock.patch.object(pool.core.pool, "start_sample", wraps=pool.core.pool.start_sample) as start_sample,
+    ):
+        name = await pool.sample(sampler, 1)
+        await pool.kill_worker()
+        await until(lambda: len(pool.engines["w0"]) == 2)
+        reads.may_go.set()
+        [operation] = await asyncio.wait_for(pool.wait(name), 60)
     assert operation.state == SUCCEEDED
     assert start_sample.call_count == 1
 
@@ -243,30 +235,28 @@ async def test_a_worker_that_only_samples_drops_versions_too(tmp_path: Path, mon
         assert len(engine.batches) == num_batches
 
 
-async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await pool.sampler(await pool.session())
-        call = asyncio.create_task(pool.sample(sampler, 1, seed=1))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        assert call.cancelled()
-        [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 60)
+async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(pool: ToyPool) -> None:
+    sampler = await pool.sampler(await pool.session())
+    call = asyncio.create_task(pool.sample(sampler, 1, seed=1))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
+    [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 60)
     assert operation.state == SUCCEEDED
 
 
 async def test_a_sample_whose_append_failed_does_not_run_and_can_be_sent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, pool: ToyPool
 ) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await pool.sampler(await pool.session())
-        with monkeypatch.context() as patch:
-            fail_appends(patch, pool.store, 1)
-            with pytest.raises(ServiceError, match="nothing was accepted"):
-                await pool.sample(sampler, 1)
-        assert pool.core.samples.num_samples == 0
-        [operation] = await pool.wait(await pool.sample(sampler, 1))
+    sampler = await pool.sampler(await pool.session())
+    with monkeypatch.context() as patch:
+        fail_appends(patch, pool.store, 1)
+        with pytest.raises(ServiceError, match="nothing was accepted"):
+            await pool.sample(sampler, 1)
+    assert pool.core.samples.num_samples == 0
+    [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
 
@@ -283,12 +273,11 @@ def note_starts(pool: ToyPool) -> list[SampleRequest]:
     return started
 
 
-async def test_prompts_of_different_tenants_have_different_cache_scopes(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        started = note_starts(pool)
-        for tenant in ("alice", "alice", "bob"):
-            sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
-            await pool.wait(await pool.sample(sampler, 1, tenant=tenant), tenant=tenant)
+async def test_prompts_of_different_tenants_have_different_cache_scopes(pool: ToyPool) -> None:
+    started = note_starts(pool)
+    for tenant in ("alice", "alice", "bob"):
+        sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
+        await pool.wait(await pool.sample(sampler, 1, tenant=tenant), tenant=tenant)
     first, second, other = (request.scope for request in started)
     assert first == second != other
 
