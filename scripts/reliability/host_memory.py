@@ -16,11 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
-
-from scripts.embedded_pool import EmbeddedPool, create_key, embedded_pool
+from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from tinkerpool import AdamParams, Datum, ServiceClient
-from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 
 RANK = 128
 AT_ONCE = 16
@@ -57,7 +54,7 @@ def train(numbers: Sequence[int], host_bytes_max: int) -> tuple[dict[int, list[f
     arguments = ["--workers", "1", "--host-memory", str(host_bytes_max), "--tenant-limit", "stored_bytes_max=1TiB"]
     with embedded_pool([*arguments, "--tenant-limit", "adapters_max=100000"]) as pool:
         before, most, began = resident_bytes(pool), 0, time.monotonic()
-        with ServiceClient(pool.url, create_key(pool, "alice")) as service:
+        with ServiceClient(pool.url, pool.create_key("alice")) as service:
             clients = {n: service.create_lora_training_client("kjv-2m", rank=RANK, seed=n) for n in numbers}
             for round_index in range(2):
                 for first in range(0, len(numbers), AT_ONCE):
@@ -80,12 +77,7 @@ def train(numbers: Sequence[int], host_bytes_max: int) -> tuple[dict[int, list[f
 
 def resident_bytes(pool: EmbeddedPool) -> int:
     """Return the resident size of the pool's worker."""
-    with grpc.insecure_channel(pool.url.removeprefix("http://")) as channel:
-        metadata = (("authorization", f"Bearer {pool.api_key}"),)
-        status = pool_pb2_grpc.PoolServiceStub(channel).GetPoolStatus(
-            pool_pb2.GetPoolStatusRequest(), metadata=metadata
-        )
-    lines = Path(f"/proc/{status.workers[0].pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pool.status().workers[0].pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
