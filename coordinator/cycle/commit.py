@@ -51,8 +51,8 @@ class Cycle:
     """The adapters' parts in the cycle, by adapter id."""
     staged: StagedStates = field(default_factory=StagedStates)
     file_uses: list[FileUse] = field(default_factory=list)
-    published: list[tuple[str, str, Operation]] = field(default_factory=list)
-    """Saves that published weights, which their worker holds since: worker, incarnation, operation."""
+    published: list[tuple[str, str, Operation, int]] = field(default_factory=list)
+    """Saves that published weights, which their worker holds since: worker, incarnation, operation, bytes."""
 
     def end_pass(self, now: float) -> None:
         """Record the end of the pass."""
@@ -234,11 +234,11 @@ class Committer:
                 log.lose_copy()
                 self._group.mark_dirty(log)
         self._saver.committed(cycle.staged, lost)
-        for worker_id, incarnation, operation in cycle.published:
+        for worker_id, incarnation, operation, num_bytes in cycle.published:
             if operation.target_id in lost:
                 self._fleet.drop_version(worker_id, operation.name)
             else:
-                self._fleet.hold_version(worker_id, incarnation, operation.name)
+                self._fleet.hold_version(worker_id, incarnation, operation.name, num_bytes)
         for snapshot in cycle.staged.snapshots:
             if snapshot.adapter_id in self._group.logs and snapshot.adapter_id not in lost:
                 self._group.logs[snapshot.adapter_id].cover(snapshot.seq, EMPTY, math.inf)

@@ -98,7 +98,7 @@ class Results:
             if operation.must_rematerialize:
                 assert result.state is not None
                 operation.rematerialized()
-                worker.hold(operation.name)
+                worker.hold(operation.name, result.state.num_bytes)
                 self._saver.states.publishing.rematerialized(operation.name, result.state)
 
     async def _succeed(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
@@ -126,7 +126,8 @@ class Results:
                 except ServiceError as error:
                     operation.fail(service_error(error), usage, cycle_id=cycle.cycle_id)
                 if operation.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                    cycle.published.append((worker.info.worker_id, worker.name, operation))
+                    num_bytes = result.state.num_bytes if result.state is not None else 0
+                    cycle.published.append((worker.info.worker_id, worker.name, operation, num_bytes))
             case _:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 

@@ -17,7 +17,7 @@ from workers.contract.adapted_modules import ModuleKind, adapter_params, rank_cl
 from workers.contract.messages import AdapterSpec, ModelInfo, WorkerInfo
 
 FLOAT_BYTES, COPY_VECTORS = 4, 4
-"""A copy has weights, two moments and a gradient in fp32; a sampler version has weights."""
+"""A copy has weights, two moments and a gradient in fp32."""
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to hold; the least recently used are removed."""
 
@@ -54,7 +54,8 @@ class Incarnation:
     """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
     is_outdated: bool = False
     """The last report may contain what the worker has been told to drop since."""
-    _versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _versions: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Bytes of the versions held, the least recently used first."""
     _removals: list[str] = field(default_factory=list)
     _has_dropped: bool = False
     """Something was dropped since the present phase began."""
@@ -116,9 +117,12 @@ class Incarnation:
         """Return whether this record has the sampler version as held; the worker may have dropped it."""
         return version in self._versions
 
-    def hold(self, version: str) -> None:
-        """Record that the worker holds this version, or is being sent it; remove the least recently used ones."""
-        self._versions[version] = None
+    def hold(self, version: str, num_bytes: int = 0) -> None:
+        """Record that the worker holds this version, or is being sent it; remove the least recently used ones.
+
+        `num_bytes`: of its weights; 0: as it is known already.
+        """
+        self._versions[version] = num_bytes or self._versions.get(version, 0)
         self._versions.move_to_end(version)
         if version in self._removals:
             self._removals.remove(version)
@@ -128,6 +132,13 @@ class Incarnation:
                 break
             del self._versions[old]
             self._removals.append(old)
+
+    def drop_version(self, version: str) -> int:
+        """Have the worker drop a version that it holds; return its bytes."""
+        num_bytes = self._versions.pop(version)
+        self.drop(version)
+        self.sent(-num_bytes)
+        return num_bytes
 
     def keep(self, adapter_id: str) -> None:
         """Drop a copy no more: another one is installed there."""
@@ -195,7 +206,7 @@ class Fleet:
         self._workers: dict[str, Incarnation] = {}
         self._num_losses: Counter[str] = Counter()
         """By worker, since its last reply to a batch."""
-        self._version_bytes: dict[tuple[str, int, tuple[ModuleKind, ...]], int] = {}
+        self._copy_bytes: dict[tuple[str, int, tuple[ModuleKind, ...]], int] = {}
 
     def add(self, info: WorkerInfo) -> None:
         """Take in a worker, or the next incarnation of a lost one; it holds no adapter and no version."""
@@ -265,10 +276,10 @@ class Fleet:
         """Reset the count of losses: the worker replied to a batch."""
         self._num_losses.pop(worker_id, None)
 
-    def hold_version(self, worker_id: str, incarnation: str, version: str) -> None:
+    def hold_version(self, worker_id: str, incarnation: str, version: str, num_bytes: int = 0) -> None:
         """Record that an incarnation of the worker holds a sampler version; ignored if that incarnation is lost."""
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
-            found.hold(version)
+            found.hold(version, num_bytes)
 
     def drop_version(self, worker_id: str, key: str) -> None:
         """Have a worker drop a version with its next message; ignored if the worker is lost."""
@@ -282,16 +293,12 @@ class Fleet:
             found.sent(-self.copy_bytes(found.info.model.name, spec))
 
     def copy_bytes(self, base_model: str, spec: AdapterSpec) -> int:
-        """Return the host memory of a copy with weights, moments and gradient."""
-        return COPY_VECTORS * self.version_bytes(base_model, spec)
-
-    def version_bytes(self, base_model: str, spec: AdapterSpec) -> int:
-        """Return the host memory of a sampler version: fp32 weights, of the rank that a worker pads."""
+        """Return the host memory of a copy: weights, moments and gradient, of the rank that a worker pads."""
         key = base_model, rank_class(spec.rank), spec.kinds
-        if key not in self._version_bytes:
+        if key not in self._copy_bytes:
             params = adapter_params(self.models[base_model].modules, *spec.kinds)
-            self._version_bytes[key] = FLOAT_BYTES * rank_class(spec.rank) * params
-        return self._version_bytes[key]
+            self._copy_bytes[key] = COPY_VECTORS * FLOAT_BYTES * rank_class(spec.rank) * params
+        return self._copy_bytes[key]
 
     def _of(self, base_model: str) -> list[Incarnation]:
         return [worker for worker in self._workers.values() if worker.info.model.name == base_model]

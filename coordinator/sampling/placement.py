@@ -156,7 +156,7 @@ class SamplerVersions:
             state = await self._states.publishing.state(sampler.sampler_id)
         else:
             state = await self._states.read_checkpoint(checkpoint)
-        worker.hold(key)
+        worker.hold(key, state.num_bytes)
         worker.sent(state.num_bytes)
         if not worker.has_room(0):
             self._fleet.changed.notify()

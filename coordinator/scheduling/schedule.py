@@ -87,7 +87,7 @@ def make_scheduling(
             cycle_s_max=config.cycle_s_max,
         )
         turns = SoloTurns(base_model, probation, group, fleet)
-        memory = WorkerMemory(base_model, fleet, group, registry.spec, quarantine, snapshots, states.publishing)
+        memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, states.publishing)
         ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, accounts.is_held)
         return Schedule(
             clock=clock,

@@ -2,8 +2,9 @@
 
 A worker reports the bytes of its copies and sampler versions after each batch. Above its limit, or while an adapter
 waits for room, the least recently used ones leave it: versions that no sample uses and that are in a file, then copies
-that their snapshots cover, which need no write, and copies that can be snapshotted, once they are. Adapters with
-nothing to run go first. Those that wait are installed as room is made, so that more adapters than fit take turns.
+that their snapshots cover, which need no write, and copies that can be snapshotted, once they are. A quarantined copy
+that may not run now leaves without a snapshot, and is replayed. Adapters with nothing to run go first. Those that wait
+are installed as room is made, so that more adapters than fit take turns.
 
 Depends on the fleet, on adapter logs, and on what may be snapshotted; not on how states are written. Call it between
 cycles. Main invariant: nothing leaves a worker that is not in a file or in the operation log.
@@ -11,7 +12,7 @@ cycles. Main invariant: nothing leaves a worker that is not in a file or in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
@@ -20,7 +21,6 @@ from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.quarantine import Quarantine
-from workers.contract.messages import AdapterSpec
 
 WANTED_BYTES_MAX = 32 << 20
 """Room that is made at a time for adapters that wait, unless one needs more."""
@@ -34,16 +34,13 @@ class WorkerMemory:
         base_model: str,
         fleet: Fleet,
         group: AdapterGroup,
-        spec_of: Callable[[str], AdapterSpec],
         quarantine: Quarantine,
         snapshots: Snapshots,
         publishing: Publishing,
     ) -> None:
-        """`spec_of` returns the spec of an adapter, also of a deleted one, which may have left versions."""
         self._base_model = base_model
         self._fleet = fleet
         self._group = group
-        self._spec_of = spec_of
         self._quarantine = quarantine
         self._snapshots = snapshots
         self._publishing = publishing
@@ -120,12 +117,12 @@ class WorkerMemory:
                 continue  # it would run the begun operation again
             if self._snapshots.is_unsettled(log.adapter_id):
                 excess -= self.size_of(log)  # it goes when its snapshot counts
-            elif log.copy.applied_seq <= log.snapshot_seq:
+            elif log.copy.applied_seq <= log.snapshot_seq or not self._quarantine.may_run(log.adapter_id):
                 self._fleet.drop_copy(worker.info.worker_id, log.spec)
                 log.lose_copy()
                 self._group.mark_dirty(log)
                 excess -= self.size_of(log)
-            elif self._quarantine.may_run(log.adapter_id) and self._snapshots.may_take(log, is_awaited=True):
+            elif self._snapshots.may_take(log, is_awaited=True):
                 self._due.append(log)
                 excess -= self.size_of(log)
         return worker.held_bytes < before
@@ -138,10 +135,7 @@ class WorkerMemory:
             if dropped >= excess:
                 break
             if version not in in_use and self._is_in_file(version):
-                worker.misses(version)
-                worker.drop(version)
-                dropped += self._fleet.version_bytes(self._base_model, self._spec_of(version.rpartition(":")[0]))
-        worker.sent(-dropped)
+                dropped += worker.drop_version(version)
         return dropped
 
     def _is_in_file(self, version: str) -> bool:

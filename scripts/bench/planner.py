@@ -80,7 +80,7 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         cast("Publishing", files),
     )
     turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet)
-    memory = WorkerMemory("model", fleet, group, spec_named, quarantine, snapshots, publishing)
+    memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing)
     ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, lambda _: False)
     assert ready.refresh()
     return ready

@@ -43,7 +43,7 @@ class Bench:
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
         fleet, snapshots, publishing = Fleet(), cast("Snapshots", self.files), cast("Publishing", self.files)
         turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet)
-        memory = WorkerMemory("toy", fleet, self.group, spec_named, self.quarantine, snapshots, publishing)
+        memory = WorkerMemory("toy", fleet, self.group, self.quarantine, snapshots, publishing)
         is_held = self.held.__contains__
         self.ready = ReadySet(self.group, self.quarantine, turns, memory, snapshots, publishing, is_held)
         for adapter in adapters:

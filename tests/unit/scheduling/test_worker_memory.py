@@ -32,7 +32,6 @@ class Bench:
             "toy",
             self.fleet,
             self.group,
-            spec_named,
             self.quarantine,
             cast("Snapshots", self.files),
             cast("Publishing", self.files),
@@ -104,16 +103,24 @@ def test_a_copy_that_no_snapshot_covers_is_snapshotted_first_and_leaves_then() -
     assert bench.at_home() == []
 
 
-def test_quarantined_copies_and_those_whose_snapshot_failed_stay() -> None:
-    bench = Bench(2)
-    bench.put("quarantined", has_run=True)
+def test_a_copy_whose_snapshot_failed_stays() -> None:
+    bench = Bench(1)
     bench.put("failing", has_run=True)
-    bench.quarantine.record_loss(["other", "quarantined"], ["other:1"])
     bench.files.failing.add("failing")
     assert bench.waits("new", "w0")
     assert not bench.memory.make_room()
     assert not bench.memory.needs_cycle
-    assert bench.at_home() == ["quarantined", "failing"]
+    assert bench.at_home() == ["failing"]
+
+
+def test_a_quarantined_copy_that_may_not_run_leaves_without_a_snapshot() -> None:
+    """Else the first half of its quarantine, which waits for room, and it would wait for each other."""
+    bench = Bench(1)
+    log = bench.put("second", has_run=True)
+    bench.quarantine.record_loss(["first", "second"], ["first:1", "second:1"])
+    assert bench.waits("first", "w0")
+    assert bench.memory.make_room()
+    assert (log.home, bench.at_home()) == ("", [])
 
 
 def test_a_worker_whose_report_is_outdated_is_asked_if_nothing_else_makes_room() -> None:
@@ -161,7 +168,7 @@ def test_versions_leave_before_copies_unless_a_sample_uses_them_or_they_have_no_
     worker = bench.fleet.worker("w0")
     bench.put("a", is_covered=True)
     for version in ("v:1", "v:2", "v:3", "v:4", "v:5", "v:6"):
-        worker.hold(version)
+        worker.hold(version, VERSION)
         worker.sent(VERSION)
     worker.begin_sample(Flight("s:1", "s", 1, 0, "t", "v:1"))
     bench.files.unwritten.add("v:2")
