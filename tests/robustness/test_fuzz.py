@@ -10,10 +10,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc.calls import SERVICES
-from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import HANDLERS
 from coordinator.doors.tinker import schemas
 from scripts.reliability.fuzz.bodies import Bodies
@@ -22,6 +20,7 @@ from scripts.reliability.fuzz.run import fuzz
 from scripts.reliability.fuzz.targets import SHAPES, Fault, HttpMessage, HttpRoute, Rpc, make_targets
 from scripts.reliability.fuzz.values import Known, Values
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door
 from tests.support.serving import TOY
 
 NUM_MESSAGES = 12
@@ -108,10 +107,10 @@ async def test_answers_that_no_message_may_get_are_faults(
     ],
 )
 async def test_refusals_that_no_message_may_get_are_faults(error: Exception, fault: str) -> None:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(FakeService(get_capabilities=error)))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with (
+        grpc_door(FakeBackend(FakeService(get_capabilities=error))) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
         [method] = [each for service in SERVICES for each in service.methods if each.name == "GetCapabilities"]
         sending = Rpc(method, channel).send(b"", KEY)
         if fault:
@@ -119,7 +118,6 @@ async def test_refusals_that_no_message_may_get_are_faults(error: Exception, fau
                 await sending
         else:
             assert await sending == "UNAVAILABLE"
-    await door.stop(0.1)
 
 
 async def test_an_ended_pool_is_a_fault() -> None:

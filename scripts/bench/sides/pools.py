@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.tenants.principals import Principal
 from scripts.bench.models import Model
+from scripts.loop_thread import LoopThread
 from tinkerpool import ServiceClient, TrainingClient, types
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from workers.contract import messages
@@ -35,7 +36,6 @@ from workers.pool.factory import make_pool
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Pool)
-CALL_TIMEOUT_S = 120.0
 ADAM = types.AdamParams(learning_rate=1e-4)
 USE_CASES = {method.name: use_case_name(method) for service in SERVICES for method in service.methods}
 
@@ -47,31 +47,31 @@ class LocalService:
         self, data_dir: Path, model: PoolModel, *, num_threads: int = 0, num_slots: int = 16, seams: Seams | None = None
     ) -> None:
         """Start the service, and return when it serves. `seams`: as for the coordinator."""
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = LoopThread()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))
         self.engine_s = 0.0
         """Seconds in which the engine ran batches, as it reports them."""
         self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), seams=seams)
         self._door = GrpcDoor(GrpcConfig(port=0))
-        self._call(self._start())
+        self._thread.run(self._start())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._call(self._stop())
+        self._thread.run(self._stop())
+        self._thread.close()
 
     def over_grpc(self, tenant: str) -> ServiceClient:
         """Return a tenant's client through the door."""
-        key, _ = self._call(self.coordinator.authenticator.create_key(tenant))
+        key, _ = self._thread.run(self.coordinator.authenticator.create_key(tenant))
         return ServiceClient(f"http://127.0.0.1:{self._door.port}", key)
 
     def direct(self, tenant: str) -> ServiceClient:
         """Return a tenant's client that calls the use cases directly, without network or serialization."""
-        key, _ = self._call(self.coordinator.authenticator.create_key(tenant))
+        key, _ = self._thread.run(self.coordinator.authenticator.create_key(tenant))
         principal = self.coordinator.authenticator.authenticate(key)
-        return ServiceClient(transport=DirectTransport(self.coordinator.service, principal, self._loop))
+        return ServiceClient(transport=DirectTransport(self.coordinator.service, principal, self._thread.loop))
 
     def _timed(self, pool: P) -> P:
         run = pool.run
@@ -94,9 +94,6 @@ class LocalService:
         await self._door.refuse()
         await self.coordinator.stop()
         await self._door.stop(1.0)
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_TIMEOUT_S)
 
 
 class DirectTransport:

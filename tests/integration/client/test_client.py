@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.waiting import wait_until
 from tinkerpool import (
@@ -30,13 +30,13 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RestartablePool]:
+def pool(tmp_path: Path) -> Iterator[ServedPool]:
     with restartable_pool(tmp_path / "data") as pool:
         yield pool
 
 
 @pytest.fixture
-def service(pool: RestartablePool) -> Iterator[ServiceClient]:
+def service(pool: ServedPool) -> Iterator[ServiceClient]:
     with ServiceClient(pool.url, pool.key()) as service:
         yield service
 
@@ -45,7 +45,7 @@ def datum(*tokens: int) -> Datum:
     return Datum(list(tokens), {"target_tokens": list(tokens), "weights": [1.0] * len(tokens)})
 
 
-def test_a_training_loop_runs_from_end_to_end(pool: RestartablePool, service: ServiceClient) -> None:
+def test_a_training_loop_runs_from_end_to_end(pool: ServedPool, service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8, seed=3)
     engine = pool.pool.engines["w0"][-1]
     info = client.get_info()
@@ -91,7 +91,7 @@ def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     client.forward([datum(1)], "cross_entropy").result(60)
 
 
-def test_a_client_of_the_http_port_says_at_once_that_grpc_has_another(pool: RestartablePool) -> None:
+def test_a_client_of_the_http_port_says_at_once_that_grpc_has_another(pool: ServedPool) -> None:
     with (
         ServiceClient(pool.http_url, pool.key()) as service,
         pytest.raises(errors.ConfigurationError, match="is an HTTP port, and this client speaks gRPC"),
@@ -99,7 +99,7 @@ def test_a_client_of_the_http_port_says_at_once_that_grpc_has_another(pool: Rest
         service.get_server_capabilities()
 
 
-def test_a_rest_client_needs_no_session_and_knows_its_key_and_tenant(pool: RestartablePool) -> None:
+def test_a_rest_client_needs_no_session_and_knows_its_key_and_tenant(pool: ServedPool) -> None:
     key = pool.key()
     rest = RestClient(base_url=pool.url, api_key=key)
     holder = rest.whoami().result(60)
@@ -120,7 +120,7 @@ def test_weights_for_export_are_saved_and_a_sampler_is_looked_up(service: Servic
     assert service.copy_weights(client.save_state("b").result(60).path).result(60).endswith("/weights/b")
 
 
-def test_another_tenants_training_run_is_not_found(service: ServiceClient, pool: RestartablePool) -> None:
+def test_another_tenants_training_run_is_not_found(service: ServiceClient, pool: ServedPool) -> None:
     client = service.create_lora_training_client(rank=8)
     with ServiceClient(pool.url, pool.key("mallory")) as stranger:
         with pytest.raises(errors.NotFound):
@@ -213,7 +213,7 @@ def test_every_optional_output_of_a_sample_is_returned_over_grpc(service: Servic
 
 @pytest.mark.slow
 def test_copies_of_a_sampling_client_in_any_process_get_samples_of_their_own(
-    pool: RestartablePool, service: ServiceClient
+    pool: ServedPool, service: ServiceClient
 ) -> None:
     sampler = service.create_sampling_client(base_model="toy")
     params = SamplingParams(max_tokens=4)  # without a seed, every request draws different tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 TEXT = "In the beginning God created the heaven and the earth.\n"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def datum(tokenizer: Any, text: str = TEXT) -> tinkerpool.Datum:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.exports import vllm_refuses
 from tests.support.pages import blocks
-from tests.support.served_pool import ServedPool, shipped_pool
+from tests.support.served_pool import ServedPool
 from tinkerpool.cli.main import main
 from tinkerpool.client.rest_client import log_note
 
@@ -28,12 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import ROOT, run_page
-from tests.support.served_pool import ServedPool, shipped_pool
+from tests.support.served_pool import ServedPool
 from tinkerpool import Datum
 from workers.contract.loss_inputs import LOSS_RULES
 
@@ -23,12 +22,6 @@ PAGES = (
     "docs/sampling.md",
     "docs/async.md",
 )
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,13 @@ from transformers import AutoModelForCausalLM
 
 import tinkerpool
 from tests.support.adapters import PREFIX, AdapterFiles, random_tensors
-from tests.support.served_pool import SHIPPED_MODEL, ServedPool, shipped_pool
+from tests.support.served_pool import SHIPPED_MODEL, ServedPool
 from tinkerpool.errors import InvalidArgument
 from workers.contract.messages import ModelInfo
 
 pytestmark = pytest.mark.slow
 TOKENS = [459, 342, 343, 386, 505, 12, 70, 800]
 DATUM = tinkerpool.Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:]})
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def model_of(pool: ServedPool) -> ModelInfo:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, SamplingParams, ServiceClient, TrainingClient
 from tinkerpool.client.training import passes
 
@@ -26,13 +26,13 @@ INPUTS = {"target_tokens": [2, 3, 4]}
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     with restartable_pool(tmp_path_factory.mktemp("pool")) as pool:
         yield pool
 
 
 @pytest.fixture
-def names(pool: RestartablePool) -> Iterator[dict[str, Any]]:
+def names(pool: ServedPool) -> Iterator[dict[str, Any]]:
     """The names that the rows use."""
     with ServiceClient(pool.url, pool.key()) as service:
         yield {

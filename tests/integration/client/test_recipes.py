@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support.pages import run_page
-from tests.support.served_pool import ServedPool, shipped_pool
+from tests.support.served_pool import ServedPool
 from tinkerpool import ServiceClient
 from tinkerpool.errors import InvalidArgument
 from tinkerpool.recipes import dpo, reinforcement, supervised
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.slow
 
 PAIRS = Path(__file__).parents[3] / "scripts" / "demo" / "data" / "plain_english.train.jsonl"
 Seen = dict[int, dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, iden
 from tests.support.database import query
 from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained
 from tests.support.faults import failing
-from tests.support.restartable_pool import restartable_pool
+from tests.support.served_pool import restartable_pool
 from tests.support.toy_pool import LENGTHS, expected_chain, pass_request, refusal, running_pool
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -1,37 +1,13 @@
-"""Calls by hand of the Tinker protocol, to the pool of the module's own fixture."""
+"""A pool of toy engines for the modules here that need no other one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.doors.sdk import Wire, collect_leaks
-from tests.support.restartable_pool import RestartablePool
+from tests.support.served_pool import ServedPool, restartable_pool
 
 
-@pytest.fixture(scope="module", autouse=True)
-def leaks_end_with_their_module() -> Iterator[None]:
-    """Otherwise a later test, of any module, would fail for them."""
-    yield
-    collect_leaks()
-
-
-@pytest.fixture
-def wire(pool: RestartablePool) -> Iterator[Callable[[str], Wire]]:
-    """Return a function that connects a tenant to the pool."""
-    with ExitStack() as connections:
-
-        def connect(tenant: str) -> Wire:
-            wired = Wire(pool.http_url, pool.key(tenant))
-            connections.callback(wired.close)
-            return wired
-
-        yield connect
-
-
-@pytest.fixture
-def wired(wire: Callable[[str], Wire]) -> Wire:
-    """Return the calls of the tenant whose key is `pool.key()`."""
-    return wire("alice")
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
+    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
+        yield pool

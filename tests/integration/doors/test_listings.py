@@ -22,7 +22,7 @@ from coordinator.service import listings
 from coordinator.service.listings import PAGE_BYTES_MAX, SLICE_ROWS
 from coordinator.storage.sqlite import Connection
 from tests.support.doors.sdk import LEAKS
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tinkerpool.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -40,14 +40,14 @@ ROW_BYTES = 17_000
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
         pool.key("alice")
         pool.run(fill(pool))
         yield pool
 
 
-async def fill(pool: RestartablePool) -> None:
+async def fill(pool: ServedPool) -> None:
     """Give alice two thousand sessions, adapters and checkpoints. By rows: as calls they would take minutes."""
     store = pool.pool.store
     tenant = store.tenants.named("alice")
@@ -78,7 +78,7 @@ async def fill(pool: RestartablePool) -> None:
         pool.pool.core.registry.add(adapter_of_row(row))
 
 
-def pages(pool: RestartablePool, service: str, method: str, request: Message) -> Iterator[Any]:
+def pages(pool: ServedPool, service: str, method: str, request: Message) -> Iterator[Any]:
     """Yield the pages of a list over gRPC."""
     stubs: Any = {
         "sessions": sessions_pb2_grpc.SessionServiceStub,
@@ -104,7 +104,7 @@ def pages(pool: RestartablePool, service: str, method: str, request: Message) ->
     ],
 )
 def test_pages_of_large_rows_are_bounded_by_bytes_and_their_tokens_reach_every_row_once(
-    pool: RestartablePool, service: str, method: str, request_type: Any, id_field: str
+    pool: ServedPool, service: str, method: str, request_type: Any, id_field: str
 ) -> None:
     found: list[str] = []
     for page in pages(pool, service, method, request_type(page_size=1000)):
@@ -116,7 +116,7 @@ def test_pages_of_large_rows_are_bounded_by_bytes_and_their_tokens_reach_every_r
 
 
 @pytest.mark.parametrize("command", [["checkpoint", "list"], ["run", "list"]])
-def test_the_official_command_line_lists_every_large_row(pool: RestartablePool, command: list[str]) -> None:
+def test_the_official_command_line_lists_every_large_row(pool: ServedPool, command: list[str]) -> None:
     """It takes a page with fewer rows than it asked for as the last one."""
     environment = os.environ | {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.key('alice')}"}
     # A process of its own: in this one the SDK would go on to call the pool of an earlier test.
@@ -132,13 +132,13 @@ def test_the_official_command_line_lists_every_large_row(pool: RestartablePool, 
     assert len(next(rows for rows in body.values() if isinstance(rows, list))) == NUM_ROWS
 
 
-def test_models_are_listed_beside_thousands_of_large_checkpoints(pool: RestartablePool) -> None:
+def test_models_are_listed_beside_thousands_of_large_checkpoints(pool: ServedPool) -> None:
     headers = {"authorization": f"Bearer {pool.key('alice')}"}
     listed = httpx.get(f"{pool.http_url}/v1/models", headers=headers, timeout=60).json()["data"]
     assert len(listed) == 1 + 2 * 1000
 
 
-def test_lists_of_clients_that_have_left_are_not_made(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_clients_that_have_left_are_not_made(pool: ServedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     num_made = 0
     make = listings.Listed.slices
 

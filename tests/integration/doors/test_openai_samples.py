@@ -22,7 +22,7 @@ from coordinator.base.config import Limits
 from coordinator.base.tenant_limits import TenantLimits
 from coordinator.doors.openai import weights
 from tests.support.database import query
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tests.support.waiting import until, wait_until
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -45,40 +45,40 @@ FILES = {
 
 
 @contextmanager
-def pool_of_words(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
+def pool_of_words(data_dir: Path, **options: Any) -> Iterator[ServedPool]:
     with restartable_pool(data_dir, tokenizer_files=FILES, **options) as pool:
         yield pool
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RestartablePool]:
+def pool(tmp_path: Path) -> Iterator[ServedPool]:
     with pool_of_words(tmp_path / "data") as pool:
         yield pool
 
 
 @contextmanager
-def client_of(pool: RestartablePool, tenant: str = "alice", **options: Any) -> Iterator[openai.OpenAI]:
+def client_of(pool: ServedPool, tenant: str = "alice", **options: Any) -> Iterator[openai.OpenAI]:
     settings: dict[str, Any] = {"max_retries": 0, "timeout": WAIT_S} | options
     with openai.OpenAI(base_url=f"{pool.http_url}/v1", api_key=pool.key(tenant), **settings) as client:
         yield client
 
 
-def rows(pool: RestartablePool, sql: str) -> list[Any]:
+def rows(pool: ServedPool, sql: str) -> list[Any]:
     return list(query(pool.pool.core.config.data_dir, sql))
 
 
-def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
+def outcome_of(pool: ServedPool) -> ops_pb.Operation:
     """Return the operation of the only sample."""
     [row] = rows(pool, "SELECT outcome FROM operations LEFT JOIN outcomes USING (target_id, seq) WHERE kind = 'sample'")
     return ops_pb.Operation.FromString(row["outcome"] or b"")
 
 
-def save(pool: RestartablePool, name: str, adapter: str, seq: int) -> str:
+def save(pool: ServedPool, name: str, adapter: str, seq: int) -> str:
     """Save an adapter's weights for sampling under a name; return the path."""
     return pool.run(pool.pool.publish(adapter, seq, name)).save_weights_for_sampler.path
 
 
-def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: RestartablePool) -> None:
+def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: ServedPool) -> None:
     adapter = pool.run(pool.pool.adapter())
     paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
     with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
@@ -90,7 +90,7 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
     assert len(sessions) == 1
 
 
-def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartablePool) -> None:
+def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: ServedPool) -> None:
     adapter = pool.run(pool.pool.adapter())
     with client_of(pool) as client:
         with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as refused:
@@ -107,7 +107,7 @@ def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartableP
         assert client.models.retrieve(path).id == path
 
 
-def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool: RestartablePool) -> None:
+def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool: ServedPool) -> None:
     adapter = pool.run(pool.pool.adapter())
     path = save(pool, "a", adapter, 1)
 
@@ -130,7 +130,7 @@ def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool
         assert sampled(client) != before
 
 
-def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, **values: Any) -> None:
+def ask_and_leave(pool: ServedPool, headers: dict[str, str] | None = None, **values: Any) -> None:
     """Request a completion, and disconnect once its sample is submitted."""
     own = {"authorization": f"Bearer {pool.key()}"} | (headers or {})
     body = {"model": "toy", "prompt": "w1", "max_tokens": 60} | values
@@ -146,7 +146,7 @@ def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_cancels_its_samples(pool: RestartablePool, stream: bool) -> None:
+def test_a_client_that_disconnects_cancels_its_samples(pool: ServedPool, stream: bool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, stream=stream)
     wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
@@ -154,7 +154,7 @@ def test_a_client_that_disconnects_cancels_its_samples(pool: RestartablePool, st
     pool.release()
 
 
-def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnects(pool: RestartablePool) -> None:
+def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnects(pool: ServedPool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, {"idempotency-key": "mine"})
     time.sleep(0.3)

@@ -14,21 +14,19 @@ import tinkerpool
 from coordinator.base.tenant_limits import LABELS
 from coordinator.tenants.principals import Role
 from tests.support.doors.sdk import LEAKS, Wire, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tinkerpool.cli.main import main
 from tinkerpool.errors import FailedPrecondition
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     with restartable_pool(tmp_path_factory.mktemp("pool") / "data") as pool:
         yield pool
 
 
 @pytest.fixture
-def admin(
-    pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def admin(pool: ServedPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that runs a command with an administrator's key, and returns what it prints."""
     key, _ = pool.run(pool.pool.coordinator.authenticator.create_key("root", role=Role.ADMIN))
     monkeypatch.setenv("TINKERPOOL_BASE_URL", pool.url)
@@ -50,7 +48,7 @@ def step(model: str, seq: int) -> dict[str, object]:
 
 
 def test_over_http_a_rate_is_a_429_with_both_headers_and_a_ceiling_a_403_without(
-    pool: RestartablePool, wire: Callable[[str], Wire], admin: Callable[..., str]
+    pool: ServedPool, wire: Callable[[str], Wire], admin: Callable[..., str]
 ) -> None:
     wired = wire("hasty")
     session = wired.session()
@@ -79,7 +77,7 @@ def test_over_http_a_rate_is_a_429_with_both_headers_and_a_ceiling_a_403_without
 @LEAKS
 @pytest.mark.slow
 def test_the_sdk_waits_until_it_may_create_a_session_a_model_and_a_sampling_client(
-    pool: RestartablePool, wire: Callable[[str], Wire], admin: Callable[..., str]
+    pool: ServedPool, wire: Callable[[str], Wire], admin: Callable[..., str]
 ) -> None:
     wired = wire("eager")
     admin("tenant", "limit", "eager", "operations_per_s=1")
@@ -96,7 +94,7 @@ def test_the_sdk_waits_until_it_may_create_a_session_a_model_and_a_sampling_clie
         assert time.monotonic() - began > 2.9, "a session, a model, a sampling client and a sample: one a second"
 
 
-def test_the_client_waits_out_a_rate_and_raises_a_ceiling(pool: RestartablePool, admin: Callable[..., str]) -> None:
+def test_the_client_waits_out_a_rate_and_raises_a_ceiling(pool: ServedPool, admin: Callable[..., str]) -> None:
     with tinkerpool.ServiceClient(base_url=pool.url, api_key=pool.key("patient")) as client:
         training = client.create_lora_training_client(base_model="toy", rank=8)
         admin("tenant", "limit", "patient", "operations_per_s=2", "adapters_max=1")
@@ -112,7 +110,7 @@ def test_the_client_waits_out_a_rate_and_raises_a_ceiling(pool: RestartablePool,
 
 
 def test_a_member_sees_its_limits_with_its_usage(
-    pool: RestartablePool, admin: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    pool: ServedPool, admin: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = pool.key("member")
     admin("tenant", "limit", "member", "stored_bytes_max=3GiB", "weight=0.5")
@@ -124,7 +122,7 @@ def test_a_member_sees_its_limits_with_its_usage(
     assert (limits["weight"]["value"], limits["adapters_max"]["is_set"]) == ("0.5", False)
 
 
-def test_every_limit_on_what_a_tenant_takes_is_listed_with_its_use_and_maximum(pool: RestartablePool) -> None:
+def test_every_limit_on_what_a_tenant_takes_is_listed_with_its_use_and_maximum(pool: ServedPool) -> None:
     async def listed() -> dict[str, tuple[int, int | None]]:
         tenant_id, limits = "of a tenant without calls", pool.pool.coordinator.limits
         return {name: (limit.used(tenant_id), limit.maximum(tenant_id)) for name, limit in limits.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import tinker
 from tinker import types
 
 from tests.support.doors.sdk import LEAKS, Wire, datum, pass_of, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
@@ -19,12 +18,6 @@ OTHER_VERSIONS: list[dict[str, str]] = [{}] + [
     {"x-stainless-package-version": version} for version in ("0.19.0", "0.39.0", "1.0", "newest")
 ]
 CLOSED = "GRADIENT_WINDOW_CLOSED"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
-    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
-        yield pool
 
 
 @pytest.fixture
@@ -105,7 +98,7 @@ def test_a_repeated_request_is_recognised_whatever_arrived_meanwhile(wired: Wire
     assert send(wired, model, 2) == promises[1]
 
 
-def test_a_corrected_call_of_the_sdk_works_at_once(pool: RestartablePool) -> None:
+def test_a_corrected_call_of_the_sdk_works_at_once(pool: ServedPool) -> None:
     with sdk(pool.http_url, pool.key("corrector")) as service:
         client: Any = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         with pytest.raises(tinker.RequestFailedError):

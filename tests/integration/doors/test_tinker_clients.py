@@ -15,7 +15,7 @@ from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from coordinator.operations.in_flight import CLIENT_SEQS
 from tests.support.doors.sdk import LEAKS, Wire, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tests.support.waiting import wait_until
 
 pytestmark = [LEAKS, pytest.mark.slow]
@@ -25,7 +25,7 @@ PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=POLL_S) as pool:
         yield pool
 
@@ -62,7 +62,7 @@ def test_finished_samples_are_listed_with_a_cursor_and_fetched_one_by_one(wired:
 
 
 def test_fetched_samples_are_not_listed_again_after_a_list_was_lost(
-    pool: RestartablePool, wired: Wire, sampler_id: str
+    pool: ServedPool, wired: Wire, sampler_id: str
 ) -> None:
     names = [sample(wired, sampler_id, seq) for seq in range(2)]
     for name in names:
@@ -73,7 +73,7 @@ def test_fetched_samples_are_not_listed_again_after_a_list_was_lost(
     assert not {name for _, name in finished(wired, sampler_id, cursor, timeout=0)[0]} & set(names)
 
 
-def test_a_cancelled_sample_is_listed_as_failed(pool: RestartablePool, wired: Wire, sampler_id: str) -> None:
+def test_a_cancelled_sample_is_listed_as_failed(pool: ServedPool, wired: Wire, sampler_id: str) -> None:
     pool.pool.hold()
     name = sample(wired, sampler_id, 0)
     wired.ok("/cancel_future", {"request_id": name})
@@ -98,7 +98,7 @@ def test_an_ended_session_cannot_be_joined(wired: Wire, sampler_id: str) -> None
     assert wired.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 403
 
 
-def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+def calls_of(pool: ServedPool, monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """Record the requests of a use case from now on."""
     service, calls = pool.pool.coordinator.service, []
     use_case: Callable[..., Any] = getattr(service, name)
@@ -111,7 +111,7 @@ def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) 
     return calls
 
 
-def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sdk_holds_one_call_for_all_its_samples(pool: ServedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = calls_of(pool, monkeypatch, "finished_operations")
     params = types.SamplingParams(max_tokens=3, seed=1)
     with sdk(pool.http_url, pool.key()) as service:
@@ -131,7 +131,7 @@ def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monke
         assert len(waits) == 60
 
 
-def test_the_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(pool: RestartablePool) -> None:
+def test_the_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(pool: ServedPool) -> None:
     with sdk(pool.http_url, pool.key()) as service:
         holder = service.holder
         assert not holder._client_config.use_pyqwest_transport  # private: the SDK shows it nowhere
@@ -143,7 +143,7 @@ def test_the_sdk_is_told_to_use_the_transport_that_loses_no_cancellation(pool: R
         assert holder.run_coroutine_threadsafe(transports()).result(WAIT_S) == {httpx.AsyncHTTPTransport}
 
 
-def test_copies_of_a_client_are_numbered_by_the_pool(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_client_are_numbered_by_the_pool(pool: ServedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     joins = calls_of(pool, monkeypatch, "join_sampler")
     params = types.SamplingParams(max_tokens=3, seed=1)
     with sdk(pool.http_url, pool.key()) as service:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.doors import older_sdk
-from tests.support.restartable_pool import restartable_pool
+from tests.support.served_pool import restartable_pool
 
 pytestmark = pytest.mark.slow
 

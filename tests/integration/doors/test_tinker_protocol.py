@@ -23,7 +23,7 @@ from coordinator.doors.http.calls import SMALL_BYTES_MAX
 from coordinator.doors.http_app import HANDLERS
 from coordinator.storage.access.audit import Act
 from tests.support.doors.sdk import API, Wire, pass_of
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import training_pb2, training_pb2_grpc, types_pb2
@@ -33,7 +33,7 @@ LIMITS = Limits(pending_operations_max=6, message_bytes_max=2 << 20)
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     data_dir = tmp_path_factory.mktemp("pool") / "data"
     with restartable_pool(data_dir, poll_s=POLL_S, message_bytes_max=LIMITS.message_bytes_max, limits=LIMITS) as pool:
         yield pool
@@ -49,7 +49,7 @@ def step(model: str, seq: int, **values: Any) -> dict[str, Any]:
 
 
 def test_a_cross_entropy_without_weights_is_through_every_door_the_request_with_weights_of_one(
-    pool: RestartablePool, wired: Wire, model: str
+    pool: ServedPool, wired: Wire, model: str
 ) -> None:
     spelled, without = pass_of(model, 1, [1, 2, 3]), pass_of(model, 1, [1, 2, 3])
     del without.data[0].loss_fn_inputs["weights"]
@@ -197,7 +197,7 @@ def test_a_refused_json_forward_closes_no_gradient_window(wired: Wire, model: st
 
 
 def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
-    pool: RestartablePool, wired: Wire, model: str
+    pool: ServedPool, wired: Wire, model: str
 ) -> None:
     requests = [pass_of(model, seq, [1]) for seq in (1, 2)]
     requests[0].data[0].loss_fn_inputs["weights"].shape[:] = [7]
@@ -211,7 +211,7 @@ def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
     assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
 
 
-def test_a_retryable_refusal_consumes_no_seq(pool: RestartablePool, wired: Wire, model: str) -> None:
+def test_a_retryable_refusal_consumes_no_seq(pool: ServedPool, wired: Wire, model: str) -> None:
     for seq in range(3, 3 + LIMITS.pending_operations_max):
         wired.ok("/optim_step", step(model, seq))
     refused = wired.binary(pass_of(model, 2, [1]))
@@ -232,7 +232,7 @@ def test_a_poll_is_held_open_and_then_returns_try_again(wired: Wire, model: str)
     assert response.json() == {"type": "try_again", "request_id": promise, "queue_state": "active"}
 
 
-def test_a_poll_of_a_tenant_on_probation_says_why_it_waits(pool: RestartablePool, wired: Wire, model: str) -> None:
+def test_a_poll_of_a_tenant_on_probation_says_why_it_waits(pool: ServedPool, wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     probation, tenant_id = pool.pool.core.probation, pool.pool.log_of(model).tenant_id
 

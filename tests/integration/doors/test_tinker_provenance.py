@@ -13,7 +13,7 @@ from tinker import types
 
 import tinkerpool
 from tests.support.doors.sdk import LEAKS, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool
 from workers.contract.messages import PassItem
 
 pytestmark = [LEAKS, pytest.mark.slow]
@@ -23,13 +23,7 @@ WAIT_S = 30
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
-    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def service(pool: RestartablePool) -> Iterator[tinker.ServiceClient]:
+def service(pool: ServedPool) -> Iterator[tinker.ServiceClient]:
     with sdk(pool.http_url, pool.key()) as service:
         yield service
 
@@ -67,7 +61,7 @@ def datum(library: Any, sequence: Any) -> Any:
     )
 
 
-def temperatures_at_the_worker(pool: RestartablePool, num_datums: int) -> list[list[float]]:
+def temperatures_at_the_worker(pool: ServedPool, num_datums: int) -> list[list[float]]:
     """Return the temperatures of the last datums that the worker has run."""
     batches = pool.pool.engines["w0"][-1].batches
     passes = [item for batch in batches for item in batch.items if isinstance(item, PassItem)]
@@ -76,7 +70,7 @@ def temperatures_at_the_worker(pool: RestartablePool, num_datums: int) -> list[l
 
 
 def test_every_kind_of_sampling_client_records_and_the_samples_train(
-    pool: RestartablePool, service: Any, client: Any
+    pool: ServedPool, service: Any, client: Any
 ) -> None:
     path = client.save_weights_for_sampler("recorded").result(WAIT_S).path
     samplers = [
@@ -107,7 +101,7 @@ def test_a_sequence_without_a_record_fails_as_its_own_future_and_says_what_to_do
         client.forward_backward(data, "stable_reinforce").result(WAIT_S)
 
 
-def test_our_own_client_records_and_trains_with_the_same_names(pool: RestartablePool) -> None:
+def test_our_own_client_records_and_trains_with_the_same_names(pool: ServedPool) -> None:
     with tinkerpool.ServiceClient(pool.url, pool.key()) as service:
         client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         path = client.save_weights_for_sampler("own").result(WAIT_S).path

@@ -18,27 +18,21 @@ from tinker.cli.__main__ import main_cli
 
 from coordinator.doors.tinker.runs import RUNS_MAX
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
 RSA_OF_EXPONENT_0 = f"ssh-rsa AAAAB3NzaC1yc2EAAAABAAAAAEEAg{'A' * 84}Q=="
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
-    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
-        yield pool
-
-
 @pytest.fixture
-def service(pool: RestartablePool) -> Iterator[tinker.ServiceClient]:
+def service(pool: ServedPool) -> Iterator[tinker.ServiceClient]:
     with sdk(pool.http_url, pool.key(), user_metadata={"who": "test"}, display_name="shown") as service:
         yield service
 
 
 @pytest.fixture
-def rest(pool: RestartablePool) -> tinker.RestClient:
+def rest(pool: ServedPool) -> tinker.RestClient:
     return tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key()}")
 
 
@@ -71,7 +65,7 @@ def test_runs_and_sessions_are_listed_with_their_contents(rest: tinker.RestClien
 
 
 def test_a_page_of_runs_takes_as_many_queries_as_one_run(
-    pool: RestartablePool, wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
+    pool: ServedPool, wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wired = wire("carol")
     session = wired.session()
@@ -151,7 +145,7 @@ def test_a_checkpoint_has_a_time_to_live_or_none_and_is_deleted(rest: tinker.Res
 
 
 def test_a_published_checkpoint_is_readable_by_all_and_changed_by_its_owner_alone(
-    pool: RestartablePool, rest: tinker.RestClient, client: Any
+    pool: ServedPool, rest: tinker.RestClient, client: Any
 ) -> None:
     path = client.save_state("open").result(WAIT_S).path
     with sdk(pool.http_url, pool.key("bob")) as other:
@@ -245,7 +239,7 @@ def test_weights_info_has_the_settings_of_a_new_model(rest: tinker.RestClient, c
 
 
 def test_weights_info_of_a_foreign_public_checkpoint_names_its_trained_modules(
-    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient
+    pool: ServedPool, rest: tinker.RestClient, service: tinker.ServiceClient
 ) -> None:
     client = service.create_lora_training_client("toy", rank=8, train_unembed=False).result(WAIT_S)
     path = client.save_state("shared").result(WAIT_S).path
@@ -256,7 +250,7 @@ def test_weights_info_of_a_foreign_public_checkpoint_names_its_trained_modules(
 
 
 def test_a_foreign_public_checkpoint_is_copied_without_metadata_and_sampled_until_it_is_private(
-    pool: RestartablePool, rest: tinker.RestClient, client: Any
+    pool: ServedPool, rest: tinker.RestClient, client: Any
 ) -> None:
     path = client.save_state("shared", user_metadata={"a": "b"}).result(WAIT_S).path
     rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
@@ -322,7 +316,7 @@ def test_a_malformed_checkpoint_id_is_not_found(rest: tinker.RestClient, client:
         rest.delete_checkpoint(client.model_id, "without-its-kind").result(WAIT_S)
 
 
-def test_a_download_url_ends_with_the_key_that_requested_it(pool: RestartablePool) -> None:
+def test_a_download_url_ends_with_the_key_that_requested_it(pool: ServedPool) -> None:
     with sdk(pool.http_url, pool.key("dora")) as theirs:
         client: Any = theirs.create_lora_training_client("toy", rank=8).result(WAIT_S)
         path = client.save_weights_external("signed").result(WAIT_S).path
@@ -385,7 +379,7 @@ def read(url: str) -> bytes:
         return content
 
 
-def command(pool: RestartablePool, *arguments: str) -> Any:
+def command(pool: ServedPool, *arguments: str) -> Any:
     """Return the output of `tinker -f json <arguments>`. It runs in this process, for imports take seconds."""
     environment = {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.key()}", "TINKER_TELEMETRY": "0"}
     done = CliRunner().invoke(main_cli, ["-f", "json", *arguments], env=environment)
@@ -393,7 +387,7 @@ def command(pool: RestartablePool, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_command_line_lists_and_downloads(pool: RestartablePool, client: Any, tmp_path: Path) -> None:
+def test_the_command_line_lists_and_downloads(pool: ServedPool, client: Any, tmp_path: Path) -> None:
     path = client.save_state("shell").result(WAIT_S).path
     [run] = [r for r in command(pool, "run", "list")["runs"] if r["training_run_id"] == client.model_id]
     assert run["lora_rank"] == 8

@@ -15,7 +15,7 @@ import tinkerpool
 from coordinator.base.config import Limits
 from coordinator.doors.tinker import futures
 from tests.support.doors.sdk import LEAKS, Wire, collect_leaks, datum, sdk
-from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.served_pool import ServedPool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.waiting import wait_until
 
@@ -28,14 +28,14 @@ DATUMS_MAX = 3
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
     limits = Limits(datums_max=DATUMS_MAX)
     with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5, limits=limits) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def service(pool: RestartablePool) -> Iterator[tinker.ServiceClient]:
+def service(pool: ServedPool) -> Iterator[tinker.ServiceClient]:
     with sdk(pool.http_url, pool.key(), user_metadata={"who": "test"}) as service:
         yield service
 
@@ -45,7 +45,7 @@ def client(service: tinker.ServiceClient) -> Any:
     return service.create_lora_training_client("toy", rank=8, seed=3).result(WAIT_S)
 
 
-def test_a_step_sent_as_a_pair_takes_one_cycle_and_its_metrics_name_it(pool: RestartablePool, client: Any) -> None:
+def test_a_step_sent_as_a_pair_takes_one_cycle_and_its_metrics_name_it(pool: ServedPool, client: Any) -> None:
     engine = pool.pool.engines["w0"][-1]
     engine.may_run.clear()
     passed = client.forward_backward([datum(1, 2, 3), datum(4)], "cross_entropy")
@@ -241,7 +241,7 @@ def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(client: A
     assert tokens(inflight) == tokens(newer) != before[1]
 
 
-def test_a_copied_sampling_client_gets_its_own_results(service: tinker.ServiceClient, pool: RestartablePool) -> None:
+def test_a_copied_sampling_client_gets_its_own_results(service: tinker.ServiceClient, pool: ServedPool) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     params = types.SamplingParams(max_tokens=3, seed=1)
     first = sampler.sample(PROMPT, 1, params).result(WAIT_S)
@@ -291,7 +291,7 @@ def test_a_used_name_fails_the_save_unless_it_overwrites(client: Any) -> None:
     client.save_state("once", overwrite=True).result(WAIT_S)
 
 
-def test_a_wrong_key_is_an_authentication_error(pool: RestartablePool) -> None:
+def test_a_wrong_key_is_an_authentication_error(pool: ServedPool) -> None:
     with (
         pytest.raises(tinker.AuthenticationError, match="unknown or revoked"),
         sdk(pool.http_url, "tp_000000000000_" + "x" * 43) as service,
@@ -357,7 +357,7 @@ def test_images_and_sound_are_refused_with_a_reason(service: tinker.ServiceClien
         sampler.sample(image, 1, types.SamplingParams(max_tokens=1)).result(WAIT_S)
 
 
-def test_an_ended_session_accepts_nothing_more(pool: RestartablePool, wired: Wire) -> None:
+def test_an_ended_session_accepts_nothing_more(pool: ServedPool, wired: Wire) -> None:
     with sdk(pool.http_url, pool.key()) as service:
         client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         client.forward([datum(1)], "cross_entropy").result(WAIT_S)
@@ -371,7 +371,7 @@ def test_an_ended_session_accepts_nothing_more(pool: RestartablePool, wired: Wir
 @pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
 @pytest.mark.parametrize("library", [tinker, tinkerpool], ids=lambda library: library.__name__)
 def test_a_program_catches_the_same_classes_with_the_sdk_and_with_the_pools_own_client(
-    pool: RestartablePool, library: Any
+    pool: ServedPool, library: Any
 ) -> None:
     urls = {tinker: pool.http_url, tinkerpool: pool.url}
     prefix = "tml-" if library is tinker else ""
@@ -409,7 +409,7 @@ def test_a_program_catches_the_same_classes_with_the_sdk_and_with_the_pools_own_
     collect_leaks()
 
 
-def test_both_doors_train_the_same_adapter(pool: RestartablePool, client: Any) -> None:
+def test_both_doors_train_the_same_adapter(pool: ServedPool, client: Any) -> None:
     client.forward_backward([datum(1, 2)], "cross_entropy")
     client.optim_step(ADAM).result(WAIT_S)
     path = client.save_weights_for_sampler("shared").result(WAIT_S).path

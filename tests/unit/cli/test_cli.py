@@ -6,8 +6,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from tests.support.adapters import adapter_files as imported_files
-from tests.support.doors.door_thread import open_door
+from tests.support.command_line import Done, Run
 from tests.support.doors.fake_service import KEY, FakeService
+from tests.support.doors.open_doors import open_door
 from tests.support.exports import adapter_files, pieces_of, pool_of
 from tests.support.toy_engine import toy_model_info
-from tinkerpool.cli.main import main
 from tinkerpool.credentials import (
     Credentials,
     credentials_file,
@@ -40,38 +39,6 @@ from tinkerpool.v1 import (
 )
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
-
-
-@dataclass
-class Done:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
-    for name in ("TINKERPOOL_BASE_URL", "TINKERPOOL_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_one(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        captured = capsys.readouterr()
-        return Done(code if isinstance(code, int) else 0, captured.out, captured.err)
-
-    return run_one
 
 
 @pytest.fixture

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from coordinator.runtime.backup import back_up
 from coordinator.storage.identity import DATABASE
+from tests.support.command_line import Run
 from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained
 from tests.support.toy_pool import running_pool
-from tinkerpool.cli.main import main
-
-
-@dataclass
-class Done:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    def command(*arguments: str | Path) -> Done:
-        monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path))
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int | None)
-        return Done(ended.value.code or 0, *capsys.readouterr())
-
-    return command
 
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> Path:
     """The default data directory, of a stopped pool with states of every kind."""
-    async with running_pool(tmp_path / "pool") as toys:
+    async with running_pool(tmp_path / "home" / "pool") as toys:
         await trained(toys)
-    return tmp_path / "pool"
+    return tmp_path / "home" / "pool"
 
 
 def test_a_pool_is_backed_up_checked_and_restored(run: Run, pool: Path, tmp_path: Path) -> None:
@@ -67,14 +39,14 @@ def test_a_pool_is_backed_up_checked_and_restored(run: Run, pool: Path, tmp_path
 def test_what_a_command_cannot_do_is_one_sentence(run: Run, pool: Path, tmp_path: Path) -> None:
     for arguments, sentence in (
         (("backup", pool / "inside"), "is inside of"),
-        (("backup", tmp_path), "is inside of"),
+        (("backup", tmp_path / "home"), "is inside of"),
         (("backup", "--data-dir", tmp_path / "none", tmp_path / "b"), "there is no pool on"),
         (("restore", tmp_path / "none", tmp_path / "b"), "has no tinkerpool.db: give a complete backup"),
         (("restore", pool, pool), "is inside of"),
     ):
         done = run(*arguments)
         assert done.code == 1
-        if arguments != ("backup", tmp_path):
+        if arguments != ("backup", tmp_path / "home"):
             assert sentence in done.err
         assert (done.err.startswith("Error: "), done.err.count("\n")) == (True, 1)
 

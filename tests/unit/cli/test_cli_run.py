@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from coordinator.base_models import resolve_model
 from coordinator.cli import process
 from scripts.pool_process import ROOT
+from tests.support.command_line import Done
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import TOY, TOY_ON_RAY, Terminal
 from tinkerpool.cli.main import main
@@ -49,14 +49,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         yield terminal
 
 
-class Done(NamedTuple):
-    """A command that has ended."""
-
-    code: object
-    out: str
-    err: str
-
-
 Here = Callable[..., Done]
 
 
@@ -72,6 +64,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             patch.setattr(sys, "argv", ["tinkerpool", *arguments])
             with pytest.raises(SystemExit) as ended:
                 main()
+        assert isinstance(ended.value.code, int | None)
         return Done(ended.value.code or 0, *capsys.readouterr())
 
     return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import pytest
 import typer
 
-from coordinator.base.config import GrpcConfig
 from coordinator.runtime.data_dir import DataDirLock
+from tests.support.command_line import Run
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
+from tests.support.doors.open_doors import open_door
 from tinkerpool.cli.app import EPILOG, build
 from tinkerpool.cli.finding import OPTIONS_HELP, find_place, find_target
-from tinkerpool.cli.main import main
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
     Certificate,
@@ -57,43 +55,31 @@ TAKE_AWAY = (
 )
 """They must not take something away from a pool that the user did not mean."""
 
-Run = Callable[..., str]
+Fail = Callable[..., str]
 Say = Callable[..., tuple[str, str]]
 Holds = Callable[[Path], DataDirLock]
 
 
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
-    for name in ("TINKERPOOL_BASE_URL", "TINKERPOOL_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def fail(run: Run) -> Fail:
     """Run a command that fails; return its message."""
 
     def run_one(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 1
-        return capsys.readouterr().err
+        done = run(*arguments)
+        assert done.code == 1
+        return done.err
 
     return run_one
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+def say(run: Run) -> Say:
     """Run a command that succeeds; return what it prints, and its notes."""
 
     def run_one(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert not ended.value.code, captured.err
-        return captured.out, captured.err
+        done = run(*arguments)
+        assert done.code == 0, done.err
+        return done.out, done.err
 
     return run_one
 
@@ -188,7 +174,7 @@ def test_a_data_directory_has_its_own_address_and_key(
 
 
 def test_a_command_shows_a_clients_certificate_from_its_options_or_the_environment(
-    pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, run: Run
+    pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fail: Fail
 ) -> None:
     first, _ = pools
     for data_dir in (first, None):
@@ -201,25 +187,18 @@ def test_a_command_shows_a_clients_certificate_from_its_options_or_the_environme
     assert find_target(first, "", "", Path("me.pem")).client_certificate == ClientCertificate(
         path="me.pem", key_path="me.pem"
     )
-    assert "me.key is a client's key: give its certificate, too" in run("status", "--client-key", "me.key")
+    assert "me.key is a client's key: give its certificate, too" in fail("status", "--client-key", "me.key")
 
 
-def test_a_command_calls_a_pool_that_requires_a_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
-) -> None:
+def test_a_command_calls_a_pool_that_requires_a_certificate(tmp_path: Path, fail: Fail, say: Say) -> None:
     cert, key = make_certificate(tmp_path)
     service = FakeService(list_api_keys=admin_pb2.ListApiKeysResponse())
-    with open_door(service, GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert)) as url:
+    with open_door(service, tls_cert=cert, tls_key=key, tls_client_ca=cert) as url:
         write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert))))
-        assert "(commands: --client-certificate, --client-key)" in run("key", "list")
+        assert "(commands: --client-certificate, --client-key)" in fail("key", "list")
         options = ["--client-certificate", str(cert), "--client-key", str(key)]
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", "key", "list", "--json", *options])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert (ended.value.code, json.loads(capsys.readouterr().out)) == (
-        0,
-        {"api_keys": [], "next_page_token": "", "total_size": 0},
-    )
+        listed = json.loads(say("key", "list", "--json", *options)[0])
+    assert listed == {"api_keys": [], "next_page_token": "", "total_size": 0}
 
 
 def test_the_key_of_another_pool_is_not_sent_to_a_data_directory_without_one(
@@ -231,8 +210,8 @@ def test_the_key_of_another_pool_is_not_sent_to_a_data_directory_without_one(
         find_target(other, "", "")
 
 
-def test_the_same_message_says_for_every_command_that_no_pool_was_started_here(run: Run) -> None:
-    messages = {run(*command) for command in (*CALLS, *ON_FILES)}
+def test_the_same_message_says_for_every_command_that_no_pool_was_started_here(fail: Fail) -> None:
+    messages = {fail(*command) for command in (*CALLS, *ON_FILES)}
     assert len(messages) == 1
     [message] = messages
     assert f"there is no pool on {home() / 'pool'} (the default data directory; no pool was started on" in message
@@ -242,12 +221,12 @@ def test_the_same_message_says_for_every_command_that_no_pool_was_started_here(r
 
 @pytest.mark.parametrize("option", [True, False])
 def test_the_same_message_says_for_every_command_that_the_pool_does_not_run(
-    run: Run, pools: tuple[Path, Path], option: bool
+    fail: Fail, pools: tuple[Path, Path], option: bool
 ) -> None:
     _, second = pools
     (second / READY_FILE).unlink()
     named = ("--data-dir", str(second)) if option else ()
-    messages = {run(*command, *named) for command in (*CALLS, ("down",))}
+    messages = {fail(*command, *named) for command in (*CALLS, ("down",))}
     [message] = messages
     assert f"on {second} ({'--data-dir' if option else 'the pool in use on this machine'}" in message
     assert f"start it with `tinkerpool up --data-dir {second}`" in message
@@ -283,7 +262,7 @@ def test_commands_call_another_pool_only_if_the_pool_in_use_does_not_run_and_say
 
 
 def test_a_pool_that_is_named_by_option_environment_or_key_is_never_replaced(
-    pools: tuple[Path, Path], run_pool: Holds, monkeypatch: pytest.MonkeyPatch, run: Run
+    pools: tuple[Path, Path], run_pool: Holds, monkeypatch: pytest.MonkeyPatch, fail: Fail
 ) -> None:
     first, second = pools
     run_pool(first)
@@ -295,16 +274,16 @@ def test_a_pool_that_is_named_by_option_environment_or_key_is_never_replaced(
             patch.setenv(name, value)
             assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
     (second / READY_FILE).unlink()
-    assert f"no pool is running on {second} (--data-dir)" in run("status", "--data-dir", str(second))
+    assert f"no pool is running on {second} (--data-dir)" in fail("status", "--data-dir", str(second))
 
 
 @pytest.mark.parametrize("command", [("down",), *TAKE_AWAY])
 def test_what_stops_or_takes_away_never_falls_back_and_says_what_runs_and_how_to_name_it(
-    pools: tuple[Path, Path], run_pool: Holds, run: Run, command: tuple[str, ...]
+    pools: tuple[Path, Path], run_pool: Holds, fail: Fail, command: tuple[str, ...]
 ) -> None:
     first, second = pools
     held = run_pool(first)
-    message = run(*command)
+    message = fail(*command)
     assert f"no pool is running at http://127.0.0.1:2 on {second} (the pool in use" in message
     assert f"name one that runs: --data-dir {first} (http://127.0.0.1:1); `tinkerpool use DIR` chooses it" in message
     assert message.count("\n") == 1
@@ -313,11 +292,11 @@ def test_what_stops_or_takes_away_never_falls_back_and_says_what_runs_and_how_to
 
 
 def test_files_are_those_of_the_pool_in_use_also_if_another_one_runs(
-    pools: tuple[Path, Path], run_pool: Holds, run: Run
+    pools: tuple[Path, Path], run_pool: Holds, fail: Fail
 ) -> None:
     first, second = pools
     run_pool(first)
-    assert f"there is no log at {second}" in run("logs")
+    assert f"there is no log at {second}" in fail("logs")
     assert find_place(None).data_dir == second
 
 
@@ -332,7 +311,7 @@ def test_two_pools_that_had_the_same_address_have_their_own_keys(tmp_path: Path,
 
 
 def test_pools_lists_the_known_pools_and_use_chooses_one(
-    pools: tuple[Path, Path], run_pool: Holds, say: Say, run: Run
+    pools: tuple[Path, Path], run_pool: Holds, say: Say, fail: Fail
 ) -> None:
     first, second = pools
     run_pool(first)
@@ -360,35 +339,33 @@ def test_pools_lists_the_known_pools_and_use_chooses_one(
     out, err = say("use", "127.0.0.1:2")
     assert f"start it with `tinkerpool up --data-dir {second}`" in err
     assert find_target(None, "", "").api_key == "tp_2"
-    assert f"know no pool elsewhere: give one of these: {second}" in run("use", "elsewhere")
+    assert f"know no pool elsewhere: give one of these: {second}" in fail("use", "elsewhere")
 
 
-def test_pools_and_use_say_what_to_do_before_the_first_start(say: Say, run: Run) -> None:
+def test_pools_and_use_say_what_to_do_before_the_first_start(say: Say, fail: Fail) -> None:
     assert "`tinkerpool up` starts one" in say("pools")[0]
     assert json.loads(say("pools", "--json")[0]) == {"pools": []}
-    assert "start one with `tinkerpool up`" in run("use", "pool")
+    assert "start one with `tinkerpool up`" in fail("use", "pool")
 
 
 def test_commands_on_files_refuse_a_pool_that_is_not_of_this_machine(
-    run: Run, pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    fail: Fail, pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://elsewhere:7600")
     for command in ON_FILES:
-        message = run(*command)
+        message = fail(*command)
         assert "http://elsewhere:7600 (TINKERPOOL_BASE_URL) is not known on this machine: give --data-dir" in message
 
 
 def test_the_data_directory_of_another_user_is_told_from_one_without_a_pool(
-    run: Run, pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    fail: Fail, pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # patched, because root may read everything
     for command in (("status",), *ON_FILES):
-        assert "is another user's: run the command as that user" in run(*command, "--data-dir", str(pools[0]))
+        assert "is another user's: run the command as that user" in fail(*command, "--data-dir", str(pools[0]))
 
 
-def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(tmp_path: Path, say: Say) -> None:
     service = FakeService(
         rotate_api_key=admin_pb2.RotateApiKeyResponse(
             key="tp_111111111111_new", replaced=admin_pb2.ApiKey(key_id="000000000000", is_revoked=True)
@@ -399,10 +376,7 @@ def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(
         write_credentials(Credentials(url=url, api_key=KEY, data_dir=str(data_dir)))
         Serving(url=url, pid=os.getpid(), data_dir=str(data_dir), models=()).write(data_dir / READY_FILE)
         write_credentials(last := Credentials(url="http://elsewhere:1", api_key="tp_last"))
-        monkeypatch.setattr(sys, "argv", ["tinkerpool", "key", "rotate", "--data-dir", str(data_dir)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert not ended.value.code
+        say("key", "rotate", "--data-dir", str(data_dir))
     assert find_target(data_dir, "", "").api_key == "tp_111111111111_new"
     assert find_target(None, "", "").api_key == last.api_key
     assert credentials_file().exists()

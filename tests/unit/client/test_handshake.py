@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.base.config import DoorConfig, GrpcConfig, HttpConfig
+from coordinator.base.config import DoorConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.grpc.server import GrpcDoor
-from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tls import server_name
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door, http_door
 from tinkerpool import RestClient, SamplingClient, ServiceClient, errors, types
 from tinkerpool.client.calls.handshake import mistake_in
 from tinkerpool.client.calls.retry import RetryPolicy
@@ -40,31 +39,13 @@ def backend() -> FakeBackend:
 
 
 @asynccontextmanager
-async def grpc_door(
+async def grpc_port(
     files: tuple[Path, Path] | None = None, port: int = 0, client_ca: Path | None = None
 ) -> AsyncIterator[int]:
     """Serve gRPC until the block ends; yield the port."""
     cert, key = files or (None, None)
-    door = GrpcDoor(GrpcConfig(port=port, tls_cert=cert, tls_key=key, tls_client_ca=client_ca))
-    door.bind()
-    await door.start(backend())
-    try:
+    async with grpc_door(backend(), port=port, tls_cert=cert, tls_key=key, tls_client_ca=client_ca) as door:
         yield door.port
-    finally:
-        await door.stop(0)
-
-
-@asynccontextmanager
-async def http_door(data_dir: Path, files: tuple[Path, Path] | None = None) -> AsyncIterator[int]:
-    """Serve HTTP until the block ends; yield the port."""
-    cert, key = files or (None, None)
-    door = HttpDoor(HttpConfig(port=0, tls_cert=cert, tls_key=key))
-    door.bind()
-    await door.start(backend(), data_dir)
-    try:
-        yield int(door.url.rpartition(":")[2])
-    finally:
-        await door.stop(0)
 
 
 def version_at(url: str, roots: bytes | None = None) -> str:
@@ -86,7 +67,7 @@ async def refusal(ask: Ask) -> str:
 
 
 async def test_an_untrusted_certificate_fails_at_once_and_says_how_to_trust_it(tmp_path: Path) -> None:
-    async with grpc_door(make_certificate(tmp_path)) as port:
+    async with grpc_port(make_certificate(tmp_path)) as port:
         message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}"))
     assert "is not trusted on this machine: pass" in message
     assert "root_certificates" in message
@@ -94,7 +75,7 @@ async def test_an_untrusted_certificate_fails_at_once_and_says_how_to_trust_it(t
 
 async def test_a_certificate_for_another_name_fails_at_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "DNS:pool.example.org")
-    async with grpc_door((cert, key)) as port:
+    async with grpc_port((cert, key)) as port:
         message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}", cert.read_bytes()))
     assert message.startswith(f"the certificate of https://127.0.0.1:{port} is for other names")
 
@@ -107,17 +88,17 @@ async def test_an_expired_certificate_is_told_from_an_unknown_one() -> None:
 
 
 async def test_http_and_https_are_told_apart_at_once(tmp_path: Path) -> None:
-    async with grpc_door(make_certificate(tmp_path)) as port:
+    async with grpc_port(make_certificate(tmp_path)) as port:
         message = await refusal(lambda: version_at(f"http://127.0.0.1:{port}"))
     assert message == f"http://127.0.0.1:{port} speaks TLS: give the address with https://"
-    async with grpc_door() as port:
+    async with grpc_port() as port:
         message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}"))
     assert message == f"https://127.0.0.1:{port} does not speak TLS: give the address with http://"
 
 
 async def test_a_door_that_requires_a_clients_certificate_says_so_at_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
-    async with grpc_door((cert, key), client_ca=cert) as port:
+    async with grpc_port((cert, key), client_ca=cert) as port:
         message = await refusal(lambda: version_at(f"https://127.0.0.1:{port}", cert.read_bytes()))
     assert "--tls-client-ca takes only clients with a certificate of their own. Pass client_certificate" in message
 
@@ -154,7 +135,7 @@ async def test_a_client_shows_its_certificate_from_arguments_or_the_environment(
     cert, key = machine.mine
     both = cert.with_name("both.pem")
     both.write_text(key.read_text() + cert.read_text())
-    async with grpc_door(machine.pool, client_ca=cert) as port:
+    async with grpc_port(machine.pool, client_ca=cert) as port:
         assert await asyncio.to_thread(machine.version, port, cert, key) == "9"
         assert await asyncio.to_thread(machine.version, port, both) == "9"
         monkeypatch.setenv("TINKERPOOL_CLIENT_CERTIFICATE", str(cert))
@@ -172,7 +153,7 @@ async def test_a_client_shows_its_certificate_from_arguments_or_the_environment(
 
 async def test_a_copy_of_a_sampling_client_shows_the_same_certificate(machine: Machine) -> None:
     cert, key = machine.mine
-    async with grpc_door(machine.pool, client_ca=cert) as port:
+    async with grpc_port(machine.pool, client_ca=cert) as port:
         handle = SamplerHandle(base_url=f"https://127.0.0.1:{port}", sampler_id="s", base_model="toy").encode()
         first = SamplingClient.from_sampler_handle(
             handle, api_key=KEY, root_certificates=machine.roots, client_certificate=cert, client_key=key
@@ -183,7 +164,7 @@ async def test_a_copy_of_a_sampling_client_shows_the_same_certificate(machine: M
 
 
 async def test_a_certificate_that_the_pool_does_not_accept_is_named_at_once(machine: Machine) -> None:
-    async with grpc_door(machine.pool, client_ca=machine.mine[0]) as port:
+    async with grpc_port(machine.pool, client_ca=machine.mine[0]) as port:
         message = await refusal(lambda: machine.version(port, *machine.other))
     assert f"with the client certificate {machine.other[0]}: is it valid now, and signed by an authority" in message
 
@@ -207,7 +188,7 @@ async def test_files_that_are_no_certificate_and_its_key_are_named_at_once(machi
         machine.other[1].replace(key)
     elif fault == "with a password":
         encrypt(key)
-    async with grpc_door(machine.pool, client_ca=machine.other[0]) as port:
+    async with grpc_port(machine.pool, client_ca=machine.other[0]) as port:
         if fault == "key alone":
             with pytest.raises(errors.ConfigurationError, match="give its certificate, too"):
                 ServiceClient(f"https://127.0.0.1:{port}", KEY, client_key=key)
@@ -218,7 +199,7 @@ async def test_files_that_are_no_certificate_and_its_key_are_named_at_once(machi
 async def test_a_running_client_follows_its_renewed_certificate(machine: Machine) -> None:
     cert, key = machine.mine
     new = [path.read_bytes() for path in machine.other]
-    async with grpc_door(machine.pool, client_ca=cert) as port:
+    async with grpc_port(machine.pool, client_ca=cert) as port:
         service = ServiceClient(
             f"https://127.0.0.1:{port}",
             KEY,
@@ -229,18 +210,18 @@ async def test_a_running_client_follows_its_renewed_certificate(machine: Machine
         assert (await service.get_server_capabilities_async()).version == "9"
     cert.write_bytes(new[0])
     key.write_bytes(new[1])
-    async with grpc_door(machine.pool, port, client_ca=machine.other[0]):
+    async with grpc_port(machine.pool, port, client_ca=machine.other[0]):
         assert (await service.get_server_capabilities_async()).version == "9"
         await asyncio.to_thread(service.close)
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
 async def test_the_http_port_given_to_this_client_is_named_at_once(tmp_path: Path, is_tls: bool) -> None:
-    files = make_certificate(tmp_path) if is_tls else None
-    roots = files[0].read_bytes() if files else None
+    cert, key = make_certificate(tmp_path) if is_tls else (None, None)
+    roots = cert.read_bytes() if cert else None
     url = "https://127.0.0.1" if is_tls else "http://127.0.0.1"
-    async with http_door(tmp_path, files) as port:
-        message = await refusal(lambda: version_at(f"{url}:{port}", roots))
+    async with http_door(backend(), tmp_path, is_remote=False, tls_cert=cert, tls_key=key) as door:
+        message = await refusal(lambda: version_at(f"{url}:{door.port}", roots))
     assert "is an HTTP port, and this client speaks gRPC: give the pool's gRPC port" in message
     assert "7600" in message
 
@@ -250,7 +231,7 @@ async def test_a_client_trusts_the_certificate_in_the_credentials_file_whatever_
     tmp_path: Path, names: str
 ) -> None:
     cert, key = make_certificate(tmp_path, names)
-    async with grpc_door((cert, key)) as port:
+    async with grpc_port((cert, key)) as port:
         url = f"https://127.0.0.1:{port}"
         name = server_name(DoorConfig(tls_cert=cert, tls_key=key), "127.0.0.1")
         write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert), server_name=name)))
@@ -268,14 +249,14 @@ async def test_a_running_client_follows_a_renewed_certificate_without_an_error(t
     cert, key = make_certificate(tmp_path)
     (tmp_path / "new").mkdir()
     new_cert, new_key = make_certificate(tmp_path / "new")
-    async with grpc_door((cert, key)) as port:
+    async with grpc_port((cert, key)) as port:
         url = f"https://127.0.0.1:{port}"
         write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(cert))))
         service = ServiceClient()
         assert (await service.get_server_capabilities_async()).version == "9"
     new_cert.replace(cert)
     new_key.replace(key)
-    async with grpc_door((cert, key), port):
+    async with grpc_port((cert, key), port):
         assert (await service.get_server_capabilities_async()).version == "9"
         await asyncio.to_thread(service.close)
 
@@ -285,7 +266,7 @@ async def test_another_certificate_than_the_one_in_the_credentials_file_is_refus
 ) -> None:
     (tmp_path / "other").mkdir()
     known, _ = make_certificate(tmp_path / "other")
-    async with grpc_door(make_certificate(tmp_path)) as port:
+    async with grpc_port(make_certificate(tmp_path)) as port:
         url = f"https://127.0.0.1:{port}"
         write_credentials(Credentials(url=url, api_key=KEY, certificate=Certificate(path=str(known))))
         message = await refusal(lambda: version_at(url))

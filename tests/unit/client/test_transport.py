@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
+from tests.support.doors.open_doors import open_door
 from tinkerpool import ServiceClient, errors
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,19 +12,18 @@ import httpx
 import pytest
 import zstandard
 
-from coordinator.base.config import DATUMS_MAX, ELEMENTS_MAX, GrpcConfig, HttpConfig
+from coordinator.base.config import DATUMS_MAX, ELEMENTS_MAX
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http.bodies import UnreadableBody
 from coordinator.doors.http.calls import check_elements, read_json
 from coordinator.doors.http_app import PREFIX
-from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai import schemas as openai_schemas
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.doors.loop_time import loop_time
+from tests.support.doors.open_doors import grpc_door, http_door
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
 
@@ -56,12 +54,20 @@ def service() -> FakeService:
 
 @pytest.fixture
 async def http(service: FakeService) -> AsyncIterator[httpx.AsyncClient]:
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(FakeBackend(service), Path("nowhere"))
-    async with httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, timeout=60) as client:
+    async with (
+        http_door(FakeBackend(service)) as door,
+        httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, timeout=60) as client,
+    ):
         yield client
-    await door.stop(0)
+
+
+@pytest.fixture
+async def channel(service: FakeService) -> AsyncIterator[Any]:
+    async with (
+        grpc_door(FakeBackend(service)) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        yield channel
 
 
 async def test_millions_of_empty_data_in_a_small_body_are_refused_at_their_seq(
@@ -94,11 +100,7 @@ async def test_more_data_than_any_pass_may_have_are_not_converted(
     assert measured.longest_s < CALLBACK_S_MAX, measured.longest
 
 
-async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(service: FakeService) -> None:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(service))
-    channel: Any = grpc.aio.insecure_channel(f"127.0.0.1:{door.port}")
+async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(service: FakeService, channel: Any) -> None:
     key = (("authorization", f"Bearer {KEY}"),)
     head = training_pb2.TrainStepRequest(adapter_id="a", seq=7).SerializeToString()
     with loop_time() as measured, pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -115,8 +117,6 @@ async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(service
             b"\x12\x00" * EMPTY_DATA, metadata=key
         )
     assert raised.value.code() is not grpc.StatusCode.OK
-    await channel.close()
-    await door.stop(0)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from coordinator.base.config import GrpcConfig
 from coordinator.doors.grpc import public
 from coordinator.doors.grpc.server import GrpcDoor
 from scripts.attack.frames import PING, Connection, frame
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2, sessions_pb2, sessions_pb2_grpc
 
@@ -29,19 +29,13 @@ Start = Callable[..., Awaitable[GrpcDoor]]
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
     """Return a function that starts a door on a free port."""
-    doors: list[GrpcDoor] = []
+    capable = FakeBackend(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
+    async with contextlib.AsyncExitStack() as doors:
 
-    async def start_one(backend: FakeBackend | None = None, **config: Any) -> GrpcDoor:
-        doors.append(GrpcDoor(GrpcConfig(port=0, **config)))
-        doors[-1].bind()
-        await doors[-1].start(
-            backend or FakeBackend(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
-        )
-        return doors[-1]
+        async def start_one(backend: FakeBackend = capable, **config: Any) -> GrpcDoor:
+            return await doors.enter_async_context(grpc_door(backend, **config))
 
-    yield start_one
-    for door in doors:
-        await door.stop(grace_s=0.1)
+        yield start_one
 
 
 def address(door: GrpcDoor) -> str:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 WITH_KEY = (("authorization", f"Bearer {KEY}"),)
@@ -39,32 +41,24 @@ Open = Callable[..., Awaitable[grpc.aio.Channel]]
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
     """Return a function that starts a door on a free port."""
-    doors: list[GrpcDoor] = []
+    async with AsyncExitStack() as doors:
 
-    async def start_one(backend: FakeBackend, **config: Any) -> GrpcDoor:
-        doors.append(GrpcDoor(GrpcConfig(port=0, **config)))
-        doors[-1].bind()
-        await doors[-1].start(backend)
-        return doors[-1]
+        async def start_one(backend: FakeBackend, **config: Any) -> GrpcDoor:
+            return await doors.enter_async_context(grpc_door(backend, **config))
 
-    yield start_one
-    for door in doors:
-        await door.stop(grace_s=0.1)
+        yield start_one
 
 
 @pytest.fixture
 async def open_door(start: Start) -> AsyncIterator[Open]:
     """Return a function that starts a door and returns a channel to it."""
-    channels: list[grpc.aio.Channel] = []
+    async with AsyncExitStack() as channels:
 
-    async def open_one(service: object, **config: Any) -> grpc.aio.Channel:
-        door = await start(FakeBackend(service), **config)
-        channels.append(plaintext(door))
-        return channels[-1]
+        async def open_one(service: object, **config: Any) -> grpc.aio.Channel:
+            door = await start(FakeBackend(service), **config)
+            return await channels.enter_async_context(plaintext(door))
 
-    yield open_one
-    for channel in channels:
-        await channel.close()
+        yield open_one
 
 
 def plaintext(door: GrpcDoor) -> grpc.aio.Channel:

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.base.config import HttpConfig
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http import connections
 from coordinator.doors.http.calls import RunningCalls
@@ -25,6 +24,7 @@ from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService, KeysByName
+from tests.support.doors.open_doors import http_door
 from tests.support.logs import logged_by
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -40,20 +40,14 @@ Open = Callable[..., Awaitable[HttpDoor]]
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Open]:
-    doors: list[HttpDoor] = []
+    async with contextlib.AsyncExitStack() as doors:
 
-    async def open_one(service: Any = None, keys: Any = None, **options: Any) -> HttpDoor:
-        settings = {"is_remote": True, "allow_plaintext": True, "connections_max": NUM_MAX} | options
-        doors.append(HttpDoor(HttpConfig(port=0, **settings)))
-        doors[-1].bind()
-        await doors[-1].start(
-            FakeBackend(service or FakeService(get_capabilities=CAPABILITIES), keys=keys), Path("nowhere")
-        )
-        return doors[-1]
+        async def open_one(service: Any = None, keys: Any = None, **options: Any) -> HttpDoor:
+            backend = FakeBackend(service or FakeService(get_capabilities=CAPABILITIES), keys=keys)
+            settings = {"connections_max": NUM_MAX} | options
+            return await doors.enter_async_context(http_door(backend, **settings))
 
-    yield open_one
-    for door in doors:
-        await door.stop(0)
+        yield open_one
 
 
 def client_of(door: HttpDoor, **options: Any) -> httpx.AsyncClient:

@@ -30,6 +30,7 @@ from coordinator.doors.tinker.runs import CHECKPOINTS_MAX
 from coordinator.tenants.principals import Principal
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
+from tests.support.doors.open_doors import http_door
 from tests.support.toy_pool import FakeTime
 from tests.support.waiting import until
 from tinkerpool.compat import tinker_pb2 as wire
@@ -42,22 +43,17 @@ Open = Callable[..., Awaitable[tuple[HttpDoor, httpx.AsyncClient]]]
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Open]:
-    things: list[tuple[HttpDoor, httpx.AsyncClient]] = []
+    async with contextlib.AsyncExitStack() as things:
 
-    async def open_one(
-        service: Any = None, verify: ssl.SSLContext | bool = False, **options: Any
-    ) -> tuple[HttpDoor, httpx.AsyncClient]:
-        door = HttpDoor(HttpConfig(port=0, **({"is_remote": True, "allow_plaintext": True} | options)))
-        door.bind()
-        await door.start(FakeBackend(service), Path("nowhere"))
-        client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify, timeout=60)
-        things.append((door, client))
-        return things[-1]
+        async def open_one(
+            service: Any = None, verify: ssl.SSLContext | bool = False, **options: Any
+        ) -> tuple[HttpDoor, httpx.AsyncClient]:
+            door = await things.enter_async_context(http_door(FakeBackend(service), **options))
+            headers = {"x-api-key": KEY}
+            client = httpx.AsyncClient(base_url=door.url + PREFIX, headers=headers, verify=verify, timeout=60)
+            return door, await things.enter_async_context(client)
 
-    yield open_one
-    for door, client in things:
-        await client.aclose()
-        await door.stop(0)  # running calls are of no interest any more
+        yield open_one
 
 
 @pytest.mark.parametrize(

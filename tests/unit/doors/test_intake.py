@@ -14,9 +14,9 @@ from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc import intake
 from coordinator.doors.grpc.intake import Intake
-from coordinator.doors.grpc.server import GrpcDoor
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService, KeysByName
+from tests.support.doors.open_doors import grpc_door
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc
 
 MIB = 1 << 20
@@ -27,22 +27,10 @@ GET_OPERATION = "/tinkerpool.v1.OperationService/GetOperation"
 class Door:
     """A door that takes requests of 4 MiB, and 32 MiB of them at once."""
 
-    def __init__(self, **config: Any) -> None:
-        self.service = FakeService(
-            forward_backward=training_pb2.ForwardBackwardResponse(),
-            get_operation=operations_pb2.GetOperationResponse(),
-        )
-        self._door = GrpcDoor(GrpcConfig(port=0, message_bytes_max=4 * MIB, receive_bytes_max=32 * MIB, **config))
-
-    async def start(self) -> None:
-        self._door.bind()
-        await self._door.start(FakeBackend(self.service, keys=KeysByName()))
-        self.address = f"127.0.0.1:{self._door.port}"
-        self.channel = grpc.aio.insecure_channel(self.address)
-
-    async def stop(self) -> None:
-        await self.channel.close()
-        await self._door.stop(0.1)
+    def __init__(self, service: FakeService, address: str, channel: grpc.aio.Channel) -> None:
+        self.service = service
+        self.address = address
+        self.channel = channel
 
     async def forward_backward(self, tenant: str, num_bytes: int = 100) -> None:
         stub: Any = training_pb2_grpc.TrainingServiceStub(self.channel)
@@ -57,12 +45,17 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def opened(**config: Any) -> AsyncIterator[Door]:
-    door = Door(**config)
-    await door.start()
-    try:
-        yield door
-    finally:
-        await door.stop()
+    service = FakeService(
+        forward_backward=training_pb2.ForwardBackwardResponse(), get_operation=operations_pb2.GetOperationResponse()
+    )
+    backend, sizes = (
+        FakeBackend(service, keys=KeysByName()),
+        {"message_bytes_max": 4 * MIB, "receive_bytes_max": 32 * MIB},
+    )
+    async with grpc_door(backend, **sizes, **config) as door:
+        address = f"127.0.0.1:{door.port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Door(service, address, channel)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
-from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
@@ -28,6 +26,7 @@ from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
+from tests.support.doors.open_doors import http_door
 from tests.support.served_pool import SHIPPED_MODEL
 from tests.support.toy_pool import FakeTime
 from tinkerpool.convert import from_tensor, to_tensor
@@ -112,13 +111,11 @@ class Door:
     """Opens a door for each service, and calls it."""
 
     def __init__(self) -> None:
-        self._opened: list[HttpDoor] = []
+        self.opened = AsyncExitStack()
 
     async def _open(self, service: Any, keys: Any = None, key: str = KEY) -> httpx.AsyncClient:
-        door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True), FakeTime(now=1234.5, wall_offset=0.0))
-        door.bind()
-        await door.start(FakeBackend(service, keys=keys), Path("nowhere"))
-        self._opened.append(door)
+        opening = http_door(FakeBackend(service, keys=keys), time=FakeTime(now=1234.5, wall_offset=0.0))
+        door = await self.opened.enter_async_context(opening)
         headers = {"authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=door.url, headers=headers, timeout=60, verify=False)  # loads no certificates
 
@@ -158,16 +155,12 @@ class Door:
         assert (end, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
-    async def close(self) -> None:
-        for door in self._opened:
-            await door.stop(0)  # running calls are of no interest any more
-
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
     door = Door()
-    yield door
-    await door.close()
+    async with door.opened:
+        yield door
 
 
 async def test_a_completion_has_its_metadata_and_usage(door: Door) -> None:

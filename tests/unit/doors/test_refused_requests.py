@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 
-from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
-from coordinator.doors.http_server import HttpDoor
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door, http_door
 from tinkerpool.v1 import sessions_pb2, sessions_pb2_grpc
 
 
@@ -50,16 +47,15 @@ def refusing(works: list[weakref.ref[Work]]) -> FakeBackend:
 
 
 async def test_a_request_refused_over_grpc_leaves_memory_with_its_call(works: list[weakref.ref[Work]]) -> None:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(refusing(works))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with (
+        grpc_door(refusing(works)) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
         stub: Any = sessions_pb2_grpc.SessionServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="too many"):
             await stub.GetCapabilities(
                 sessions_pb2.GetCapabilitiesRequest(), metadata=(("authorization", f"Bearer {KEY}"),)
             )
-    await door.stop(0.1)
     assert [work() for work in works] == [None]
 
 
@@ -67,10 +63,9 @@ async def test_a_request_refused_over_grpc_leaves_memory_with_its_call(works: li
 async def test_a_request_refused_over_http_leaves_memory_with_its_call(
     path: str, works: list[weakref.ref[Work]]
 ) -> None:
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(refusing(works), Path("nowhere"))
-    async with httpx.AsyncClient(base_url=door.url, headers={"x-api-key": KEY}) as client:
+    async with (
+        http_door(refusing(works)) as door,
+        httpx.AsyncClient(base_url=door.url, headers={"x-api-key": KEY}) as client,
+    ):
         assert "too many" in (await client.get(path)).text
-    await door.stop(0.1)
     assert [work() for work in works] == [None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,16 +11,15 @@ import httpx
 import pytest
 from google.protobuf.message import Message
 
-from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
-from coordinator.doors.http_server import HttpDoor
 from coordinator.storage.store import Store
 from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door, http_door
 from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, checkpoints_pb2, checkpoints_pb2_grpc, operations_pb2_grpc
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -56,11 +54,8 @@ def waits() -> Waits:
 
 @pytest.fixture
 async def door(keys: Authenticator, waits: Waits) -> AsyncIterator[GrpcDoor]:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(FakeService(wait_operations=waits), keys=keys))
-    yield door
-    await door.stop(0.1)
+    async with grpc_door(FakeBackend(FakeService(wait_operations=waits), keys=keys)) as door:
+        yield door
 
 
 async def test_a_revoked_keys_grpc_streams_end_with_unauthenticated_and_another_keys_do_not(
@@ -110,12 +105,13 @@ async def test_a_running_call_without_a_stream_ends_with_its_key_but_one_that_en
         await asyncio.sleep(0)  # a cancelled call would end here
         return admin_pb2.RotateApiKeyResponse(key="the successor")
 
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(FakeService(copy_checkpoint=copy, rotate_api_key=rotate), keys=keys))
+    service = FakeService(copy_checkpoint=copy, rotate_api_key=rotate)
     key, _ = await keys.create_key("alice")
     metadata = (("authorization", f"Bearer {key}"),)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with (
+        grpc_door(FakeBackend(service, keys=keys)) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
         checkpoints: Any = checkpoints_pb2_grpc.CheckpointServiceStub(channel)
         admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
         copying = checkpoints.CopyCheckpoint(checkpoints_pb2.CopyCheckpointRequest(), metadata=metadata)
@@ -125,20 +121,17 @@ async def test_a_running_call_without_a_stream_ends_with_its_key_but_one_that_en
             await copying
     assert rotated.key == "the successor"
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    await door.stop(0.1)
 
 
 async def test_a_revoked_keys_long_poll_over_http_ends_with_unauthorized(keys: Authenticator, waits: Waits) -> None:
     key, row = await keys.create_key("alice")
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(FakeBackend(FakeService(wait_operations=waits), keys=keys), Path("nowhere"))
-    client: Any = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": key}, timeout=60, verify=False)
-    async with client:
+    async with (
+        http_door(FakeBackend(FakeService(wait_operations=waits), keys=keys)) as door,
+        httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": key}, timeout=60, verify=False) as client,
+    ):
         polling = asyncio.create_task(client.post("/retrieve_future", json={"request_id": "a:1"}))
         await waits.begun.wait()
         await keys.revoke_key(row.key_id)
         response = await polling
-    assert (response.status_code, response.json()["reason"]) == (401, "API_KEY_INVALID")
-    assert waits.ended.is_set()
-    await door.stop(0)
+        assert (response.status_code, response.json()["reason"]) == (401, "API_KEY_INVALID")
+        assert waits.ended.is_set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,17 +11,15 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.calls import SERVICES, use_case_name
-from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import HANDLERS, PREFIX
-from coordinator.doors.http_server import HttpDoor
 from coordinator.service.roles import LEAST_ROLES
 from coordinator.storage.store import Store
 from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
 from tests.support.doors.fake_service import FakeBackend, FakeService
+from tests.support.doors.open_doors import grpc_door, http_door
 
 RPCS = {use_case_name(method): method for service in SERVICES for method in service.methods}
 
@@ -39,12 +36,11 @@ def service() -> FakeService:
 
 @pytest.fixture
 async def channel(keys: Authenticator, service: FakeService) -> AsyncIterator[grpc.aio.Channel]:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(service, keys=keys))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with (
+        grpc_door(FakeBackend(service, keys=keys)) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
         yield channel
-    await door.stop(0.1)
 
 
 async def reason_of(channel: grpc.aio.Channel, method: MethodDescriptor, key: str) -> str:
@@ -97,12 +93,11 @@ async def test_every_route_refuses_a_key_below_its_role_without_running_its_use_
     keys: Authenticator, service: FakeService
 ) -> None:
     key, _ = await keys.create_key("alice", role=Role.READ_ONLY)
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(FakeBackend(service, keys=keys), Path("nowhere"))
-    client: Any = httpx.AsyncClient(base_url=door.url, headers={"x-api-key": key}, timeout=60)
     openai = [("POST", f"/v1/{path}") for path in ("completions", "chat/completions")]
-    async with client:
+    async with (
+        http_door(FakeBackend(service, keys=keys)) as door,
+        httpx.AsyncClient(base_url=door.url, headers={"x-api-key": key}, timeout=60) as client,
+    ):
         for method, path in [
             *((method, f"{PREFIX}{path}") for method, path, _, name in HANDLERS if LEAST_ROLES[name] is Role.MEMBER),
             *openai,
@@ -113,7 +108,6 @@ async def test_every_route_refuses_a_key_below_its_role_without_running_its_use_
         assert service.calls == []
         assert (await client.get(f"{PREFIX}/sessions")).status_code != 403
         assert service.calls != []
-    await door.stop(0)
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -132,12 +126,11 @@ async def test_the_machines_own_key_administers_only_from_this_machine_at_both_d
     await reason_of(channel, RPCS["get_usage"], key)
     reason = await reason_of(channel, RPCS["list_api_keys"], key)
     assert reason == ("UNIMPLEMENTED" if is_local else "ADMIN_ONLY")
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(FakeBackend(service, keys=keys), Path("nowhere"))
-    async with httpx.AsyncClient(base_url=door.url, headers={"x-api-key": key}, timeout=60) as client:
+    async with (
+        http_door(FakeBackend(service, keys=keys)) as door,
+        httpx.AsyncClient(base_url=door.url, headers={"x-api-key": key}, timeout=60) as client,
+    ):
         await client.get(f"{PREFIX}/sessions")
-    await door.stop(0)
     roles = {name: principal.role for name, principal, _ in service.calls}
     expected = Role.ADMIN if is_local else Role.MEMBER
     assert roles["get_usage"] is roles["session_ids"] is expected

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
 
-from coordinator.base.config import GrpcConfig, HttpConfig
-from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
-from coordinator.doors.http_server import HttpDoor
 from coordinator.limits import results
 from coordinator.limits.results import Responses
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService, KeysByName
+from tests.support.doors.open_doors import grpc_door, http_door
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc
 
@@ -51,17 +48,6 @@ def backend() -> FakeBackend:
     return made
 
 
-@contextlib.asynccontextmanager
-async def grpc_door(behind: FakeBackend) -> AsyncIterator[str]:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(behind)
-    try:
-        yield f"127.0.0.1:{door.port}"
-    finally:
-        await door.stop(0.1)
-
-
 async def fetch(address: str, tenant: str) -> None:
     """Fetch the result over gRPC, and read it."""
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -88,7 +74,8 @@ async def is_refused(address: str, tenant: str) -> bool:
 
 async def test_an_unread_result_over_grpc_takes_room_until_its_connection_closes() -> None:
     behind = backend()
-    async with grpc_door(behind) as address:
+    async with grpc_door(behind) as door:
+        address = f"127.0.0.1:{door.port}"
         attacker = await Connection.open(address, window=0)
         await attacker.call(GET_OPERATION, b"", "mallory")
         await until(lambda: has_begun(behind))
@@ -108,18 +95,19 @@ async def is_served(address: str, tenant: str) -> bool:
 
 
 async def test_an_unread_result_over_http_takes_room_until_it_is_read() -> None:
-    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
-    door.bind()
-    await door.start(backend(), Path("nowhere"))
     body, headers = b'{"request_id":"a:1"}', {"accept": "application/x-protobuf"}
-    reader, writer = await asyncio.open_connection(sock=small_socket(door.url))
-    writer.write(
-        f"POST {PREFIX}/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: mallory\r\naccept: {headers['accept']}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
-    try:
-        async with httpx.AsyncClient(base_url=door.url + PREFIX, headers=headers, timeout=60) as client:
+    async with (
+        http_door(backend()) as door,
+        httpx.AsyncClient(base_url=door.url + PREFIX, headers=headers, timeout=60) as client,
+    ):
+        reader, writer = await asyncio.open_connection(sock=small_socket(door.url))
+        with contextlib.closing(writer):
+            writer.write(
+                f"POST {PREFIX}/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: mallory\r\n"
+                f"accept: {headers['accept']}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
 
             async def status(tenant: str) -> int:
                 return (await client.post("/retrieve_future", content=body, headers={"x-api-key": tenant})).status_code
@@ -137,9 +125,6 @@ async def test_an_unread_result_over_http_takes_room_until_it_is_read() -> None:
                 return await status("mallory") == 200
 
             await until(is_free)
-    finally:
-        writer.close()
-        await door.stop(0)
 
 
 def small_socket(url: str) -> socket.socket:
