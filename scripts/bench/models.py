@@ -24,14 +24,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from coordinator.base_models import DEFAULT_MODEL, shipped_models
+from scripts.bench.gpu.cases import Case as Case  # noqa: PLC0414  # other modules import it from here
+from scripts.bench.gpu.cases import random_data as random_data  # noqa: PLC0414
 from scripts.bench.gpu.cases import write_model
-from workers.contract.messages import Datum
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
@@ -139,37 +139,3 @@ def _model(name: str, path: Path) -> Model:
         num_matmul_params=sum(linear.weight.numel() for linear in linears),
         attention_flops=6 * 2 * config.num_hidden_layers * config.num_attention_heads * head_dim,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """The load of a step: tenants with sequences of equal length."""
-
-    num_tenants: int
-    num_seqs: int
-    num_tokens: int
-    """Of each sequence."""
-
-    def __str__(self) -> str:
-        return f"{self.num_tenants} x {self.num_seqs} x {self.num_tokens}"
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens trained in a step of all tenants."""
-        return self.num_tenants * self.num_seqs * self.num_tokens
-
-    def data(self, vocab_size: int) -> list[tuple[Datum, ...]]:
-        """Return random sequences by tenant, equal in every run."""
-        lengths = [self.num_tokens] * self.num_seqs
-        return [random_data(tenant, lengths, vocab_size) for tenant in range(self.num_tenants)]
-
-
-def random_data(seed: int, lengths: Sequence[int], vocab_size: int) -> tuple[Datum, ...]:
-    """Return a tenant's sequences: random tokens, next-token targets, weights of one."""
-    rng = np.random.default_rng(seed)
-    data = []
-    for length in lengths:
-        tokens = rng.integers(0, vocab_size, length + 1).astype(np.int32)
-        weights = np.ones(length, dtype=np.float32)
-        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
-    return tuple(data)

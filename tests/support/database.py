@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.base.errors import Failure
 from coordinator.storage.access.audit import Act
-from coordinator.storage.rows import AdapterRow, SessionRow
+from coordinator.storage.rows import AdapterRow, CheckpointRow, SamplerRow, SessionRow
 from coordinator.storage.store import Store
 from tests.support.toy_pool import FakeTime
 
@@ -36,6 +36,19 @@ def session_row(session_id: str, **values: Any) -> SessionRow:
     """Return a session of the tenant."""
     fields: dict[str, Any] = {"request_id": None, "user_metadata": "{}", "created_at": 0.0}
     return SessionRow(session_id=session_id, tenant_id=TENANT, **fields | values)
+
+
+def sampler_row(sampler_id: str, **values: Any) -> SamplerRow:
+    """Return a sampler of the tenant, in the session that its id names."""
+    fields: dict[str, Any] = {"session_id": sampler_id.partition(":")[0], "base_model": "toy", "created_at": 0.0}
+    return SamplerRow(sampler_id=sampler_id, tenant_id=TENANT, **fields | values)
+
+
+def checkpoint_row(path: str, adapter_id: str, **values: Any) -> CheckpointRow:
+    """Return a checkpoint of an adapter of the tenant."""
+    fields: dict[str, Any] = {"kind": "weights", "size_bytes": 1, "seq": 1, "base_model": "toy", "rank": 8}
+    fields |= {"fingerprint": "", "user_metadata": "{}", "created_at": 0.0}
+    return CheckpointRow(path=path, tenant_id=TENANT, adapter_id=adapter_id, **fields | values)
 
 
 def adapter_row(adapter_id: str, session_id: str) -> AdapterRow:

@@ -16,7 +16,7 @@ from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
 from coordinator.coordinator import Coordinator
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from scripts.loop_thread import LoopThread
+from tests.support.loop_thread import LoopThread
 from tests.support.toy_pool import ToyPool, running_pool
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool

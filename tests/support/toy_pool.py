@@ -98,6 +98,11 @@ class ToyPool:
             self.principals[tenant] = self.coordinator.authenticator.authenticate(key)
         return self.principals[tenant]
 
+    async def administrator(self) -> Principal:
+        """Return an administrator, with a new key."""
+        key, _ = await self.coordinator.authenticator.create_key("root", role=Role.ADMIN)
+        return self.coordinator.authenticator.authenticate(key)
+
     async def adapter(self, tenant: str = "alice", **values: Any) -> str:
         """Create an adapter; return its id."""
         principal = await self.principal(tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Case:
     num_tenants: int
     num_seqs: int
     num_tokens: int
+    """Of each sequence."""
 
     @classmethod
     def read(cls, text: str) -> Case:
@@ -67,6 +69,22 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.num_tenants} x {self.num_seqs} x {self.num_tokens}"
+
+    def data(self, vocab_size: int) -> list[tuple[Datum, ...]]:
+        """Return random sequences by tenant, equal in every run."""
+        lengths = [self.num_tokens] * self.num_seqs
+        return [random_data(tenant, lengths, vocab_size) for tenant in range(self.num_tenants)]
+
+
+def random_data(seed: int, lengths: Sequence[int], vocab_size: int) -> tuple[Datum, ...]:
+    """Return a tenant's sequences: random tokens, next-token targets, weights of one."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        tokens = rng.integers(0, vocab_size, length + 1).astype(np.int32)
+        weights = np.ones(length, dtype=np.float32)
+        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
+    return tuple(data)
 
 
 def num_weights(config: Any, rank: int) -> tuple[int, int]:
@@ -118,14 +136,3 @@ def write_model(shape: str, directory: Path, device: torch.device) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     return directory
-
-
-def make_data(case: Case, vocab_size: int, tenant: int) -> tuple[Datum, ...]:
-    """Return a tenant's sequences: random tokens, next-token targets, weights of one."""
-    rng = np.random.default_rng(tenant)
-    data = []
-    for _ in range(case.num_seqs):
-        tokens = rng.integers(0, vocab_size, case.num_tokens + 1).astype(np.int32)
-        weights = np.ones(case.num_tokens, dtype=np.float32)
-        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
-    return tuple(data)

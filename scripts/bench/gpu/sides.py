@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from scripts.bench.gpu.cases import Case, make_data
+from scripts.bench.gpu.cases import Case
 from workers.bank.entries import Slab
 from workers.contract.messages import (
     AdamParams,
@@ -56,8 +56,7 @@ class Fused:
         info = self.engine.info
         chunk_seqs = max(1, info.chunk_tokens // case.num_tokens)
         self.chunks = []
-        for tenant in range(case.num_tenants):
-            data = make_data(case, info.vocab_size, tenant)
+        for data in case.data(info.vocab_size):
             self.chunks.append([data[start : start + chunk_seqs] for start in range(0, len(data), chunk_seqs)])
         self.seq = 0
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -130,7 +129,7 @@ class SequentialPeft:
         for key in self.keys[1:]:
             self.model.add_adapter(key, config)
         self.model.train()
-        data = [make_data(case, int(base.config.vocab_size), tenant) for tenant in range(case.num_tenants)]
+        data = case.data(int(base.config.vocab_size))
         self.tokens = [self._stacked([datum.tokens for datum in part]) for part in data]
         self.targets = [self._stacked([datum.loss_inputs["target_tokens"] for datum in part]) for part in data]
         self.optimizers = [

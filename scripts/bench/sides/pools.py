@@ -26,7 +26,7 @@ from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.tenants.principals import Principal
 from scripts.bench.models import Model
-from scripts.loop_thread import LoopThread
+from tests.support.loop_thread import LoopThread
 from tinkerpool import ServiceClient, TrainingClient, types
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from workers.contract import messages

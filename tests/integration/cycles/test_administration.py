@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coordinator.base.errors import Code
 from coordinator.tenants.keys import GRACE_S_DEFAULT
-from coordinator.tenants.principals import Caller, Principal, Role
+from coordinator.tenants.principals import Caller, Role
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tinkerpool.v1 import admin_pb2
@@ -16,13 +16,8 @@ def named(response: admin_pb2.ListApiKeysResponse) -> dict[str, admin_pb2.ApiKey
     return {key.key_id: key for key in response.api_keys}
 
 
-async def administrator(pool: ToyPool) -> Principal:
-    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
-    return pool.coordinator.authenticator.authenticate(key)
-
-
 async def test_a_created_tenant_is_listed_and_its_name_is_taken(pool: ToyPool) -> None:
-    boss = await administrator(pool)
+    boss = await pool.administrator()
     request = admin_pb2.CreateTenantRequest(tenant="bob")
     assert (await pool.service.create_tenant(boss, request)).tenant.name == "bob"
     taken = await refusal(pool.service.create_tenant(boss, request))
@@ -36,7 +31,7 @@ async def test_a_created_tenant_is_listed_and_its_name_is_taken(pool: ToyPool) -
 
 
 async def test_keys_and_tenants_are_listed_in_pages(pool: ToyPool) -> None:
-    boss = await administrator(pool)
+    boss = await pool.administrator()
     for name in ("carol", "alice", "bob"):
         await pool.service.create_api_key(boss, admin_pb2.CreateApiKeyRequest(tenant=name))
     token, found = "", []
@@ -58,7 +53,7 @@ async def test_keys_and_tenants_are_listed_in_pages(pool: ToyPool) -> None:
 
 
 async def test_a_member_rotates_its_own_key_and_an_administrator_any(pool: ToyPool) -> None:
-    boss, keys = await administrator(pool), pool.coordinator.authenticator
+    boss, keys = await pool.administrator(), pool.coordinator.authenticator
     created = [await pool.service.create_api_key(boss, admin_pb2.CreateApiKeyRequest(tenant="bob")) for _ in range(2)]
     bob = keys.authenticate(created[0].key)
     own = await pool.service.rotate_api_key(bob, admin_pb2.RotateApiKeyRequest(grace_seconds=0))
@@ -75,7 +70,7 @@ async def test_a_member_rotates_its_own_key_and_an_administrator_any(pool: ToyPo
 
 
 async def test_a_keys_role_expiry_and_last_use_are_listed(pool: ToyPool) -> None:
-    boss = await administrator(pool)
+    boss = await pool.administrator()
     request = admin_pb2.CreateApiKeyRequest(
         tenant="bob", role=admin_pb2.ROLE_READ_ONLY, ttl_seconds=60, certificate_sha256="AB" * 32
     )
@@ -95,7 +90,7 @@ async def test_a_keys_role_expiry_and_last_use_are_listed(pool: ToyPool) -> None
 
 async def test_the_audit_log_is_listed_by_pages_and_survives_a_restart(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        boss = await administrator(pool)
+        boss = await pool.administrator()
         for name in ("a", "b", "c"):
             await pool.service.create_tenant(boss, admin_pb2.CreateTenantRequest(tenant=name))
     async with running_pool(tmp_path) as pool:
@@ -127,7 +122,7 @@ async def test_the_operators_new_key_is_of_a_tenant_that_may_call(pool: ToyPool)
     """Otherwise a pool whose default tenant is suspended, and whose other keys are lost, could not be administered."""
     keys, key = pool.coordinator.authenticator, await pool.coordinator.first_admin_key()
     assert key is not None
-    boss = await administrator(pool)
+    boss = await pool.administrator()
     await pool.service.suspend_tenant(boss, admin_pb2.SuspendTenantRequest(tenant="default"))
     new = await pool.coordinator.new_admin_key()
     assert keys.admit(new, Caller(is_local=True), Role.ADMIN).tenant_name == "operator-1"

@@ -17,11 +17,6 @@ LOCAL = Caller(is_local=True)
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def administrator(pool: ToyPool) -> Principal:
-    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
-    return pool.coordinator.authenticator.authenticate(key)
-
-
 async def suspend(pool: ToyPool, boss: Principal, tenant: str = "alice", reason: str = "") -> None:
     request = admin_pb2.SuspendTenantRequest(tenant=tenant, reason=reason)
     response = await pool.service.suspend_tenant(boss, request)
@@ -35,7 +30,7 @@ async def resume(pool: ToyPool, boss: Principal, tenant: str = "alice") -> None:
 
 async def test_a_suspended_tenants_calls_are_refused_with_the_reason_also_after_a_restart(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        boss, keys = await administrator(pool), pool.coordinator.authenticator
+        boss, keys = await pool.administrator(), pool.coordinator.authenticator
         key, row = await keys.create_key("alice")
         await suspend(pool, boss, reason="unpaid")
         with pytest.raises(ServiceError, match=r"suspended \(unpaid\).*tenant resume alice") as raised:
@@ -59,7 +54,7 @@ async def test_a_suspended_tenants_calls_are_refused_with_the_reason_also_after_
 
 
 async def test_open_calls_of_a_suspended_tenant_end_and_those_of_others_do_not(pool: ToyPool) -> None:
-    boss, keys = await administrator(pool), pool.coordinator.authenticator
+    boss, keys = await pool.administrator(), pool.coordinator.authenticator
 
     async def call(principal: Principal) -> None:
         with keys.while_valid(principal):
@@ -76,7 +71,7 @@ async def test_open_calls_of_a_suspended_tenant_end_and_those_of_others_do_not(p
 async def test_queued_operations_and_samples_wait_while_their_tenant_is_suspended_and_run_when_it_is_resumed(
     pool: ToyPool,
 ) -> None:
-    boss, mine, other = await administrator(pool), await pool.adapter(), await pool.adapter("bob")
+    boss, mine, other = await pool.administrator(), await pool.adapter(), await pool.adapter("bob")
     sampler = await pool.sampler(mine.partition(":")[0], base_model="toy")
     await suspend(pool, boss)
     names = [await pool.forward_backward(mine, 1, 4), await pool.optim_step(mine, 2), await pool.sample(sampler, 1)]
@@ -91,7 +86,7 @@ async def test_queued_operations_and_samples_wait_while_their_tenant_is_suspende
 
 async def test_queued_operations_of_a_suspended_tenant_wait_over_a_restart(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        boss, adapter = await administrator(pool), await pool.adapter()
+        boss, adapter = await pool.administrator(), await pool.adapter()
         await suspend(pool, boss)
         name = await pool.forward_backward(adapter, 1, 4)
     async with running_pool(tmp_path) as pool:
@@ -107,7 +102,7 @@ async def test_queued_operations_of_a_suspended_tenant_wait_over_a_restart(tmp_p
 
 async def test_a_suspended_tenants_adapter_is_not_rebuilt_after_a_crash_before_it_is_resumed(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
-        boss, adapter = await administrator(pool), await pool.adapter()
+        boss, adapter = await pool.administrator(), await pool.adapter()
         await pool.wait(await pool.forward_backward(adapter, 1, 4), await pool.optim_step(adapter, 2))
         await suspend(pool, boss)
         name = await pool.forward_backward(adapter, 3, 4)
@@ -127,7 +122,7 @@ async def test_nothing_of_a_suspended_tenant_expires_and_its_sessions_have_their
 ) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, session_timeout_s=60.0, gap_timeout_s=60.0) as pool:
-        boss, adapter, other = await administrator(pool), await pool.adapter(), await pool.session("bob")
+        boss, adapter, other = await pool.administrator(), await pool.adapter(), await pool.session("bob")
         session = adapter.partition(":")[0]
         behind_gap = await pool.forward_backward(adapter, 2, 4)
         await suspend(pool, boss)
@@ -144,7 +139,7 @@ async def test_nothing_of_a_suspended_tenant_expires_and_its_sessions_have_their
 
 
 async def test_the_tenant_of_the_last_administrators_key_cannot_be_suspended(pool: ToyPool) -> None:
-    boss = await administrator(pool)
+    boss = await pool.administrator()
     request = admin_pb2.SuspendTenantRequest(tenant="root")
     assert (await refusal(pool.service.suspend_tenant(boss, request))).reason == "LAST_ADMIN_KEY"
     await pool.coordinator.authenticator.create_key("other", role=Role.ADMIN)
@@ -156,7 +151,7 @@ async def test_the_tenant_of_the_last_administrators_key_cannot_be_suspended(poo
 
 
 async def test_a_tenant_is_shown_with_its_state_and_what_it_has(pool: ToyPool) -> None:
-    boss, adapter = await administrator(pool), await pool.adapter()
+    boss, adapter = await pool.administrator(), await pool.adapter()
     await pool.save(adapter, 1, "saved")
     await suspend(pool, boss, reason="unpaid")
     shown = await pool.service.get_tenant(boss, admin_pb2.GetTenantRequest(tenant="alice"))

@@ -25,11 +25,6 @@ SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 SOON: dict[str, Any] = {"sweep_interval_s": 0.02}
 
 
-async def administrator(pool: ToyPool) -> Principal:
-    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
-    return pool.coordinator.authenticator.authenticate(key)
-
-
 async def delete(pool: ToyPool, boss: Principal, tenant: str = "alice") -> None:
     response = await pool.service.delete_tenant(boss, admin_pb2.DeleteTenantRequest(tenant=tenant))
     assert response.tenant.state == admin_pb2.TENANT_STATE_DELETING
@@ -73,7 +68,7 @@ def folders(data_dir: Path) -> int:
 
 async def test_everything_of_a_deleted_tenant_goes_and_its_name_is_free_again(tmp_path: Path) -> None:
     async with running_pool(tmp_path, **SOON) as pool:
-        boss, keys = await administrator(pool), pool.coordinator.authenticator
+        boss, keys = await pool.administrator(), pool.coordinator.authenticator
         key, _ = await keys.create_key("alice")
         tenant_id = keys.authenticate(key).tenant_id
         other = await pool.adapter("bob")
@@ -114,7 +109,7 @@ async def test_everything_of_a_deleted_tenant_goes_and_its_name_is_free_again(tm
 
 async def test_a_deletion_goes_on_after_a_crash(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True, sweep_interval_s=1000.0) as pool:
-        boss = await administrator(pool)
+        boss = await pool.administrator()
         await everything_of(pool)
         tenant_id = (await pool.principal()).tenant_id
         await delete(pool, boss)
@@ -126,7 +121,7 @@ async def test_a_deletion_goes_on_after_a_crash(tmp_path: Path) -> None:
 
 async def test_weights_that_a_deleted_tenant_published_stay_with_those_who_loaded_them(tmp_path: Path) -> None:
     async with running_pool(tmp_path, **SOON) as pool:
-        boss, adapter = await administrator(pool), await pool.adapter()
+        boss, adapter = await pool.administrator(), await pool.adapter()
         path = (await pool.save(adapter, 1, "public")).save_state.path
         await pool.set_access(path, is_public=True)
         copied, session = await pool.adapter("bob", from_path=path), await pool.session("bob")
@@ -146,7 +141,7 @@ async def test_weights_that_a_deleted_tenant_published_stay_with_those_who_loade
 
 async def test_a_tenant_is_deleted_although_the_disk_is_full(tmp_path: Path) -> None:
     async with running_pool(tmp_path, **SOON) as pool:
-        boss, adapter = await administrator(pool), await pool.adapter()
+        boss, adapter = await pool.administrator(), await pool.adapter()
         await pool.wait(await pool.forward_backward(adapter, 1, 4))
         await pool.save(adapter, 2, "kept")
         database, write = pool.store.database, pool.store.database.write
@@ -166,7 +161,7 @@ async def test_a_tenant_is_deleted_although_the_disk_is_full(tmp_path: Path) -> 
 
 async def test_a_tenant_that_is_being_deleted_gets_no_key_and_cannot_be_resumed(tmp_path: Path) -> None:
     async with running_pool(tmp_path, sweep_interval_s=1000.0) as pool:
-        boss = await administrator(pool)
+        boss = await pool.administrator()
         await pool.principal()
         await delete(pool, boss)
         await delete(pool, boss)
@@ -184,7 +179,7 @@ async def test_a_tenant_that_is_being_deleted_gets_no_key_and_cannot_be_resumed(
 
 async def test_a_tenant_that_is_gone_before_a_change_of_it_is_written_is_not_found(tmp_path: Path) -> None:
     async with running_pool(tmp_path, **SOON) as pool:
-        boss = await administrator(pool)
+        boss = await pool.administrator()
         mark_deletion = pool.store.tenants.mark_deletion
 
         async def behind_the_deletion(*given: Any) -> None:

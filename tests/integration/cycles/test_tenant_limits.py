@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, Quota, ServiceError
-from coordinator.tenants.principals import Principal, Role
-from tests.support.toy_pool import LENGTHS, FakeTime, ToyPool, running_pool
+from tests.support.toy_pool import LENGTHS, FakeTime, ToyPool, refusal, running_pool
 from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
 
 RESERVED = 4 * 3 * 8 * 6
@@ -17,22 +16,11 @@ RESERVED = 4 * 3 * 8 * 6
 PATHS = ("weights/a", "sampler_weights/b", "weights/c")
 
 
-async def refusal(call: Awaitable[Any]) -> ServiceError:
-    with pytest.raises(ServiceError) as raised:
-        await call
-    return raised.value
-
-
-async def admin(pool: ToyPool) -> Principal:
-    key, _ = await pool.coordinator.authenticator.create_key("root", role=Role.ADMIN)
-    return pool.coordinator.authenticator.authenticate(key)
-
-
 async def set_limits(pool: ToyPool, tenant: str, **limits: object) -> None:
     await pool.principal(tenant)
     texts = {name: str(value) for name, value in limits.items()}
     request = limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits=texts)
-    await pool.service.set_tenant_limits(await admin(pool), request)
+    await pool.service.set_tenant_limits(await pool.administrator(), request)
 
 
 async def used(pool: ToyPool, tenant: str = "alice") -> dict[str, int]:
@@ -98,7 +86,7 @@ async def test_a_member_sees_its_own_limits_and_use_and_no_other_tenants(pool: T
     unknown = limits_pb2.GetTenantLimitsRequest(tenant="nobody")
     errors = [await refusal(pool.service.get_tenant_limits(bob, request)) for request in (others, unknown)]
     assert {(error.code, error.reason) for error in errors} == {(Code.NOT_FOUND, "NOT_FOUND")}
-    assert (await pool.service.get_tenant_limits(await admin(pool), others)).tenant == "alice"
+    assert (await pool.service.get_tenant_limits(await pool.administrator(), others)).tenant == "alice"
 
 
 async def refused_outcome(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:

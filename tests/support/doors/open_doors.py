@@ -10,8 +10,8 @@ from typing import Any
 from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from scripts.loop_thread import LoopThread
 from tests.support.doors.fake_service import FakeBackend
+from tests.support.loop_thread import LoopThread
 
 
 @asynccontextmanager

@@ -13,8 +13,6 @@ from google.protobuf.message import Message
 
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
-from coordinator.storage.store import Store
-from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from scripts.attack.frames import Connection
@@ -40,11 +38,6 @@ class Waits:
         finally:
             self.begun.set()
             self.ended.set()
-
-
-@pytest.fixture
-def keys(store: Store) -> Authenticator:
-    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 @pytest.fixture

@@ -14,19 +14,12 @@ from google.rpc import error_details_pb2, status_pb2
 from coordinator.doors.grpc.calls import SERVICES, use_case_name
 from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.service.roles import LEAST_ROLES
-from coordinator.storage.store import Store
-from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
 from tests.support.doors.fake_service import FakeBackend, FakeService
 from tests.support.doors.open_doors import grpc_door, http_door
 
 RPCS = {use_case_name(method): method for service in SERVICES for method in service.methods}
-
-
-@pytest.fixture
-def keys(store: Store) -> Authenticator:
-    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 @pytest.fixture

@@ -19,8 +19,6 @@ from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
-from coordinator.storage.store import Store
-from coordinator.tenants.accounts import Accounts
 from coordinator.tenants.keys import Authenticator
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import FakeBackend, FakeService
@@ -71,11 +69,6 @@ class Doors:
         async with httpx.AsyncClient(base_url=self.http.url, verify=context, headers={"x-api-key": key}) as http:
             response = await http.get(f"{PREFIX}/sessions")
         return over_grpc, "" if response.status_code == 200 else response.json()["reason"]
-
-
-@pytest.fixture
-def keys(store: Store) -> Authenticator:
-    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
 
 
 def made(folder: Path) -> tuple[Path, Path]:

@@ -1,51 +1,20 @@
 """Rows of ended sessions and deleted adapters: each thing that needs one keeps it, and nothing else does."""
 
 import asyncio
-from typing import Any
 
 from coordinator.storage.cycles import CycleCommit, StagedStates
 from coordinator.storage.rows import (
     EXAMINED_MAX,
-    CheckpointRow,
     DecidedOperation,
     Leftovers,
     NewOperation,
-    SamplerRow,
 )
 from coordinator.storage.store import Store
-from tests.support.database import TENANT, adapter_row, session_row
+from tests.support.database import TENANT, adapter_row, checkpoint_row, sampler_row, session_row
 
 ADAPTER, SAMPLER = "s:train:0", "s:sample:0"
 NOW, LATER = 0.0, 1.0
 """Moments of service time: that of all writes here, and one behind it."""
-
-
-def sampler_row(sampler_id: str = SAMPLER, **values: Any) -> SamplerRow:
-    return SamplerRow(
-        sampler_id=sampler_id,
-        tenant_id=TENANT,
-        session_id=sampler_id.partition(":")[0],
-        base_model="toy",
-        created_at=0.0,
-        **values,
-    )
-
-
-def checkpoint_row(adapter_id: str) -> CheckpointRow:
-    return CheckpointRow(
-        path="p",
-        tenant_id=TENANT,
-        adapter_id=adapter_id,
-        kind="weights",
-        folder="c",
-        size_bytes=1,
-        seq=1,
-        base_model="toy",
-        rank=8,
-        fingerprint="",
-        user_metadata="{}",
-        created_at=0.0,
-    )
 
 
 async def log_operation(store: Store, target_id: str, kind: str) -> None:
@@ -78,7 +47,7 @@ async def test_an_ended_session_stays_until_its_time_is_over_and_its_adapters_an
 ) -> None:
     await store.sessions.insert(session_row("s"))
     await store.adapters.insert(adapter_row(ADAPTER, "s"), None)
-    await store.samplers.insert(sampler_row())
+    await store.samplers.insert(sampler_row(SAMPLER))
     walk = store.sessions.leftovers
     assert await all_deleted(walk) == []
     await store.sessions.end("s", 5.0)
@@ -94,7 +63,7 @@ async def test_an_ended_session_stays_until_its_time_is_over_and_its_adapters_an
 
 async def test_a_sampler_stays_until_its_session_has_ended_and_its_results_are_dropped(store: Store) -> None:
     await store.sessions.insert(session_row("s"))
-    await store.samplers.insert(sampler_row())
+    await store.samplers.insert(sampler_row(SAMPLER))
     walk = store.samplers.leftovers
     assert await all_deleted(walk) == []
     await log_operation(store, SAMPLER, "sample")
@@ -115,7 +84,9 @@ async def test_a_deleted_adapter_stays_for_its_checkpoints_samplers_and_results(
     with_checkpoint, with_sampler, with_result = (f"s:train:{number}" for number in range(3))
     for adapter_id in (with_checkpoint, with_sampler, with_result):
         await store.adapters.insert(adapter_row(adapter_id, "s"), None)
-    await store.cycles.commit(CycleCommit(states=StagedStates(checkpoints=[checkpoint_row(with_checkpoint)])))
+    await store.cycles.commit(
+        CycleCommit(states=StagedStates(checkpoints=[checkpoint_row("p", with_checkpoint, folder="c")]))
+    )
     await store.samplers.insert(sampler_row("t:sample:0", adapter_id=with_sampler))
     await log_operation(store, with_result, "optim_step")
     walk = store.adapters.leftovers
@@ -153,7 +124,9 @@ async def test_a_row_that_is_needed_again_before_it_is_deleted_stays(store: Stor
     await store.sessions.insert(session_row("s"))
     await store.adapters.insert(adapter_row(ADAPTER, "s"), None)
     await store.adapters.delete(ADAPTER, [], 5.0)
-    inserting = store.samplers.insert(sampler_row(adapter_id=ADAPTER))  # committed only after the walk has read
+    inserting = store.samplers.insert(
+        sampler_row(SAMPLER, adapter_id=ADAPTER)
+    )  # committed only after the walk has read
     assert (await store.adapters.leftovers.delete_some(LATER)).deleted == []
     await inserting
     assert store.adapters.get(ADAPTER) is not None

@@ -10,7 +10,7 @@ from coordinator.storage.cycles import CycleCommit, StagedStates
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, NewOperation, SamplerRow, SnapshotRow
 from coordinator.storage.sqlite import ConflictError
 from coordinator.storage.store import Store
-from tests.support.database import adapter_row, open_store, query, session_row
+from tests.support.database import adapter_row, checkpoint_row, open_store, query, sampler_row, session_row
 
 ADAPTER = "s:train:0"
 
@@ -33,34 +33,14 @@ def decided(seq: int, append_id: int = 1, *, outcome: bytes = b"ok", **values: A
     return DecidedOperation(seq=seq, append_id=append_id, outcome=outcome, **fields | values)
 
 
-def checkpoint_row(path: str, seq: int, adapter_id: str = ADAPTER) -> CheckpointRow:
+def pending_checkpoint(path: str, seq: int, adapter_id: str = ADAPTER) -> CheckpointRow:
     """Return the row that a save of weights for sampling commits before its file is written."""
-    return CheckpointRow(
-        path=path,
-        tenant_id="t",
-        adapter_id=adapter_id,
-        kind="sampler_weights",
-        size_bytes=7,
-        seq=seq,
-        base_model="toy",
-        rank=8,
-        fingerprint="toy",
-        user_metadata="{}",
-        created_at=0.0,
-    )
+    return checkpoint_row(path, adapter_id, kind="sampler_weights", size_bytes=7, seq=seq, fingerprint="toy")
 
 
-def sampler_row(sampler_id: str, session_id: str, seq: int, adapter_id: str = ADAPTER) -> SamplerRow:
+def pending_sampler(sampler_id: str, seq: int, adapter_id: str = ADAPTER) -> SamplerRow:
     """Return the row that an unnamed save commits before its file is written."""
-    return SamplerRow(
-        sampler_id=sampler_id,
-        tenant_id="t",
-        session_id=session_id,
-        base_model="toy",
-        adapter_id=adapter_id,
-        version=f"{adapter_id}:{seq}",
-        created_at=0.0,
-    )
+    return sampler_row(sampler_id, adapter_id=adapter_id, version=f"{adapter_id}:{seq}")
 
 
 def snapshot(seq: int, adapter_id: str = ADAPTER) -> SnapshotRow:
@@ -87,8 +67,8 @@ async def test_nothing_is_lost_when_the_store_is_opened_again(store: Store, tmp_
 
 
 async def test_a_row_is_read_as_it_was_written(store: Store) -> None:
-    row = checkpoint_row("p", 5)
-    sampler = sampler_row("s:sample:0", "s", 12)
+    row = pending_checkpoint("p", 5)
+    sampler = pending_sampler("s:sample:0", 12)
     await add_adapter(store)
     await store.cycles.commit(CycleCommit(states=StagedStates(checkpoints=[row], samplers=[sampler])))
     assert store.checkpoints.by_path("p") == row
@@ -159,8 +139,8 @@ async def test_an_outcome_of_a_withdrawn_append_does_not_finish_the_operation_th
 async def test_no_state_with_the_effect_of_an_unlogged_operation_is_stored(store: Store, tmp_path: Path) -> None:
     states = StagedStates(
         snapshots=[snapshot(1, "a")],
-        checkpoints=[checkpoint_row("p", 2, "a")],
-        samplers=[sampler_row("s:sample:0", "s", 2, "a")],
+        checkpoints=[pending_checkpoint("p", 2, "a")],
+        samplers=[pending_sampler("s:sample:0", 2, "a")],
     )
     assert await store.cycles.commit(CycleCommit(finished=[decided(1)], states=states)) == {"a"}
     await store.operations.append([operation(1, append_id=7), operation(2, append_id=3)])
@@ -193,7 +173,7 @@ async def test_no_snapshot_cuts_the_log_at_weights_without_a_file_until_they_hav
 ) -> None:
     await add_adapter(store)
     await store.sessions.insert(session_row("t"))
-    rows = [sampler_row("s:sample:0", "s", 12), sampler_row("s:sample:1", "t", 9)]
+    rows = [pending_sampler("s:sample:0", 12), pending_sampler("t:sample:1", 9)]
     await store.cycles.commit(CycleCommit(states=StagedStates(samplers=rows)))
     for seq in (9, 12, 100):
         with pytest.raises(ConflictError, match="no file"):
@@ -214,7 +194,7 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
 ) -> None:
     await add_adapter(store)
     await store.cycles.commit(
-        CycleCommit(states=StagedStates(checkpoints=[checkpoint_row("p", 5), checkpoint_row("q", 9)]))
+        CycleCommit(states=StagedStates(checkpoints=[pending_checkpoint("p", 5), pending_checkpoint("q", 9)]))
     )
     assert [row.path for row in store.checkpoints.unwritten()] == ["p", "q"]
     assert await store.snapshots.commit(snapshot(4)) == "f0"
@@ -230,7 +210,7 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
     assert await store.checkpoints.delete("q", 8) is None, "that save is not stored any more"
     with pytest.raises(ConflictError, match="no file"):
         await store.snapshots.commit(snapshot(9))
-    assert await store.checkpoints.delete("q", 9) == checkpoint_row("q", 9)
+    assert await store.checkpoints.delete("q", 9) == pending_checkpoint("q", 9)
     assert await store.snapshots.commit(snapshot(9)) == "f8"
     row = store.checkpoints.by_path("p")
     assert row is not None
@@ -250,7 +230,7 @@ async def test_another_tenants_rows_are_reported_as_absent(store: Store) -> None
     await add_adapter(store)
     await store.cycles.commit(
         CycleCommit(
-            states=StagedStates(checkpoints=[checkpoint_row("p", 5)], samplers=[sampler_row("s:sample:0", "s", 12)])
+            states=StagedStates(checkpoints=[pending_checkpoint("p", 5)], samplers=[pending_sampler("s:sample:0", 12)])
         )
     )
     for tenant_id, is_there in (("t", True), ("u", False)):

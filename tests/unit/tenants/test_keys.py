@@ -16,11 +16,6 @@ from tests.support.toy_pool import FakeTime
 LOCAL, REMOTE = Caller(is_local=True), Caller(is_local=False)
 
 
-@pytest.fixture
-def keys(store: Store) -> Authenticator:
-    return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
-
-
 def refusal(keys: Authenticator, key: str) -> tuple[Code, str, str]:
     with pytest.raises(ServiceError) as raised:
         keys.authenticate(key)
