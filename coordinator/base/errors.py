@@ -105,7 +105,7 @@ class ServiceError(Exception):
 
 
 exists = functools.partial(ServiceError, Code.ALREADY_EXISTS)
-"""A refusal to create what is there already, or was requested with other contents."""
+"""A refusal to create an object that exists, or whose request id was used with other contents."""
 denied = functools.partial(ServiceError, Code.PERMISSION_DENIED)
 """A refusal of what the caller may not do."""
 unmet = functools.partial(ServiceError, Code.FAILED_PRECONDITION)

@@ -62,6 +62,7 @@ class Snapshots:
         self._failed_at: dict[str, float] = {}
         """Adapter to its last failure, if no snapshot has succeeded since."""
         self._num_failures: Counter[str] = Counter()
+        self._has_failed = asyncio.Event()
         self._asked: dict[str, tuple[AdapterLog, Window]] = {}
         """Adapters whose states were requested, and their gradient windows."""
 
@@ -125,7 +126,15 @@ class Snapshots:
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
         self._failed_at[adapter.adapter_id] = self._time.monotonic()
-        asyncio.get_running_loop().call_later(RETRY_S, self.changed.notify)
+        self._has_failed.set()
+
+    async def wake_to_retry(self) -> None:
+        """Notify `changed` when failed snapshots may be retried, though nothing else happens; run until cancelled."""
+        while True:
+            await self._has_failed.wait()
+            self._has_failed.clear()
+            await self._time.sleep(RETRY_S)
+            self.changed.notify()
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot may be durable that the adapter log has not covered yet.

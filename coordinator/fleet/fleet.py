@@ -134,8 +134,8 @@ class Incarnation:
             self._removals.append(old)
 
     def drop_version(self, version: str) -> int:
-        """Have the worker drop a version that it holds; return its bytes."""
-        num_bytes = self._versions.pop(version)
+        """Have the worker drop a sampler version with its next message; return its bytes, as far as they are known."""
+        num_bytes = self._versions.pop(version, 0)
         self.drop(version)
         self.sent(-num_bytes)
         return num_bytes
@@ -281,10 +281,10 @@ class Fleet:
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
             found.hold(version, num_bytes)
 
-    def drop_version(self, worker_id: str, key: str) -> None:
-        """Have a worker drop a version with its next message; ignored if the worker is lost."""
+    def drop_version(self, worker_id: str, version: str) -> None:
+        """See `Incarnation.drop_version`; ignored if the worker is lost."""
         if (found := self.find(worker_id)) is not None:
-            found.drop(key)
+            found.drop_version(version)
 
     def drop_copy(self, worker_id: str, spec: AdapterSpec) -> None:
         """Have a worker drop a copy of an adapter with its next message; ignored if the worker is lost."""

@@ -19,7 +19,6 @@ from coordinator.runtime.tasks import Tasks
 from coordinator.runtime.tenant_deletion import TenantDeletions
 from coordinator.sampling.assembly import make_sample_scheduler
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.storage.store import Store
 from workers.contract.protocols import Pool
@@ -35,7 +34,7 @@ class Runners:
     deletions: Deletions
     housekeeping: Housekeeping
     tenant_deletions: TenantDeletions
-    probation: Probation
+    scheduling: Scheduling
 
     def start(self, tasks: Tasks, time: Time) -> None:
         """Start every part."""
@@ -45,7 +44,9 @@ class Runners:
             tasks.spawn(loop.run())
         tasks.spawn(self.housekeeping.run())
         tasks.spawn(self.tenant_deletions.run())
-        tasks.spawn(self.probation.wake_at_ends(time))
+        tasks.spawn(self.scheduling.probation.wake_at_ends(time))
+        for schedule in self.scheduling.schedules.values():
+            tasks.spawn(schedule.snapshots.wake_to_retry())
 
 
 def make_runners(
@@ -73,5 +74,5 @@ def make_runners(
         deletions=deletions,
         housekeeping=housekeeping,
         tenant_deletions=TenantDeletions(context.config, time, store, registers, states, deletions, housekeeping),
-        probation=scheduling.probation,
+        scheduling=scheduling,
     )

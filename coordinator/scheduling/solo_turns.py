@@ -219,7 +219,6 @@ class SoloTurns:
         if not turn.is_sample:
             log = self._group.logs[turn.name]
             if log.home not in ("", turn.worker_id):
-                self._fleet.drop_copy(log.home, log.spec)
                 log.lose_copy()
                 if not can_run(log):
                     self._end(turn, can_rest=False)

@@ -75,7 +75,7 @@ GUARDS = (
         tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "snapshotted_first"),
     ),
     Guard(
-        name="a copy whose state nobody holds any more is installed again",
+        name="a copy whose state cannot be fetched is installed again",
         file="workers/training/copies.py",
         before="            return  # it is installed again\n",
         after="            pass\n",

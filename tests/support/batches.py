@@ -31,7 +31,7 @@ class Reference:
 
     def fetch(self) -> AdapterState:
         if self.state is None:
-            raise LookupError("nobody holds the state any more")
+            raise LookupError("the holder of the state has ended")
         return self.state
 
 

@@ -122,7 +122,7 @@ class StateReference(Protocol):
         """Bytes of its files."""
 
     def fetch(self) -> AdapterState:
-        """Return the state. Raises LookupError if nobody holds it any more."""
+        """Return the state. Raises LookupError if it cannot be had any more: its holder has ended or dropped it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class AdapterInstall:
     """The batch of the pending gradient, as in `GradientWindow.batch`; None: none is pending."""
 
     def fetch(self) -> AdapterState | None:
-        """Return the state itself. Raises LookupError if it is a reference and nobody holds the state any more."""
+        """Return the state itself. Raises LookupError, as `StateReference.fetch` does, if it is a reference."""
         state = self.state
         return state if state is None or isinstance(state, AdapterState) else state.fetch()
 

@@ -132,6 +132,17 @@ async def test_a_failed_snapshot_is_retried_after_a_pause(snapshots: Snapshots, 
     assert snapshots.due([adapter], ()) == [adapter]
 
 
+async def test_a_retry_is_woken_after_the_pause_of_each_failure(snapshots: Snapshots, time: FakeTime) -> None:
+    woken = asyncio.Event()
+    snapshots.changed.subscribe(woken)
+    waking = asyncio.ensure_future(snapshots.wake_to_retry())
+    for _ in range(2):
+        snapshots.failed(trained(1.0), "the disk is full")
+        assert await time.until(woken.is_set, 2 * RETRY_S) >= RETRY_S
+        woken.clear()
+    waking.cancel()
+
+
 async def test_a_long_log_is_snapshotted_however_cheap_its_operations_were(snapshots: Snapshots) -> None:
     adapter = adapter_with(*[FB, STEP] * (LOGGED_OPERATIONS_MAX // 2 + 1))
     adapter.place_copy("w0")

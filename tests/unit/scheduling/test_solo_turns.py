@@ -125,7 +125,7 @@ def test_a_copy_on_another_worker_is_moved_to_the_solo_worker() -> None:
     bad.place_copy("w1")
     assert bench.update() == "bad"
     assert (bad.home, bench.turns.reserved) == ("", "w0")
-    assert bench.fleet.worker("w1").take_removals() == ("bad",)
+    assert bench.group.residency.take_left("w1") == ["bad"]
 
 
 def test_each_undecided_operation_runs_in_a_turn_of_its_own() -> None:
