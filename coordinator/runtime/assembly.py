@@ -73,6 +73,8 @@ def make_runners(
         supervisor=Supervisor(pool, time, fleet, registers.registry, scheduling.losses, samples, tasks),
         deletions=deletions,
         housekeeping=housekeeping,
-        tenant_deletions=TenantDeletions(context.config, time, store, registers, states, deletions, housekeeping),
+        tenant_deletions=TenantDeletions(
+            context.config, time, store, registers, states, deletions, housekeeping, samples
+        ),
         scheduling=scheduling,
     )

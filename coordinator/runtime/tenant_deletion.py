@@ -18,6 +18,7 @@ from coordinator.checkpoints.states import States
 from coordinator.operations.epoch import Registers
 from coordinator.runtime.deletion import Deletions
 from coordinator.runtime.housekeeping import Housekeeping
+from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import TenantRow
 from coordinator.storage.sqlite import StorageError
@@ -39,6 +40,7 @@ class TenantDeletions:
         states: States,
         deletions: Deletions,
         housekeeping: Housekeeping,
+        samples: SampleScheduler,
     ) -> None:
         self._config = config
         self._time = time
@@ -49,6 +51,7 @@ class TenantDeletions:
         self._states = states
         self._deletions = deletions
         self._housekeeping = housekeeping
+        self._samples = samples
 
     async def run(self) -> None:
         """Continue the deletions, every `sweep_interval_s`."""
@@ -64,13 +67,14 @@ class TenantDeletions:
         """Delete what can be deleted now. Raises StorageError and ServiceError; the next sweep goes on then."""
         for session_id in self._sessions.ids_of(row.tenant_id):
             await self._housekeeping.end_session(session_id)
+        self._samples.end_tenant(row.tenant_id)  # also of sessions that had ended before a crash
         for checkpoint in self._store.checkpoints.of_tenant(row.tenant_id):
             await self._states.delete_checkpoint(checkpoint)
         error = ops_pb.OperationError(code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the tenant was deleted")
         for log in [log for log in self._registry.logs.values() if log.tenant_id == row.tenant_id]:
             await self._deletions.delete(log, error)
         if self._in_flight.num_of_tenant(row.tenant_id):
-            return  # samples that run: they end with their sampler
+            return  # samples that run: they end at their next token
         while await self._store.tenants.delete_some(row.tenant_id):
             pass
         if await self._store.tenants.delete(

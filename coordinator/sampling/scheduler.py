@@ -114,6 +114,11 @@ class SampleScheduler:
         for sample in [s for s in self._samples.values() if s.operation.target_id == sampler_id]:
             self.cancel(sample.name)
 
+    def end_tenant(self, tenant_id: str) -> None:
+        """Cancel the samples of a tenant that is being deleted: queued ones would wait, because the tenant is held."""
+        for sample in [s for s in self._samples.values() if s.operation.tenant_id == tenant_id]:
+            self.cancel(sample.name)
+
     def follow(self, worker: Incarnation) -> None:
         """Read the events of a worker that has started, from now on, and let it have samples."""
         self._read_losses()

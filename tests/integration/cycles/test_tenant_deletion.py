@@ -107,12 +107,16 @@ async def test_everything_of_a_deleted_tenant_goes_and_its_name_is_free_again(tm
             pool.coordinator.authenticator.admit(key, LOCAL, Role.READ_ONLY)
 
 
-async def test_a_deletion_goes_on_after_a_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before", "behind its sessions"])
+async def test_a_deletion_goes_on_after_a_crash(tmp_path: Path, *, has_begun: bool) -> None:
+    """Behind the end of its sessions: their samples are queued, and no session is left that ends them."""
     async with running_pool(tmp_path, is_crash=True, sweep_interval_s=1000.0) as pool:
         boss = await pool.administrator()
         await everything_of(pool)
         tenant_id = (await pool.principal()).tenant_id
         await delete(pool, boss)
+        for session_id in pool.core.sessions.ids_of(tenant_id) if has_begun else ():
+            await pool.store.sessions.end(session_id, 0.0)
     async with running_pool(tmp_path, **SOON) as pool:
         await until_gone(pool)
         assert rows_of(tmp_path, tenant_id) == {}
