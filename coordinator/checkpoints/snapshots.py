@@ -31,6 +31,8 @@ LOGGED_OPERATIONS_MAX = 1000
 AT_ONCE = 8
 """States in memory at a time. If more adapters are due, cycles wait for the writing: later, the replay of a lost worker
 could exceed its bound."""
+EARLY_PART = 0.75
+"""Part of `replay_s_max` from which on adapters without a gradient are snapshotted: later, others have to be."""
 WRITING_SHARE_MAX = 0.1
 RETRY_S, RETRY_S_MAX = 5.0, 300.0
 """Pause after a snapshot of an adapter has failed; twice as long each time, and the most."""
@@ -173,7 +175,7 @@ class Snapshots:
             )  # the others cost half of it
             is_late = is_much and total_s > self._replay_s_max
             is_good_time = self._is_cheap(adapter) and not adapter.copy.window.has_gradient
-            is_time = is_much and total_s > self._replay_s_max / 2 and is_good_time
+            is_time = is_much and total_s > EARLY_PART * self._replay_s_max and is_good_time
             if not (is_long or is_late or is_time):
                 continue
             if self.may_take(adapter):
