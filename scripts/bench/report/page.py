@@ -30,8 +30,9 @@ MARKS = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)"
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the results by item."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    """Read the results by item; other files, such as the curves of the tutorial, are left out."""
+    read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {name: result for name, result in read.items() if "tables" in result}
 
 
 def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
