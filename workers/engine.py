@@ -38,6 +38,7 @@ from workers.host.free_memory import MemoryShare, free_bytes, free_host_bytes
 from workers.host.threads import ThreadChoice
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
+from workers.selftest.adapter_costs import measured_costs
 from workers.selftest.loading import fitting_tokens, load_base_model
 from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
@@ -96,6 +97,7 @@ class TrainingEngine:
         self._incarnation = incarnation
         self._epoch = 0
         keep_freed_memory()
+        self._info = replace(self._info, costs=measured_costs(base_model))
 
     @property
     def info(self) -> ModelInfo:

@@ -81,8 +81,9 @@ class CoordinatorConfig:
     data_dir: Path
     """Folder of everything durable: database, checkpoints, snapshots. One coordinator at a time."""
     cycle_tokens_max: int | None = None
-    """Token budget of one cycle on one worker. A larger budget raises throughput, and makes other tenants wait longer
-    for the next cycle. A cycle takes at least one chunk. None: measured, up to where more tokens gain little."""
+    """Token budget of one cycle on one worker; items and moves of adapters count as tokens that take as long. A larger
+    budget raises throughput, and makes other tenants wait longer for the next cycle. A cycle takes at least one chunk.
+    None: measured, up to where more tokens gain little."""
     cycle_s_max: float = 2.0
     """Longest wait, in seconds, of a request of one chunk that has just missed a cycle, when the token budget is
     measured: for the rest of that cycle, and for its own."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +53,10 @@ class Cycle:
     file_uses: list[FileUse] = field(default_factory=list)
     published: list[tuple[str, str, Operation, int]] = field(default_factory=list)
     """Saves that published weights, which their worker holds since: worker, incarnation, operation, bytes."""
+    worker_s: float = 0.0
+    """Seconds of the cycle that workers computed, and files took. The rest took the coordinator, and the way there."""
+    unused_tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Tenant to what was planned and did not run: the plan charged it."""
 
     def end_pass(self, now: float) -> None:
         """Record the end of the pass."""
@@ -186,6 +190,8 @@ class Committer:
         """
         for log in self._planning.ready.dirty():
             cycle.finish(log.take_decided())
+        self._planning.take_back(cycle.unused_tokens)
+        self._charge_rest(cycle)
         message = cycle.as_message(self._planning.base_model)
         has_run = bool(cycle.entries)
         commit = CycleCommit(
@@ -200,12 +206,22 @@ class Committer:
         if has_run or cycle.finished:
             lost = await self._persist(commit, cycle)
         self._publish_outcomes(cycle, lost)
-        self._planning.ready.ran(cycle.entries)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
             self._planning.costs.observe_commit(message.commit_seconds)
             self._journal.publish(message)
         return lost
+
+    def _charge_rest(self, cycle: Cycle) -> None:
+        """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it.
+
+        Not the commit: it takes about as long whatever is in it.
+        """
+        if cycle.entries:
+            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
+            num_adapters = Counter(entry.tenant for entry in cycle.entries.values())
+            part_s = max(0.0, rest_s) / len(cycle.entries)
+            self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
 
     async def _persist(self, commit: CycleCommit, cycle: Cycle) -> frozenset[str]:
         """Store the commit with the cycle's outcomes; return the adapters that it had to leave out.

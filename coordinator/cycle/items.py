@@ -8,7 +8,9 @@ ran before it (the worker's fence checks this chain); an item belongs to one gen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.base.errors import Code, ServiceError
@@ -82,6 +84,7 @@ class PhaseWork:
         self._entries: dict[str, list[Entry]] = {}
         self._installs: dict[str, list[tuple[AdapterLog, int, AdapterInstall]]] = {}
         self._expected: dict[str, list[str]] = {}
+        self._extra_tokens: defaultdict[str, float] = defaultdict(float)
         self.num_install_bytes = 0
         """Of the states in the copies."""
 
@@ -102,6 +105,14 @@ class PhaseWork:
     def expect(self, log: AdapterLog) -> None:
         """Add a hint for the adapter's home: the next phase is likely to have it."""
         self._expected.setdefault(log.home, []).append(log.adapter_id)
+
+    def weigh(self, worker_id: str, extra_tokens: float) -> None:
+        """Count what the chunks of an adapter cost there besides their tokens, in tokens."""
+        self._extra_tokens[worker_id] += extra_tokens
+
+    def extra_tokens(self, worker_id: str) -> float:
+        """Return what the chunks for a worker cost besides their tokens, in tokens."""
+        return self._extra_tokens[worker_id]
 
     def worker_ids(self) -> list[str]:
         """Return the workers that get copies or items."""
@@ -197,12 +208,13 @@ class ItemBuilder:
             prev_seq = operation.seq
         return items
 
-    async def read_load(self, ahead: Ahead, num_states: int) -> AdapterState | ServiceError | None:
+    async def read_load(self, ahead: Ahead, num_operations: int) -> AdapterState | ServiceError | None:
         """Read the checkpoint of the load that `state_items` will have, if it has one, off the event loop.
 
         Returns the refusal of a load that cannot start.
         """
-        operation = next((each for each in _due(ahead, num_states) if each.kind is Kind.LOAD_STATE), None)
+        due = itertools.islice(ahead.states(), num_operations)
+        operation = next((each for each in due if each.kind is Kind.LOAD_STATE), None)
         if operation is None:
             return None
         path = training_pb2.LoadStateRequest.FromString(self._payload(operation)).path
@@ -215,9 +227,9 @@ class ItemBuilder:
             return error
 
     def state_items(
-        self, log: AdapterLog, ahead: Ahead, num_states: int, loaded: AdapterState | ServiceError | None
+        self, log: AdapterLog, ahead: Ahead, num_operations: int, loaded: AdapterState | ServiceError | None
     ) -> list[tuple[Operation, Item]]:
-        """Return the items that the step phase runs for the adapter, with at most `num_states` saves and loads.
+        """Return the items that the step phase runs for the adapter, of at most `num_operations` operations.
 
         `loaded` is what `read_load` returned: a load that arrived after it waits. A load is followed by a snapshot of
         the loaded state, because its checkpoint may be deleted at any time, and the load could not be replayed then. An
@@ -226,7 +238,7 @@ class ItemBuilder:
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = log.copy.applied_seq
-        for operation in _due(ahead, num_states):
+        for operation in itertools.islice(ahead.states(), num_operations):
             if operation.kind is Kind.LOAD_STATE and loaded is None:
                 break  # it arrived since
             try:
@@ -316,12 +328,3 @@ class ItemBuilder:
 
     def _payload(self, operation: Operation) -> bytes:
         return operation.payload or self._store.operations.payload(operation.target_id, operation.seq)
-
-
-def _due(ahead: Ahead, num_states: int) -> Iterator[Operation]:
-    """Yield the operations that the step phase may run now, with at most `num_states` saves and loads."""
-    for operation in ahead.states():
-        num_states -= operation.kind.moves_state
-        if num_states < 0:
-            return
-        yield operation

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 
 from coordinator.base.errors import ServiceError
 from coordinator.base.time import Time, within
@@ -26,7 +27,7 @@ from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.worker_losses import LossRecorder
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult
+from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult, PassItem
 from workers.contract.protocols import Pool, WorkerLost
 
 EXPECTED_MAX = 64
@@ -83,37 +84,45 @@ class Dispatch:
 
     async def run(
         self, cycle_id: int, work: PhaseWork, planning: Planning
-    ) -> list[tuple[Entry, Incarnation, ItemResult]]:
-        """Run one phase; return the results of the workers that replied, item by item. Raises TakenOver."""
-        sent: list[tuple[Incarnation, list[Entry], Batch, float]] = []
+    ) -> tuple[list[tuple[Entry, Incarnation, ItemResult]], float]:
+        """Run one phase; return the results of the workers that replied, item by item, and the seconds they took.
+
+        If a worker was lost: the seconds until that was known. Raises TakenOver.
+        """
+        began = self._time.monotonic()
+        sent: list[tuple[Incarnation, list[Entry], Batch, float, float]] = []
         for worker_id in work.worker_ids():
             worker, entries = self._fleet.find(worker_id), work.entries(worker_id)
             if worker is None:
                 continue  # lost since the work was built: its copies are not current
             worker.begin_phase(flights(entries))
             batch = self._batch(cycle_id, work, worker, entries, planning)
-            sent.append((worker, entries, batch, self._allowed_s(worker, batch)))
+            extra_tokens = work.extra_tokens(worker_id)
+            sent.append((worker, entries, batch, extra_tokens, self._allowed_s(worker, batch, extra_tokens)))
         self.watch(max((allowed_s for *_, allowed_s in sent), default=0.0))
         replies = await asyncio.gather(
             *(
-                self._run_batch(worker, batch, allowed_s, is_first=index == 0)
-                for index, (worker, _, batch, allowed_s) in enumerate(sent)
+                self._run_batch(worker, batch, extra_tokens, allowed_s, is_first=index == 0)
+                for index, (worker, _, batch, extra_tokens, allowed_s) in enumerate(sent)
             ),
             return_exceptions=True,
         )
         self.rest()
+        waited_s, computed_s = self._time.monotonic() - began, 0.0
         results: list[tuple[Entry, Incarnation, ItemResult]] = []
-        for (worker, entries, _, _), reply in zip(sent, replies, strict=True):
+        for (worker, entries, *_), reply in zip(sent, replies, strict=True):
             if isinstance(reply, BatchResult):
                 worker.end_phase(reply.held_bytes)
+                computed_s = max(computed_s, reply.wall_s)
                 if reply.epoch != self._epoch:
                     raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
                 results += ((entry, worker, result) for entry, result in zip(entries, reply.results, strict=True))
             elif isinstance(reply, WorkerLost):
                 self._losses.record(worker.info.worker_id, worker.name, f"in cycle {cycle_id}: {reply}")
+                computed_s = waited_s
             else:
                 raise reply
-        return results
+        return results, min(computed_s, waited_s)
 
     def _batch(
         self, cycle_id: int, work: PhaseWork, worker: Incarnation, entries: list[Entry], planning: Planning
@@ -130,11 +139,13 @@ class Dispatch:
             expected=work.expected(worker_id),
         )
 
-    def _allowed_s(self, worker: Incarnation, batch: Batch) -> float:
+    def _allowed_s(self, worker: Incarnation, batch: Batch, extra_tokens: float) -> float:
         losses = max((self._quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
-        return self._deadlines.allowed_s(batch, worker.name, losses)
+        return self._deadlines.allowed_s(batch, worker.name, losses, extra_tokens)
 
-    async def _run_batch(self, worker: Incarnation, batch: Batch, allowed_s: float, *, is_first: bool) -> BatchResult:
+    async def _run_batch(
+        self, worker: Incarnation, batch: Batch, extra_tokens: float, allowed_s: float, *, is_first: bool
+    ) -> BatchResult:
         """Return a worker's reply, if it comes in time. Raises WorkerLost."""
         if not is_first:
             failpoint("dispatch.partial")
@@ -145,7 +156,7 @@ class Dispatch:
             self._deadlines.forget(worker.name)
             raise WorkerLost(f"no reply to a batch within {allowed_s:.0f} s") from None
         self._fleet.answered(worker.info.worker_id)
-        self._deadlines.observe(batch, worker.name, self._time.monotonic() - began)
+        self._deadlines.observe(batch, worker.name, self._time.monotonic() - began, extra_tokens)
         return reply
 
 
@@ -174,7 +185,7 @@ class Phases:
 
     async def run_pass(self, cycle: Cycle, plan: PassPlan) -> None:
         """Run the planned chunks of forwards and forward_backwards, also if a stop or a suspension has come since."""
-        work = PhaseWork()
+        work, unsent = PhaseWork(), dict(plan.charges)
         bytes_left: float = math.inf  # for the first one, whatever its size
         for adapter_id, num_chunks in plan.num_chunks.items():
             if (log := self._logs.get(adapter_id)) is None:
@@ -186,46 +197,51 @@ class Phases:
                 num_bytes = sum(each.num_bytes for each in decoded.values())
                 bytes_left = min(bytes_left, DECODED_BYTES_MAX) - num_bytes
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
+                extra_tokens = unsent.pop(adapter_id)
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
                     log.copy.start(operation)
                     work.add(log.home, log, operation, item)
+                    extra_tokens -= item.num_tokens
+                work.weigh(log.home, extra_tokens)
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
+        for adapter_id, num_tokens in unsent.items():
+            if (log := self._logs.get(adapter_id)) is not None:
+                cycle.unused_tokens[log.tenant_id] += num_tokens
         for log in itertools.islice(self._planning.left_over(plan), EXPECTED_MAX):
             work.expect(log)
         for worker_id in self._planning.memory.take_asked():
             work.ask(worker_id)
         await self._run(cycle, work)
+        self._planning.ready.ran(cycle.entries)
 
     async def run_steps(self, cycle: Cycle) -> None:
-        """Run the optimizer steps, saves and loads that are due by now."""
+        """Run the optimizer steps, saves and loads that are due by now, as many as the cycle has time for."""
         work, residents = PhaseWork(), self._planning.residents()
-        moving: list[tuple[AdapterLog, bool]] = []
-        for log, ahead in self._planning.ready.due_steps():
-            # There is at most one optim_step, so a save or a load is among the first two operations.
-            if any(operation.kind.moves_state for operation in itertools.islice(ahead.states(), 2)):
-                moving.append((log, ahead.may_begin))
-            else:
-                await self._add_steps(cycle, (log, ahead.may_begin), 0, residents, work)
-        num_states = self._planning.plan_states(moving, cycle.cycle_id)
-        for due in moving:
-            await self._add_steps(cycle, due, num_states.get(due[0].adapter_id, 0), residents, work)
+        due = [(log, ahead.may_begin) for log, ahead in self._planning.ready.due_steps()]
+        num_planned = self._planning.plan_states(due, cycle.cycle_id, cycle.pass_ended - cycle.started)
+        for log, may_begin in due:
+            if num_operations := num_planned.get(log.adapter_id, 0):
+                await self._add_steps(cycle, log, may_begin, num_operations, residents, work)
         await self._run(cycle, work)
+        self._planning.ready.ran(cycle.entries)
 
     async def _add_steps(
-        self, cycle: Cycle, due: tuple[AdapterLog, bool], num_states: int, residents: dict[str, int], work: PhaseWork
+        self,
+        cycle: Cycle,
+        log: AdapterLog,
+        may_begin: bool,
+        num_operations: int,
+        residents: dict[str, int],
+        work: PhaseWork,
     ) -> None:
-        """Add the operations of an adapter that are due, with at most `num_states` saves and loads."""
-        log, may_begin = due
-        first = next(log.ahead(may_begin=may_begin).states(), None)
-        if first is None or (first.kind.moves_state and not num_states):
-            return
+        """Add the next operations of an adapter that are due."""
         worker_id = log.home or self._planning.place(log, residents)
         if worker_id not in residents or not await self._install(cycle, log, worker_id, work):
             return
         residents[worker_id] += 1
         generation = log.copy.generation
         began = self._time.monotonic()
-        loaded = await self._items.read_load(log.ahead(may_begin=may_begin), num_states)
+        loaded = await self._items.read_load(log.ahead(may_begin=may_begin), num_operations)
         if loaded is not None:
             num_bytes = loaded.num_bytes if isinstance(loaded, AdapterState) else 0
             self._use_files(cycle, log, Kind.LOAD_STATE, num_bytes, self._time.monotonic() - began)
@@ -233,7 +249,7 @@ class Phases:
         if log.copy.generation != generation or self._planning.ready.waits_for_file(log, may_begin=may_begin):
             return  # the copy was lost, or a load arrived, while a file was read
         try:
-            items = self._items.state_items(log, ahead, num_states, loaded)
+            items = self._items.state_items(log, ahead, num_operations, loaded)
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return
@@ -241,30 +257,44 @@ class Phases:
             log.copy.start(operation)
             work.add(log.home, log, operation, item)
 
-    async def take_snapshots(self, logs: Iterable[AdapterLog]) -> None:
+    async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:
         """Read these adapters' states from their workers; they are written while later cycles run."""
         work = PhaseWork()
         for log in logs:
             self._snapshots.begin(log)
             work.add(log.home, log, None, self._items.snapshot_item(log))
-        await self._run(Cycle(0, self._time.wall(), self._time.monotonic()), work)
+        began = self._time.monotonic()
+        await self._run(Cycle(0, self._time.wall(), began), work)
         self._snapshots.end()
+        part_s = (self._time.monotonic() - began) / max(1, len(logs))
+        num_adapters = Counter(log.tenant_id for log in logs)
+        self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
         moved: dict[str, MovedState] = {}
-        for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning):
+        charges: defaultdict[str, float] = defaultdict(float)
+        results, worker_s = await self.dispatch.run(cycle.cycle_id, work, self._planning)
+        for entry, worker, result in results:
             began = self._time.monotonic()
             await self._results.apply(cycle, entry, worker, result)
-            operation = entry.operation
-            if operation is None or not operation.kind.moves_state:
+            operation, tenant_id = entry.operation, entry.log.tenant_id
+            if isinstance(entry.item, PassItem):
+                if result.error is not None and not result.engine_s:
+                    cycle.unused_tokens[tenant_id] += self._planning.chunk_tokens(entry.log, entry.item)
+                continue
+            if operation is None:
+                continue
+            charges[tenant_id] += result.engine_s
+            if not operation.kind.moves_state:
                 continue
             applying_s = self._time.monotonic() - began
-            self._planning.charge(entry.log.tenant_id, result.engine_s)
             num_bytes = result.state.num_bytes if result.state is not None else 0
             self._use_files(cycle, entry.log, operation.kind, num_bytes, applying_s)
             if result.error is None:
                 kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
                 kept.add(entry, result, applying_s)
+        self._planning.charge(charges)
+        cycle.worker_s += worker_s
         for each in moved.values():
             self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
@@ -304,7 +334,8 @@ class Phases:
 
     def _use_files(self, cycle: Cycle, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
         """Charge and meter what an adapter took of the state files."""
-        self._planning.charge(log.tenant_id, seconds)
+        self._planning.charge({log.tenant_id: seconds})
+        cycle.worker_s += seconds
         cycle.use_files(log, kind, num_bytes, seconds)
 
     async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:

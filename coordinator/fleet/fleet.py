@@ -8,16 +8,15 @@ incarnation of the same worker; a worker is removed only when nothing is in flig
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from coordinator.base.time import Signal
-from workers.contract.adapted_modules import ModuleKind, adapter_params, rank_class
+from workers.contract.adapted_modules import COPY_PARAM_BYTES, ModuleKind, adapter_params, rank_class
 from workers.contract.messages import AdapterSpec, ModelInfo, WorkerInfo
 
-FLOAT_BYTES, COPY_VECTORS = 4, 4
-"""A copy has weights, two moments and a gradient in fp32."""
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to hold; the least recently used are removed."""
 
@@ -189,6 +188,11 @@ class Residency:
         """Return the adapters with a copy on this worker."""
         return list(self._by_worker.get(worker_id, ()))
 
+    def evicted(self, worker_id: str, num_slots: int) -> Collection[str]:
+        """Return the adapters of this worker that are not in one of its slots, as far as the order of use tells."""
+        on_worker = self._by_worker.get(worker_id, {})
+        return set(itertools.islice(on_worker, max(0, len(on_worker) - num_slots)))
+
     def counts(self, worker_ids: Iterable[str]) -> dict[str, int]:
         """Return the number of adapters with a copy on each of these workers."""
         return {worker_id: len(self._by_worker.get(worker_id, ())) for worker_id in worker_ids}
@@ -297,7 +301,7 @@ class Fleet:
         key = base_model, rank_class(spec.rank), spec.kinds
         if key not in self._copy_bytes:
             params = adapter_params(self.models[base_model].modules, *spec.kinds)
-            self._copy_bytes[key] = COPY_VECTORS * FLOAT_BYTES * rank_class(spec.rank) * params
+            self._copy_bytes[key] = COPY_PARAM_BYTES * rank_class(spec.rank) * params
         return self._copy_bytes[key]
 
     def _of(self, base_model: str) -> list[Incarnation]:

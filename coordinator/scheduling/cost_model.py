@@ -1,9 +1,10 @@
 """The measured costs of one base model's cycles, and what follows from them: a cycle's tokens, a batch's deadline.
 
-`CycleCosts` has the cost of a pass by its tokens, and of a commit. The last few passes are kept in classes by size,
-each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes has
-no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the fixed
-cost. A class without new passes is dropped after a while.
+`CycleCosts` has the cost of a pass by its tokens, and of a commit. Items and moves count as tokens that take as long
+(`adapter_costs`). The last few passes are kept in classes by size, each spanning a factor of two. A class counts by its
+medians, so that a pause, a swap or a first run of new shapes has no effect. Because classes are separate, a thousand
+large passes do not outweigh the small ones, which show the fixed cost. A class without new passes is dropped after a
+while.
 
 `TokenBudget` has the tokens of a cycle on one worker: the operator's number, or the knee of the measured costs. A cycle
 costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger cycle is
@@ -47,7 +48,7 @@ TRUST = 2.0
 """A budget is at most this many times the largest measured pass (or the start): beyond it the line is unreliable."""
 TOKENS_MAX = 65_536
 """The largest budget, for a machine on which the measured cost of a token is zero."""
-LONE_PART, SHARED_PART = 0.6, 0.4
+LONE_PART, SHARED_PART = 0.6, 0.25
 """Parts of `cycle_s_max` that a pass takes with the decoding that is owed for it: of a lone tenant, and while several
 are active. A request that has just missed a cycle waits for that one, of the first kind at worst, and for its own."""
 NOTABLE = 0.1
@@ -126,7 +127,7 @@ class CycleCosts:
         return max((each.num_tokens for each in self._medians.values()), default=0.0)
 
     def observe_pass(self, num_tokens: int, length: float, seconds: float, *, is_pure: bool = True) -> None:
-        """Record the time of a pass of 1 or more tokens.
+        """Record the time of a pass that costs 1 or more tokens.
 
         A pass that is not pure included other work, such as installs: it counts only while there is no other.
         """
@@ -156,7 +157,7 @@ class CycleCosts:
         self._commits.append(seconds)
 
     def predicted_s(self, num_tokens: int, length: float) -> float | None:
-        """Return an upper bound of the seconds of a pass of 1 or more tokens; None: unknown.
+        """Return an upper bound of the seconds of a pass that costs 1 or more tokens; None: unknown.
 
         In proportion to the nearest smaller pass, which counts the fixed cost several times, and to the length of the
         sequences, because the cost of attention per token grows at most in proportion to it.
@@ -196,6 +197,8 @@ class TokenBudget:
         self._chunk_tokens = chunk_tokens
         self._cycle_s_max = cycle_s_max
         self._is_measured = tokens is None
+        self.seconds = cycle_s_max
+        """Seconds that the next pass and the steps behind it may take."""
         self._tokens = self._logged = tokens or max(START_TOKENS, chunk_tokens)
 
     @property
@@ -208,9 +211,10 @@ class TokenBudget:
 
         `part`: of `cycle_s_max`, for the next pass.
         """
+        self.seconds = part * self._cycle_s_max
         if not self._is_measured:
             return
-        self._tokens = self._measured(part * self._cycle_s_max)
+        self._tokens = self._measured(self.seconds)
         if abs(self._tokens - self._logged) > NOTABLE * self._logged:
             line = self._costs.line
             shown = "costs unknown" if line is None else f"{line.fixed_s:.4f} s + {line.token_s:.3g} s per token"
@@ -236,9 +240,12 @@ class Deadlines:
         """Incarnation that has finished a batch (and so has loaded its kernels) to the most seconds that decoding gets
         as its share for the last one."""
 
-    def allowed_s(self, batch: Batch, incarnation: str, num_solo_losses: int = 0) -> float:
-        """Return the seconds within which the worker must reply."""
-        num_tokens, length = _size(batch)
+    def allowed_s(self, batch: Batch, incarnation: str, num_solo_losses: int = 0, extra_tokens: float = 0.0) -> float:
+        """Return the seconds within which the worker must reply.
+
+        `extra_tokens`: what its passes cost besides their tokens.
+        """
+        num_tokens, length = _size(batch, extra_tokens)
         predicted = self._costs.predicted_s(num_tokens, length) if num_tokens else 0.0
         step = self._costs.predicted_s(STEP_TOKENS, 0.0)  # no backward outweighs long sequences
         if incarnation not in self._owed_s or predicted is None or step is None:
@@ -248,11 +255,11 @@ class Deadlines:
         states = _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
         return (DEADLINE_FLOOR_S + DEADLINE_FACTOR * predicted + waiting + states) * SOLO_FACTOR**num_solo_losses
 
-    def observe(self, batch: Batch, incarnation: str, seconds: float) -> None:
-        """Record the time after which the worker replied to a batch."""
+    def observe(self, batch: Batch, incarnation: str, seconds: float, extra_tokens: float = 0.0) -> None:
+        """Record the time after which the worker replied to a batch; `extra_tokens` as in `allowed_s`."""
         is_first = incarnation not in self._owed_s
         self._owed_s[incarnation] = seconds * batch.decode_share / (1.0 - batch.decode_share)
-        num_tokens, length = _size(batch)
+        num_tokens, length = _size(batch, extra_tokens)
         if num_tokens:
             self._costs.observe_pass(num_tokens, length, seconds, is_pure=not is_first and not batch.installs)
 
@@ -298,8 +305,9 @@ def _num_saves(batch: Batch) -> int:
     return sum(isinstance(item, SaveItem) for item in batch.items)
 
 
-def _size(batch: Batch) -> tuple[int, float]:
-    """Return the tokens of the batch's passes, and the mean length of the sequence that a token is in."""
+def _size(batch: Batch, extra_tokens: float) -> tuple[int, float]:
+    """Return the cost of the batch's passes in tokens, and the mean length of the sequence that a token is in."""
     lengths = [len(datum.tokens) for item in batch.items if isinstance(item, PassItem) for datum in item.data]
     num_tokens = sum(lengths)
-    return num_tokens, sum(length * length for length in lengths) / max(1, num_tokens)
+    length = sum(length * length for length in lengths) / max(1, num_tokens)
+    return num_tokens + round(extra_tokens), length

@@ -1,17 +1,20 @@
 """Plans the passes of one base model: which adapters share the next pass, and on which worker each runs.
 
-`ReadySet` has the adapters that may run. `plan_pass` is a pure function of the ready chunks, the tenants' virtual
-counters and the token budget: the next chunk is one of the tenant with the lowest counter, and within a tenant adapters
-are served round robin. `Planning` owns the state of planning between cycles. Does not depend on a clock, the database,
-or how a plan is run.
+`ReadySet` has the adapters that may run. `plan_pass` is a pure function of the ready chunks and their costs, the
+tenants' virtual counters and the token budget: the next chunk is one of the tenant with the lowest counter, and within
+a tenant adapters are served round robin. An adapter in a slot of its worker goes before one that must be moved there,
+until the others are some moves behind. `Planning` owns the state of planning between cycles. Does not depend on a
+clock, the database, or how a plan is run.
 
-Main invariants: a chunk is charged to its tenant's counter when it is planned; planning reads at most one chunk of an
-adapter more than it plans, because a cycle takes a few chunks of a thousand long logs.
+Main invariants: a chunk is charged to its tenant's counter when it is planned, and what did not run is taken back
+before the counter is durable; planning reads at most one chunk of an adapter more than it plans, because a cycle takes
+a few chunks of a thousand long logs.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +26,21 @@ from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKE
 from coordinator.scheduling.ready_set import Candidate, ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCost, StateCosts, plan_states
-from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted, reweighed
+from coordinator.scheduling.virtual_counters import (
+    FairState,
+    Share,
+    charged,
+    decode_share,
+    lifted,
+    reweighed,
+    taken_back,
+)
 from coordinator.scheduling.worker_memory import WorkerMemory
-from workers.contract.messages import AdapterSpec
+from workers.contract.messages import AdapterSpec, PassItem
+
+MOVES_BEHIND = 8
+"""An adapter that must be moved into a slot waits until its tenant is as many moves behind, or, among adapters of one
+tenant, as many cycles. So moves take a small part of the time, and nobody waits for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +51,12 @@ class PassPlan:
     """By adapter, in the order in which they were picked."""
     placements: Mapping[str, str]
     """Adapter to worker, for every adapter in `num_chunks`."""
-    tokens: Mapping[str, int]
-    """Worker to tokens of this pass."""
+    tokens: Mapping[str, float]
+    """Worker to the cost of this pass, in tokens."""
+    charges: Mapping[str, float]
+    """Adapter to its part of that cost."""
+    floors: Mapping[str, float]
+    """Tenant to its virtual counter before this plan."""
 
 
 @dataclass(slots=True)
@@ -46,9 +65,18 @@ class _Unplanned:
 
     candidate: Candidate
     rest: Iterator[int]
-    cost: int
-    """Tokens of its next chunk."""
+    move: float
+    """Tokens that its move into a slot costs; 0: it is in one, or the move is planned."""
+    cost: float
+    """Tokens of its next chunk, item and move."""
     num_planned: int = 0
+
+    def next_chunk(self) -> bool:
+        """Go on to the next chunk; return whether there is one."""
+        if (num_tokens := next(self.rest, None)) is None:
+            return False
+        self.move, self.cost = 0.0, num_tokens + self.candidate.item
+        return True
 
 
 def plan_pass(
@@ -58,53 +86,72 @@ def plan_pass(
     budget_tokens: int,
     avoided: str = "",
     crowded: Mapping[str, Collection[str]] = {},
+    slots: Mapping[str, int] = {},
 ) -> tuple[PassPlan, FairState]:
     """Fill every worker's budget fairly.
 
     `residents` has the live workers and the number of adapters with a copy on each; a candidate whose worker is not
-    among them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too. No candidate
-    is placed on the worker `avoided`, unless it is the only one, or on one that is `crowded` for it, by adapter.
+    among them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too, and no more
+    adapters than it has `slots`, so that their steps find them there. What is left behind a chunk that does not fit
+    goes to others, until they are a budget ahead of its tenant. No candidate is placed on the worker `avoided`, unless
+    it is the only one, or on one that is `crowded` for it, by adapter.
     """
     rotations: dict[str, deque[_Unplanned]] = {}
-    for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
+    for candidate in sorted(candidates, key=_turn):
         if not candidate.home or candidate.home in residents:
-            rest = candidate.chunks()
-            if (cost := next(rest, None)) is not None:
-                rotations.setdefault(candidate.tenant_id, deque()).append(_Unplanned(candidate, rest, cost))
+            rest, move = candidate.chunks(), candidate.move
+            if (num_tokens := next(rest, None)) is not None:
+                unplanned = _Unplanned(candidate, rest, move, num_tokens + candidate.item + move)
+                rotations.setdefault(candidate.tenant_id, deque()).append(unplanned)
     active = frozenset(rotations)
     shares = lifted(state.shares, active - state.active, active & state.active)
+    floors = {tenant: shares[tenant].virtual_tokens for tenant in rotations}
 
     num_chunks: dict[str, int] = {}
     placements: dict[str, str] = {}
-    tokens = dict.fromkeys(residents, 0)
+    charges: dict[str, float] = {}
+    tokens: dict[str, float] = dict.fromkeys(residents, 0.0)
+    limits: dict[str, float] = dict.fromkeys(residents, math.inf)
+    num_free = {worker: slots.get(worker, math.inf) for worker in residents}
     open_to_all = {worker: number for worker, number in residents.items() if worker != avoided} or residents
     placer = _Placer(rotations.values(), open_to_all, budget_tokens)
-    heap = [(shares[tenant].virtual_tokens, tenant) for tenant in rotations]
+    heap = [(_place(shares[tenant], rotation), tenant) for tenant, rotation in rotations.items()]
     heapq.heapify(heap)
     while heap and min(tokens.values(), default=budget_tokens) < budget_tokens:
-        counter, tenant = heapq.heappop(heap)
+        place, tenant = heapq.heappop(heap)
         rotation = rotations[tenant]
         first = rotation.popleft()
-        adapter_id, cost = first.candidate.adapter_id, first.cost
+        adapter_id, cost, is_new = first.candidate.adapter_id, first.cost, not first.num_planned
         worker = placements.get(adapter_id) or first.candidate.home or placer.choose(crowded.get(adapter_id, ()))
-        if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
-            if adapter_id not in placements and not first.candidate.home:
+        fits = num_free[worker] >= is_new and (tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens)
+        if not fits:
+            limits[worker] = min(limits[worker], place + budget_tokens)
+        elif place <= limits[worker]:
+            if is_new and not first.candidate.home:
                 placer.placed(first.candidate, worker)
+            num_free[worker] -= is_new
             first.num_planned += 1
             placements[adapter_id] = worker
             num_chunks[adapter_id] = first.num_planned
+            charges[adapter_id] = charges.get(adapter_id, 0.0) + cost
             tokens[worker] += cost
             shares[tenant] = shares[tenant].charged(cost)
-            counter = shares[tenant].virtual_tokens
-            if (cost_next := next(first.rest, None)) is not None:
-                first.cost = cost_next
+            if first.next_chunk():
                 rotation.append(first)
         if rotation:
-            heapq.heappush(heap, (counter, tenant))
-    return (
-        PassPlan(num_chunks=num_chunks, placements=placements, tokens=tokens),
-        FairState(shares=shares, active=active),
-    )
+            heapq.heappush(heap, (_place(shares[tenant], rotation), tenant))
+    plan = PassPlan(num_chunks=num_chunks, placements=placements, tokens=tokens, charges=charges, floors=floors)
+    return plan, FairState(shares=shares, active=active)
+
+
+def _turn(candidate: Candidate) -> tuple[int, str]:
+    """Return the place of an adapter among those of its tenant."""
+    return candidate.last_cycle_id + (MOVES_BEHIND if candidate.move else 0), candidate.adapter_id
+
+
+def _place(share: Share, rotation: Sequence[_Unplanned]) -> float:
+    """Return the place of a tenant among all: its counter, and some moves of its next adapter if that must be moved."""
+    return share.virtual_tokens + MOVES_BEHIND * rotation[0].move / share.weight
 
 
 class _Placer:
@@ -115,7 +162,7 @@ class _Placer:
     ) -> None:
         self._num_residents = dict(residents)
         self._budget_tokens = budget_tokens
-        self._load = dict.fromkeys(residents, 0)
+        self._load = dict.fromkeys(residents, 0.0)
         candidates = [each.candidate for rotation in rotations for each in rotation]
         if len(residents) > 1 and not all(candidate.home for candidate in candidates):
             for candidate in candidates:
@@ -132,11 +179,11 @@ class _Placer:
         self._num_residents[worker_id] += 1
         self._load[worker_id] += self._tokens(candidate)
 
-    def _tokens(self, candidate: Candidate) -> int:
-        """Count its ready tokens, up to the budget: a long log must not make planning long."""
-        total = 0
+    def _tokens(self, candidate: Candidate) -> float:
+        """Count the cost of its ready chunks, up to the budget: a long log must not make planning long."""
+        total = 0.0
         for num_tokens in candidate.chunks():
-            total += num_tokens
+            total += num_tokens + candidate.item
             if total >= self._budget_tokens:
                 break
         return total
@@ -168,6 +215,8 @@ class Planning:
         self._ready_on: dict[str, set[str]] = {}
         """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned. An empty
         name: adapters that have no copy and were not planned."""
+        self._floors: Mapping[str, float] = {}
+        """See `PassPlan.floors`; of the last plan."""
 
     def decode_share(self, worker_id: str, sampling: Collection[str], training: Collection[str]) -> float:
         """Return the part of a worker's time that decode steps get while these tenants sample and train there.
@@ -203,12 +252,13 @@ class Planning:
     def plan(self) -> PassPlan:
         """Choose the chunks of the next pass and where they run; charge them to the virtual counters."""
         for tenant_id, seconds in self._turns.take_charges():
-            self.charge(tenant_id, seconds)
-        candidates = self.ready.candidates()
+            self.charge({tenant_id: seconds})
+        slots = self._slots()
+        candidates = self.ready.candidates(slots)
         self.budget.update(self._part_of_time({candidate.tenant_id for candidate in candidates}))
         residents, avoided, crowded = self.residents(), self._turns.avoided, self.ready.crowded(candidates)
-        plan, self._fair = plan_pass(candidates, self._fair, residents, self.budget.tokens, avoided, crowded)
-        self._ready_on = {}
+        plan, self._fair = plan_pass(candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots)
+        self._floors, self._ready_on = plan.floors, {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:
                 worker_id = plan.placements.get(candidate.adapter_id, candidate.home)
@@ -229,29 +279,45 @@ class Planning:
         """Return whether the worker has room for a copy of the adapter, or it is the adapter's solo turn."""
         return worker.has_room(self.memory.size_of(log)) or self._turns.has_turn(log.adapter_id)
 
-    def plan_states(self, due: Sequence[tuple[AdapterLog, bool]], cycle_id: int) -> Mapping[str, int]:
-        """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran.
+    def plan_states(self, due: Sequence[tuple[AdapterLog, bool]], cycle_id: int, elapsed_s: float) -> Mapping[str, int]:
+        """Choose how many operations of these adapters run in the step phase. `charge` them when they ran.
 
-        `due`: each with whether its operations may begin.
+        `due`: each with whether its operations may begin. `elapsed_s`: seconds that the cycle has taken so far.
         """
         if not due:
             return {}
-        candidates = [self.ready.state_candidate(log, may_begin, self._state_costs) for log, may_begin in due]
-        num_planned, self._fair = plan_states(candidates, self._fair, self._tokens_per_s())
+        tokens_per_s = self._tokens_per_s()
+        candidates = self.ready.state_candidates(due, self._slots(), self._state_costs, tokens_per_s)
+        steps_s_max = self.budget.seconds - elapsed_s
+        num_planned, self._fair = plan_states(candidates, self._fair, tokens_per_s, steps_s_max)
         self.ready.planned_states(num_planned, cycle_id)
         return num_planned
 
-    def charge(self, tenant_id: str, seconds: float) -> None:
-        """Charge measured seconds of an engine or of files to a tenant's counter: saves, loads, installs, exports.
+    def charge(self, seconds: Mapping[str, float]) -> None:
+        """Charge measured seconds of an engine or of files, by tenant: steps, saves, loads, installs, exports.
 
         Becomes durable with the tenant's next cycle; a crash before that loses the charge, as it loses the work.
         """
-        self._fair = charged(self._fair, tenant_id, seconds * self._tokens_per_s())
+        tokens_per_s = self._tokens_per_s()
+        self._fair = charged(self._fair, {tenant: number * tokens_per_s for tenant, number in seconds.items()})
+
+    def chunk_tokens(self, log: AdapterLog, item: PassItem) -> float:
+        """Return what a chunk costs, in tokens."""
+        return item.num_tokens + self.ready.costs.of(log).item
+
+    def take_back(self, num_tokens: Mapping[str, float]) -> None:
+        """Take back what the last plan charged for work that did not run, by tenant in tokens. Call before a commit."""
+        if num_tokens:
+            self._fair = taken_back(self._fair, num_tokens, self._floors)
 
     def weigh(self, tenant_id: str, weight: float) -> None:
         """Plan with another weight of a tenant from now on."""
         shares = reweighed(self._fair.shares, tenant_id, weight, self._fair.active)
         self._fair = FairState(shares=shares, active=self._fair.active)
+
+    def _slots(self) -> dict[str, int]:
+        """Return the slots of each worker that takes work."""
+        return {each.info.worker_id: each.info.num_slots for each in self._fleet.available(self.base_model)}
 
     def _tokens_per_s(self) -> float:
         """Return the tokens that a second of a worker is worth."""

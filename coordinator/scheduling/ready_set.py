@@ -8,7 +8,7 @@ Main invariant: an idle adapter adds no cost to a cycle, because it is in no col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from coordinator.checkpoints.published_weights import Publishing
@@ -17,9 +17,10 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.state_budget import StateCandidate, StateCosts
+from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts
 from coordinator.scheduling.worker_memory import WorkerMemory
 
 
@@ -34,6 +35,10 @@ class Candidate(NamedTuple):
     """Yields the tokens of its ready chunks, in the order in which they must run; each call yields the same."""
     last_cycle_id: int
     """The cycle that last had it; 0: none."""
+    item: float = 0.0
+    """What each chunk costs besides its tokens, in tokens."""
+    move: float = 0.0
+    """What its way into a slot costs, in tokens; 0: it is in one."""
 
 
 class ReadySet:
@@ -47,6 +52,7 @@ class ReadySet:
         memory: WorkerMemory,
         snapshots: Snapshots,
         publishing: Publishing,
+        costs: Costs,
         is_held: Callable[[str], bool],
     ) -> None:
         """`is_held` returns whether a tenant is suspended: queued operations and replays wait, what has begun ends."""
@@ -57,12 +63,13 @@ class ReadySet:
         self._memory = memory
         self._snapshots = snapshots
         self._publishing = publishing
+        self.costs = costs
         self._is_stopping = False
         self._past_snapshots: dict[str, AdapterLog] = {}
         """Adapters whose copies may be past their snapshots."""
         self._last_cycle: dict[str, int] = {}
         self._last_states: dict[str, int] = {}
-        """Adapter to the cycle that last saved or loaded a state of it."""
+        """Adapter to the cycle in whose step phase it last had a turn."""
 
     def stop(self) -> None:
         """Stop beginning operations; those that have run in part may continue."""
@@ -70,6 +77,7 @@ class ReadySet:
 
     def forget(self, adapter_id: str) -> None:
         """Drop the state of a deleted adapter."""
+        self.costs.forget(adapter_id)
         self._past_snapshots.pop(adapter_id, None)
         self._last_cycle.pop(adapter_id, None)
         self._last_states.pop(adapter_id, None)
@@ -87,7 +95,7 @@ class ReadySet:
         self._last_cycle[adapter_id] = cycle_id
 
     def planned_states(self, adapter_ids: Iterable[str], cycle_id: int) -> None:
-        """Record that this cycle saves or loads states of the adapters."""
+        """Record that the adapters have a turn in the step phase of this cycle."""
         self._last_states.update(dict.fromkeys(adapter_ids, cycle_id))
 
     def refresh(self) -> bool:
@@ -154,26 +162,37 @@ class ReadySet:
         return frozenset(log.tenant_id for log in self.allowed())
 
     def has_tokens(self, num_tokens: int) -> bool:
-        """Return whether the ready chunks have at least this many tokens."""
+        """Return whether the ready chunks cost at least this many tokens."""
+        left = float(num_tokens)
         for log in self.allowed():
+            item = self.costs.of(log).item
             for chunk_tokens in self.ahead(log).chunks():
-                num_tokens -= chunk_tokens
-                if num_tokens <= 0:
+                left -= chunk_tokens + item
+                if left <= 0:
                     return True
         return False
 
-    def candidates(self) -> list[Candidate]:
-        """Return the adapters that may have ready chunks."""
-        return [
-            Candidate(
-                adapter_id=log.adapter_id,
-                tenant_id=log.tenant_id,
-                home=log.copy.home or (self._turns.reserved if self._turns.has_turn(log.adapter_id) else ""),
-                chunks=log.ahead(may_begin=self._may_begin(log)).chunks,
-                last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
-            )
-            for log in self.allowed()
-        ]
+    def candidates(self, slots: Mapping[str, int]) -> list[Candidate]:
+        """Return the adapters that may have ready chunks; `slots`: those of each worker."""
+        evicted = self._evicted(slots)
+        return [self._candidate(log, evicted) for log in self.allowed()]
+
+    def _candidate(self, log: AdapterLog, evicted: Collection[str]) -> Candidate:
+        adapter_id, home, cost = log.adapter_id, log.copy.home, self.costs.of(log)
+        return Candidate(
+            adapter_id,
+            log.tenant_id,
+            home or (self._turns.reserved if self._turns.has_turn(adapter_id) else ""),
+            log.ahead(may_begin=self._may_begin(log)).chunks,
+            self._last_cycle.get(adapter_id, 0),
+            cost.item,
+            0.0 if home and adapter_id not in evicted else cost.move,
+        )
+
+    def _evicted(self, slots: Mapping[str, int]) -> Collection[str]:
+        """Return the adapters with a copy that is not in a slot of its worker."""
+        residency = self._group.residency
+        return set[str]().union(*(residency.evicted(worker_id, number) for worker_id, number in slots.items()))
 
     def crowded(self, candidates: Iterable[Candidate]) -> dict[str, frozenset[str]]:
         """Return the workers without room for each of the candidates that have no copy."""
@@ -190,15 +209,25 @@ class ReadySet:
             if next(ahead.states(), None) is not None:
                 yield log, ahead
 
-    def state_candidate(self, log: AdapterLog, may_begin: bool, costs: StateCosts) -> StateCandidate:
-        """Return an adapter with its saves and loads that may run now."""
-        states = log.ahead(may_begin=may_begin).states()
-        return StateCandidate(
-            adapter_id=log.adapter_id,
-            tenant_id=log.tenant_id,
-            costs=(costs.of(each.kind, log.spec) for each in states if each.kind.moves_state),
-            last_cycle_id=self._last_states.get(log.adapter_id, 0),
-        )
+    def state_candidates(
+        self, due: Iterable[tuple[AdapterLog, bool]], slots: Mapping[str, int], costs: StateCosts, tokens_per_s: float
+    ) -> Iterator[StateCandidate]:
+        """Yield adapters with their operations that the step phase may run now.
+
+        `due`: each with whether its operations may begin. `slots`: those of each worker.
+        """
+        evicted = self._evicted(slots)
+        for log, may_begin in due:
+            adapter_id, cost = log.adapter_id, self.costs.of(log)
+            step_s = (cost.step + (cost.move if adapter_id in evicted else 0.0)) / tokens_per_s
+            each = self._costs_of_states(log, StateCost(0, step_s, moves_state=False), costs, may_begin=may_begin)
+            yield StateCandidate(adapter_id, log.tenant_id, each, self._last_states.get(adapter_id, 0))
+
+    def _costs_of_states(
+        self, log: AdapterLog, step: StateCost, costs: StateCosts, *, may_begin: bool
+    ) -> Iterator[StateCost]:
+        for operation in log.ahead(may_begin=may_begin).states():
+            yield costs.of(operation.kind, log.spec) if operation.kind.moves_state else step
 
     def residents(self, worker_ids: Iterable[str]) -> dict[str, int]:
         """Return how many adapters have a copy on each of these workers."""

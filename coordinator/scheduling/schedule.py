@@ -13,6 +13,7 @@ from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.planner import Planning
@@ -86,9 +87,9 @@ def make_scheduling(
             tokens=config.cycle_tokens_max,
             cycle_s_max=config.cycle_s_max,
         )
-        turns = SoloTurns(base_model, probation, group, fleet)
+        turns, item_costs = SoloTurns(base_model, probation, group, fleet), Costs(base_model, fleet)
         memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, states.publishing)
-        ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, accounts.is_held)
+        ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, item_costs, accounts.is_held)
         return Schedule(
             clock=clock,
             planning=Planning(base_model, ready, budget, costs, fleet, fair, turns, memory),

@@ -1,13 +1,14 @@
-"""The budget of a cycle's step phase: how many states are saved and loaded in it, and whose.
+"""The budget of a cycle's step phase: how many steps run and states are saved and loaded in it, and whose.
 
-A save or a load moves a whole state through the coordinator's memory and its disk; an optimizer step does not, and
-needs no budget. `StateCosts` measures the bytes and seconds by kind of operation and shape of adapter. `plan_states` is
-a pure function of these costs and of the tenants' virtual counters. It chooses by what the operations are likely to
-take; tenants are charged what they took, once that is measured.
+A save or a load moves a whole state through the coordinator's memory and its disk. `StateCosts` measures the bytes and
+seconds by kind of operation and shape of adapter; a step takes what the bytes of its adapter's copy suggest.
+`plan_states` is a pure function of these costs and of the tenants' virtual counters. It chooses by what the operations
+are likely to take; tenants are charged what they took, once that is measured.
 
 Does not depend on workers, files or a clock. Main invariant: the states of one step phase take at most `BYTES_MAX` and
-an estimated `SECONDS_MAX`, or there is only one. So a tenant that queues hundreds of saves delays its own, and a
-neighbour by the budget of one cycle.
+an estimated `SECONDS_MAX`, or there is only one; its steps take what the pass has left of the cycle, and `SECONDS_MAX`
+in any case. So a tenant that queues hundreds of saves or steps delays its own, and a neighbour by the budget of one
+cycle.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median_low
+from typing import NamedTuple
 
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.virtual_counters import FairState, lifted
@@ -32,11 +34,13 @@ KEPT = 9
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """What one save or load takes."""
+    """What one save, load or step takes."""
 
     num_bytes: int
     seconds: float
     """Of the engine, and of writing files."""
+    moves_state: bool = True
+    """False: it is an optimizer step."""
 
 
 UNKNOWN = StateCost(BYTES_MAX, SECONDS_MAX)
@@ -61,25 +65,42 @@ class StateCosts:
         return StateCost(max(cost.num_bytes for cost in kept), median_low(cost.seconds for cost in kept))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateCandidate:
-    """An adapter with saves or loads that may run now."""
+class StateCandidate(NamedTuple):
+    """An adapter with operations that the step phase may run now."""
 
     adapter_id: str
     tenant_id: str
     costs: Iterable[StateCost]
-    """Of its saves and loads, in the order in which they must run."""
+    """Of its operations, in the order in which they must run."""
     last_cycle_id: int
-    """The cycle that last saved or loaded a state of it; 0: none."""
+    """The cycle in whose step phase it last had a turn; 0: none."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left for one sort of operations; the first one of each sort runs in any case."""
+
+    num_bytes: float
+    seconds: float
+    is_untouched: bool = True
+
+    def take(self, cost: StateCost) -> bool:
+        """Take an operation's cost, if there is room for it; return whether there was."""
+        if not self.is_untouched and (cost.num_bytes > self.num_bytes or cost.seconds > self.seconds):
+            return False
+        self.num_bytes, self.seconds = self.num_bytes - cost.num_bytes, self.seconds - cost.seconds
+        self.is_untouched = False
+        return True
 
 
 def plan_states(
-    candidates: Iterable[StateCandidate], state: FairState, tokens_per_s: float
+    candidates: Iterable[StateCandidate], state: FairState, tokens_per_s: float, steps_s_max: float = SECONDS_MAX
 ) -> tuple[dict[str, int], FairState]:
-    """Return how many saves and loads of each adapter run now, by adapter.
+    """Return how many operations of each adapter run now, by adapter.
 
     The next one is of the tenant with the lowest counter, and of its adapters the one whose turn is longest ago. Within
-    this choice a second counts as `tokens_per_s` tokens; the returned counters are not charged.
+    this choice a second counts as `tokens_per_s` tokens; the returned counters are not charged. The steps take
+    `steps_s_max` at most, if that is more than `SECONDS_MAX`.
     """
     rotations: dict[str, deque[tuple[str, Iterator[StateCost]]]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
@@ -89,16 +110,14 @@ def plan_states(
     heap = [(shares[tenant].virtual_tokens, tenant) for tenant in rotations]
     heapq.heapify(heap)
     num_planned: dict[str, int] = {}
-    num_bytes, seconds = 0, 0.0
+    states, steps = _Room(BYTES_MAX, SECONDS_MAX), _Room(0, max(steps_s_max, SECONDS_MAX))
     while heap:
         _, tenant = heapq.heappop(heap)
         rotation = rotations[tenant]
         adapter_id, costs = rotation.popleft()
         cost = next(costs, None)
-        fits = cost is not None and num_bytes + cost.num_bytes <= BYTES_MAX and seconds + cost.seconds <= SECONDS_MAX
-        if cost is not None and (fits or not num_planned):
+        if cost is not None and (states if cost.moves_state else steps).take(cost):
             num_planned[adapter_id] = num_planned.get(adapter_id, 0) + 1
-            num_bytes, seconds = num_bytes + cost.num_bytes, seconds + cost.seconds
             shares[tenant] = shares[tenant].charged(cost.seconds * tokens_per_s)
             rotation.append((adapter_id, costs))
         if rotation:

@@ -1,15 +1,16 @@
-"""Virtual counters: weighted fair scheduling by tokens, for training and for sampling, which keep separate counters.
+"""Virtual counters: weighted fair scheduling by cost, for training and for sampling, which keep separate counters.
 
-As in VTC (Sheng et al., OSDI 2024): the tokens of a tenant, over its weight, add to its counter, and the tenant with
-the lowest counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that an
-idle tenant saves up no share. `decode_share` divides the time of a worker that trains and samples, by the same weights.
+As in VTC (Sheng et al., OSDI 2024): what a tenant's work costs, over its weight, adds to its counter, and the tenant
+with the lowest counter is next. Costs are in tokens: what else takes time counts as the tokens of as many seconds. A
+tenant that was inactive is lifted to the lowest counter of the active ones, so that an idle tenant saves up no share.
+`decode_share` divides the time of a worker that trains and samples, by the same weights.
 
 A tenant whose weight changes is charged by the new weight from then on. What it has had in advance of the other active
 tenants is never counted at more tokens than it was: a higher weight shortens its wait, in proportion, and a lower one
 does not lengthen it. So no change lets a tenant wait for what it used at another weight, or puts it before others.
 
 Pure; does not depend on operations. Main invariant: a counter never decreases, but at a higher weight towards the
-lowest counter of the active tenants.
+lowest counter of the active tenants, and, before a plan's charge is durable, by what of that plan did not run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Share:
 
     weight: float = 1.0
     virtual_tokens: float = 0.0
-    """Tokens over the weight."""
+    """Cost in tokens, over the weight."""
 
     def charged(self, num_tokens: float) -> Share:
         """Return the share after this many more tokens."""
@@ -62,14 +63,31 @@ def lifted(shares: Mapping[str, Share], returning: Collection[str], active: Iter
     return raised
 
 
-def charged(state: FairState, tenant_id: str, num_tokens: float) -> FairState:
-    """Return the counters after work of a tenant outside a plan, as many tokens of it.
+def charged(state: FairState, num_tokens: Mapping[str, float]) -> FairState:
+    """Return the counters after work outside a plan, by tenant in tokens.
 
     A tenant that is not active is lifted first, or its lift when it returns would take the charge back.
     """
-    is_active = tenant_id in state.active
-    shares = lifted(state.shares, () if is_active else (tenant_id,), state.active)
-    shares[tenant_id] = shares.get(tenant_id, Share()).charged(num_tokens)
+    shares = dict(state.shares)
+    for tenant_id in num_tokens.keys() & state.active:
+        shares[tenant_id] = shares[tenant_id].charged(num_tokens[tenant_id])
+    if others := num_tokens.keys() - state.active:
+        shares = lifted(shares, others, state.active)
+        for tenant_id in others:
+            shares[tenant_id] = shares[tenant_id].charged(num_tokens[tenant_id])
+    return FairState(shares=shares, active=state.active)
+
+
+def taken_back(state: FairState, num_tokens: Mapping[str, float], floors: Mapping[str, float]) -> FairState:
+    """Return the counters without what a plan charged for work that did not run, by tenant in tokens.
+
+    `floors`: the counters before that plan. None goes below its floor, whatever weights have changed since.
+    """
+    shares = dict(state.shares)
+    for tenant_id, number in num_tokens.items():
+        share = shares[tenant_id]
+        least = min(floors[tenant_id], share.virtual_tokens)
+        shares[tenant_id] = share.charged(-number).lifted(least)
     return FairState(shares=shares, active=state.active)
 
 

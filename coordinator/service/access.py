@@ -123,7 +123,7 @@ class UseCases:
         """Charge the time since `began`, in which files were used, to the tenant's virtual counter; return it."""
         seconds = self._core.time.monotonic() - began
         if (loop := self._core.loops.get(base_model)) is not None:
-            loop.planning.charge(tenant_id, seconds)
+            loop.planning.charge({tenant_id: seconds})
         return seconds
 
     def _model(self, name: str) -> ModelInfo:

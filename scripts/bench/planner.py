@@ -25,6 +25,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.planner import plan_pass
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
@@ -46,6 +47,7 @@ from scripts.bench.common import (
 )
 from tests.support.adapter_logs import Files, spec_named
 from tests.support.probation import MemoryRecords
+from tests.support.toy_engine import toy_worker_info
 
 WORKERS = ("w0", "w1")
 CHUNK_TOKENS = 256
@@ -81,7 +83,10 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
     )
     turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet)
     memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing)
-    ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, lambda _: False)
+    for worker_id in WORKERS:
+        fleet.add(toy_worker_info(worker_id))
+    costs = Costs("toy", fleet)
+    ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, costs, lambda _: False)
     assert ready.refresh()
     return ready
 
@@ -114,7 +119,7 @@ class Cycle:
         self._ready.has_tokens(self._budget * len(WORKERS))
 
     def _plan(self) -> None:
-        candidates = self._ready.candidates()
+        candidates = self._ready.candidates({})
         plan, self._fair = plan_pass(candidates, self._fair, self._ready.residents(WORKERS), self._budget)
         for adapter_id in plan.num_chunks:
             self._ready.planned(adapter_id, 1)

@@ -26,6 +26,7 @@ from tests.simulation.world import World
 from tests.support.batches import Reference
 from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import (
+    AdapterCosts,
     AdapterState,
     Batch,
     BatchResult,
@@ -121,6 +122,9 @@ class SimPool:
         operation is poison, so no fault is injected into a worker that runs such an operation."""
         self._host_bytes_max = self.random.choice((None, None, 1000, 2000))
         """Of copies and versions, which workers hold: any number, one, or a few."""
+        self._costs = AdapterCosts()
+        if self.random.random() < 0.5:  # passes of few adapters, that move in and out of slots
+            self._costs = AdapterCosts(item_tokens=5.0, byte_tokens=0.01, move_byte_tokens=0.02)
         self.num_workers = num_workers
         """Of each coordinator's start. Workers that join later end with their coordinator."""
         self._num_joined = 0
@@ -130,7 +134,9 @@ class SimPool:
         """Start a worker's next incarnation, without adapters."""
         self._num_incarnations += 1
         incarnation = f"{worker_id}-{self._num_incarnations}"
-        self.workers[worker_id] = _Incarnation(incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max))
+        self.workers[worker_id] = _Incarnation(
+            incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max, costs=self._costs)
+        )
         return self.workers[worker_id]
 
     def next_worker(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ class TimedPool:
         seconds = self.fixed_s + self.token_s * num_tokens if num_tokens else STEP_S
         self._owed_s = seconds * batch.decode_share / (1.0 - batch.decode_share)
         await asyncio.sleep(seconds)
-        return self.engine.run(batch)
+        return replace(self.engine.run(batch), wall_s=seconds)
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         self.engine.start_sample(request)

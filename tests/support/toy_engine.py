@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from workers.contract.adapted_modules import AdaptedModule, adapter_params, rank_class
 from workers.contract.messages import (
+    AdapterCosts,
     AdapterInstall,
     AdapterSpec,
     AdapterState,
@@ -155,8 +156,8 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
-    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks` and `host_bytes_max` are only reported: no
-    request is refused.
+    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max` and `costs` are only
+    reported: no request is refused.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class ToyEngine:
         fitting_tokens: int | None = None,
         num_cache_blocks: int | None = None,
         host_bytes_max: int | None = None,
+        costs: AdapterCosts = AdapterCosts(),  # noqa: B008 (frozen)
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
     ) -> None:
@@ -180,6 +182,7 @@ class ToyEngine:
             fitting_tokens=fitting_tokens,
             num_cache_blocks=num_cache_blocks,
             host_bytes_max=host_bytes_max,
+            costs=costs,
         )
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)

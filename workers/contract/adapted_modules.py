@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 ModuleKind = Literal["attn", "mlp", "unembed"]
 RANK_CLASSES = (8, 16, 32, 64, 128)
 """Ranks as a worker pads them: a row has the values of one of these."""
+COPY_PARAM_BYTES = 16
+"""Bytes of an adapter's copy for each parameter: weights, two moments and a gradient in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,6 +198,11 @@ class PassItem(Item):
     batch: RequestBatch = UNMARKED
     """The batch that its operation is part of: it decides how long a failure closes the gradient window."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(datum.tokens) for datum in self.data)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepItem(Item):
@@ -421,6 +426,21 @@ SampleEvent = TokenEvent | SampleResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCosts:
+    """What adapters cost a worker besides the tokens of their passes, in tokens of a large pass.
+
+    Measured when the base model was loaded; zeros: not measured. Bytes are those of a copy: weights, moments, gradient.
+    """
+
+    item_tokens: float = 0.0
+    """The fixed part of an item in a pass of several."""
+    byte_tokens: float = 0.0
+    """An optimizer step, for each byte of the copy; an item in a pass takes about as much besides its fixed part."""
+    move_byte_tokens: float = 0.0
+    """The way into a slot, with another copy's way out of it, for each byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Facts of a worker's base model, found when it was loaded."""
 
@@ -454,6 +474,7 @@ class ModelInfo:
     """Most sequences that the worker decodes at a time."""
     has_tied_unembedding: bool = False
     """Whether the unembedding has the weights of the embedding, so that merging an adapter must untie them."""
+    costs: AdapterCosts = AdapterCosts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class ItemRunner:
         results: list[ItemResult] = []
         group = _Group()
         for item in items:
-            num_tokens = sum(len(datum.tokens) for datum in item.data)
+            num_tokens = item.num_tokens
             is_known = item.adapter_id in group.adapters
             is_full = len(group.adapters) == self._num_slots and not is_known
             is_long = group.num_tokens and group.num_tokens + num_tokens > tokens_max

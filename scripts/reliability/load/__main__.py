@@ -4,6 +4,7 @@
     python -m scripts.reliability.load --quick                    # a smoke test: numbers without meaning
     python -m scripts.reliability.load --minutes 1 --tenants 30
     python -m scripts.reliability.load --real                     # the shipped model: how many clients it carries
+    python -m scripts.reliability.load --small-adapters           # many small adapters and their neighbours
     python -m scripts.reliability.load --overload                 # impatient clients, far above their rates
 
 The pool is `tinkerpool serve` in a process of its own, with gRPC and its log; its engine takes the time of the shipped
@@ -17,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from coordinator.base.config import CoordinatorConfig
 from scripts.bench.common import Column, Results, Row, parser, shown_ms
 from scripts.reliability.load.figures import p99_s, shares_of
 from scripts.reliability.load.overload import measure_overload
 from scripts.reliability.load.pool import SAMPLING, TRAINING, LoadedPool
 from scripts.reliability.load.real import measure_real
 from scripts.reliability.load.run import (
+    CYCLE_S_MAX,
     HEAVY,
     HEAVY_WEIGHT,
     HOG,
@@ -37,6 +37,7 @@ from scripts.reliability.load.run import (
     small_plans,
     tenants,
 )
+from scripts.reliability.load.small_adapters import measure_small_adapters
 from scripts.terminal import interrupt_at_sigterm
 
 TENANTS, MINUTES = 100, 10.0
@@ -46,7 +47,6 @@ CYCLES_MIN = 100
 DEVIATION_MAX = 0.1
 GROWTH_MAX = 1.1
 """Most memory in the last third of the time, over that in the first third: caches fill, queues do not grow."""
-CYCLE_S_MAX = CoordinatorConfig(data_dir=Path()).cycle_s_max
 
 LOAD_COLUMNS = (
     Column("clients (tenants)", lambda r: f"{r['clients']} ({r['tenants']})"),
@@ -167,17 +167,15 @@ def main() -> int:
     command.add_argument("--tenants", type=int, help=f"default: {TENANTS}, of five clients each")
     command.add_argument("--minutes", type=float, help=f"of the main phase; default: {MINUTES:g}")
     command.add_argument("--real", action="store_true", help="the shipped model, with more and more clients")
+    command.add_argument("--small-adapters", action="store_true", help="many small adapters and their neighbours")
     command.add_argument("--overload", action="store_true", help="impatient clients, far above their tenants' rates")
     args = command.parse_args()
     args.tenants = args.tenants or (4 if args.quick else TENANTS)
     args.minutes = args.minutes or (0.1 if args.quick else MINUTES)
-    with Results("load_real" if args.real else "load_overload" if args.overload else "load", args) as results:
-        if args.real:
-            measure_real(args, results)
-        elif args.overload:
-            measure_overload(args, results)
-        else:
-            measure(args, results)
+    cases = {"real": measure_real, "small_adapters": measure_small_adapters, "overload": measure_overload}
+    case = next((name for name in cases if getattr(args, name)), "")
+    with Results(f"load_{case}" if case else "load", args) as results:
+        cases.get(case, measure)(args, results)
     return 0 if all(goal.is_met for goal in results.goals) else 1
 
 

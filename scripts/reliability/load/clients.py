@@ -56,7 +56,9 @@ class ClientPlan:
     trains: bool
     """Otherwise it samples."""
     num_tokens: int
-    """Tokens of a pass, or of a prompt."""
+    """Tokens of a sequence, or of a prompt."""
+    num_sequences: int = 1
+    """Of a pass."""
     num_drawn: int = 0
     """Tokens that a sample draws."""
     in_flight: int = 1
@@ -156,7 +158,7 @@ class Client:
         """Submit a forward_backward with its optim_step, `in_flight` of these pairs ahead."""
         train_step = training_pb2_grpc.TrainingServiceStub(self._channel).TrainStep
         sent: deque[tuple[float, list[str]]] = deque()
-        request = step_request(self._target_id, self._plan.num_tokens, self._random)
+        request = step_request(self._target_id, self._plan.num_tokens, self._random, self._plan.num_sequences)
         while not self._stopping.is_set():
             request.seq = request.batch.first_seq = self._last_seq + 1
             self._last_seq += 2
@@ -226,13 +228,15 @@ class Client:
                 self._record.failed(f"{self._plan.name}: heartbeat: {error!r}"[:500])
 
 
-def step_request(adapter_id: str, num_tokens: int, rng: random.Random) -> training_pb2.TrainStepRequest:
-    """Return a step of one sequence of this many tokens, without its seq."""
+def step_request(
+    adapter_id: str, num_tokens: int, rng: random.Random, num_sequences: int = 1
+) -> training_pb2.TrainStepRequest:
+    """Return a step of equal sequences of this many tokens, without its seq."""
     tokens = np.array(rng.choices(range(1, TOKENS_END), k=num_tokens), np.int32)
     inputs = {"target_tokens": to_tensor(tokens), "weights": to_tensor(np.ones(num_tokens, np.float32))}
     return training_pb2.TrainStepRequest(
         adapter_id=adapter_id,
-        data=[types_pb2.Datum(tokens=to_tensor(tokens), loss_inputs=inputs)],
+        data=[types_pb2.Datum(tokens=to_tensor(tokens), loss_inputs=inputs)] * num_sequences,
         loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY,
         adam=types_pb2.AdamParams(learning_rate=1e-4),
         batch=training_pb2.Batch(num_requests=1),

@@ -12,7 +12,7 @@ from scripts.attack.pool import AttackedPool
 from tinkerpool.v1 import limits_pb2, limits_pb2_grpc, pool_pb2
 
 TIMED = "scripts.reliability.load.engine:timed_factory"
-TRAINING, SAMPLING = "forward_backward", "sample"
+TRAINING, SAMPLING, STEPS = "forward_backward", "sample", "optim_step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Usage:
 
     tokens: Mapping[str, Mapping[str, int]]
     """Kind of operation to tenant to tokens."""
+    steps: Mapping[str, int]
+    """Tenant to optimizer steps."""
     cycle_id: int
     cycle_s: float
     """Seconds of the last cycle."""
@@ -60,6 +62,7 @@ class LoadedPool(AttackedPool):
         for row in rows:
             if row.kind in tokens:
                 tokens[row.kind][row.tenant] = row.num_tokens
+        steps = {row.tenant: row.num_operations for row in rows if row.kind == STEPS}
         last = status.cycles[-1] if status.cycles else pool_pb2.Cycle()
         seconds = last.pass_seconds + last.step_seconds + last.commit_seconds
-        return Usage(tokens=tokens, cycle_id=last.cycle_id, cycle_s=seconds)
+        return Usage(tokens=tokens, steps=steps, cycle_id=last.cycle_id, cycle_s=seconds)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from coordinator.base.config import CoordinatorConfig
 from scripts.reliability.load.clients import ClientPlan, Record
 from scripts.reliability.load.figures import Memory
 from scripts.reliability.load.generators import Generators
@@ -30,6 +32,7 @@ WARM_UP = 0.05
 """Part of the time of a phase before shares are counted: until all queues are full."""
 PROCESSES = 2
 SHOWN_S = 30.0
+CYCLE_S_MAX = CoordinatorConfig(data_dir=Path()).cycle_s_max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

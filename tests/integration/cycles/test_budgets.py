@@ -15,10 +15,13 @@ from coordinator.cycle import items, phases
 from coordinator.operations import in_flight
 from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
+from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.service import training
 from coordinator.storage.folders import Piece, StateFiles
+from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import FakeTime, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import AdapterCosts
 
 NUM_SAVES = 200
 RATE = 1000.0
@@ -100,6 +103,53 @@ async def test_saves_loads_installs_exports_and_copies_are_charged_the_seconds_t
     assert copying_s == pytest.approx(2.0, abs=0.1)
     assert installing_s == pytest.approx(1.0, abs=0.1)
     assert exporting_s == 6.0, "four files are verified, two are sent"
+
+
+async def test_a_chunk_is_charged_with_its_item_and_what_no_worker_ran_is_taken_back(tmp_path: Path) -> None:
+    costs = AdapterCosts(item_tokens=100.0)
+    async with running_pool(tmp_path, time=FakeTime(), linger_s=0.0, engine_values=[{"costs": costs}]) as pool:
+        adapter, tenant = await pool.adapter(), (await pool.principal()).tenant_id
+
+        async def charged(submitting: Awaitable[str]) -> float:
+            before = pool.core.loops["toy"].planning.counters(frozenset({tenant})).get(tenant, 0.0)
+            await pool.wait(await submitting)
+            stored = pool.store.tenants.get(tenant)
+            assert stored is not None
+            assert stored.virtual_tokens == pool.core.loops["toy"].planning.counters(frozenset({tenant}))[tenant]
+            return stored.virtual_tokens - before
+
+        assert await charged(pool.forward_backward(adapter, 1, 5)) == 105.0
+        assert await charged(pool.forward_backward(adapter, 2, 12, 12)) == 224.0, "two chunks"
+        assert await charged(pool.forward_backward(adapter, 3, 5, token=POISON_TOKEN)) == 0.0
+
+
+async def test_the_rest_of_a_cycle_is_charged_to_its_adapters_in_equal_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning takes six seconds here; one tenant has two adapters in the cycle, another one has one."""
+    clock = FakeTime()
+    async with running_pool(tmp_path, time=clock, linger_s=0.0) as pool:
+        adapters = [await pool.adapter("alice"), await pool.adapter("alice"), await pool.adapter("bob")]
+        planning, plan = pool.core.loops["toy"].planning, Planning.plan
+        monkeypatch.setattr(planning, "_tokens_per_s", lambda: RATE)  # private: the real one is measured
+
+        def slow_plan(self: Planning) -> PassPlan:
+            clock.now += 6.0
+            return plan(self)
+
+        pool.hold()
+        before = await pool.forward_backward(await pool.adapter("carol"), 1, 5, tenant="carol")
+        monkeypatch.setattr(Planning, "plan", slow_plan)
+        owners = ("alice", "alice", "bob")
+        names = [await pool.forward_backward(each, 1, 5, tenant=t) for each, t in zip(adapters, owners, strict=True)]
+        await pool.release()
+        await pool.wait(before, tenant="carol")
+        cycles = {(await pool.wait(name, tenant=t))[0].cycle_id for name, t in zip(names, owners, strict=True)}
+        tenants = [(await pool.principal(name)).tenant_id for name in ("alice", "bob")]
+        counters = planning.counters(frozenset(tenants))
+    assert len(cycles) == 1
+    lift = 5.0  # to the counter of the tenant before them
+    assert [counters[tenant] - lift for tenant in tenants] == [10 + 4 * RATE, 5 + 2 * RATE]
 
 
 async def test_saves_and_loads_of_one_adapter_keep_their_order_over_many_cycles(tmp_path: Path) -> None:

@@ -4,16 +4,25 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.planner import plan_pass
+from coordinator.scheduling.planner import MOVES_BEHIND, plan_pass
 from coordinator.scheduling.ready_set import Candidate
-from coordinator.scheduling.virtual_counters import FairState, Share
+from coordinator.scheduling.virtual_counters import FairState, Share, charged
 
 
-def candidate(adapter: str, tenant: str, *chunks: int, worker: str = "", last: int = 0) -> Candidate:
-    return Candidate(adapter_id=adapter, tenant_id=tenant, home=worker, chunks=chunks.__iter__, last_cycle_id=last)
+def candidate(
+    adapter: str,
+    tenant: str,
+    *chunks: int,
+    worker: str = "",
+    last: int = 0,
+    item: float = 0.0,
+    move: float = 0.0,
+) -> Candidate:
+    return Candidate(adapter, tenant, worker, chunks.__iter__, last, item, move)
 
 
 def test_one_tenant_gets_the_whole_budget() -> None:
@@ -94,6 +103,62 @@ def test_the_planner_reads_at_most_one_chunk_of_an_adapter_beyond_those_it_takes
     plan, _ = plan_pass(candidates, FairState(), {"w": 50}, 200)
     assert sum(plan.num_chunks.values()) == 20
     assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in candidates)
+
+
+def test_an_item_counts_with_its_tokens_and_a_move_with_the_first_chunk_of_its_adapter() -> None:
+    plan, state = plan_pass([candidate("a", "t", 2, 2, 2, 2, worker="w", item=8, move=5)], FairState(), {"w": 1}, 40)
+    assert plan.num_chunks == {"a": 3}
+    assert plan.tokens == {"w": 35}
+    assert plan.charges == {"a": 35}
+    assert (plan.floors["t"], state.shares["t"].virtual_tokens) == (0, 35)
+
+
+def test_many_small_adapters_and_a_large_one_get_equal_costs() -> None:
+    state, costs = FairState(), {"one": 0.0, "many": 0.0}
+    for cycle in range(1, 101):
+        many = [candidate(f"a{i}", "many", 2, worker="w", item=30, last=(cycle + i) % 50) for i in range(50)]
+        large = candidate("b", "one", *[100] * 20, worker="w", item=30)
+        plan, state = plan_pass([*many, large], state, {"w": 51}, 1000)
+        for adapter_id, tokens in plan.charges.items():
+            costs["one" if adapter_id == "b" else "many"] += tokens
+    assert costs["many"] / costs["one"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_what_does_not_fit_behind_a_large_chunk_goes_to_others_until_they_are_a_budget_ahead() -> None:
+    """The others are also charged outside plans: without a limit they would get more in every cycle."""
+    state, most = FairState(), 0.0
+    for _ in range(50):
+        small, large = candidate("a", "small", *[5] * 30, worker="w"), candidate("b", "large", *[30] * 9, worker="w")
+        plan, state = plan_pass([small, large], state, {"w": 2}, 50)
+        assert plan.num_chunks["b"] == 1
+        state = charged(state, {"small": 20.0})
+        most = max(most, state.shares["small"].virtual_tokens - state.shares["large"].virtual_tokens)
+    assert 50 < most <= 50 + 20 + 5
+
+
+def test_a_pass_has_at_most_as_many_adapters_as_its_worker_has_slots() -> None:
+    ready = [candidate(f"a{i}", f"t{i}", 1, 1, worker="w" if i < 3 else "") for i in range(5)]
+    plan, _ = plan_pass(ready, FairState(), {"w": 3}, 100, slots={"w": 4})
+    assert plan.num_chunks == {"a0": 2, "a1": 2, "a2": 2, "a3": 2}
+    assert len(plan_pass(ready, FairState(), {"w": 3}, 100)[0].num_chunks) == 5
+
+
+def test_a_tenant_whose_adapter_must_be_moved_waits_until_it_is_some_moves_behind() -> None:
+    state, waited = FairState(), 0
+    for _ in range(100):
+        ready = [candidate("in", "t", *[10] * 9, worker="w"), candidate("out", "u", 10, worker="w", move=5)]
+        plan, state = plan_pass(ready, state, {"w": 2}, 10)
+        if "out" in plan.num_chunks:
+            break
+        waited += 1
+    assert waited == MOVES_BEHIND * 5 // 10 + 1
+
+
+def test_an_adapter_that_must_be_moved_waits_some_cycles_longer_for_others_of_its_tenant() -> None:
+    for behind in (MOVES_BEHIND, MOVES_BEHIND + 1):
+        ready = [candidate("in", "t", 9, worker="w", last=50), candidate("out", "t", 9, last=50 - behind, move=5)]
+        plan, _ = plan_pass(ready, FairState(), {"w": 2}, 9)
+        assert ("out" in plan.num_chunks) == (behind > MOVES_BEHIND)
 
 
 CANDIDATES = st.lists(

@@ -11,6 +11,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import Chunk
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
@@ -18,6 +19,7 @@ from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.worker_memory import WorkerMemory
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, Files, adapter_with, operation, run, spec_named
 from tests.support.probation import MemoryRecords
+from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime, running_pool
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
@@ -45,7 +47,9 @@ class Bench:
         turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet)
         memory = WorkerMemory("toy", fleet, self.group, self.quarantine, snapshots, publishing)
         is_held = self.held.__contains__
-        self.ready = ReadySet(self.group, self.quarantine, turns, memory, snapshots, publishing, is_held)
+        fleet.add(toy_worker_info())
+        costs = Costs("toy", fleet)
+        self.ready = ReadySet(self.group, self.quarantine, turns, memory, snapshots, publishing, costs, is_held)
         for adapter in adapters:
             self.group.add(adapter)
             self.group.mark_dirty(adapter)
@@ -174,12 +178,12 @@ def test_behind_an_operation_that_ran_in_part_no_other_begins_during_a_stop_or_a
     bench = Bench(adapter)
     adapter.place_copy("w0")
     adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
-    assert [list(each.chunks()) for each in bench.ready.candidates()] == [[5, 4]]
+    assert [list(each.chunks()) for each in bench.ready.candidates({})] == [[5, 4]]
     if is_stop:
         bench.ready.stop()
     else:
         bench.held.add("suspended")
-    assert [list(each.chunks()) for each in bench.ready.candidates()] == [[5]]
+    assert [list(each.chunks()) for each in bench.ready.candidates({})] == [[5]]
     run(adapter, 1)
     assert not bench.allowed()
     assert not list(bench.ready.due_steps())

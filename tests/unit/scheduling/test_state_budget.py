@@ -1,4 +1,6 @@
-"""The budget of the step phase: how many saves and loads run in one cycle, and whose."""
+"""The budget of the step phase: how many steps, saves and loads run in one cycle, and whose."""
+
+import pytest
 
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.state_budget import (
@@ -23,6 +25,25 @@ def candidate(adapter_id: str, tenant_id: str, num: int, cost: StateCost = QUICK
 
 def planned(*candidates: StateCandidate, state: FairState = FairState()) -> dict[str, int]:  # noqa: B008 (frozen)
     return plan_states(candidates, state, TOKENS_PER_S)[0]
+
+
+def test_steps_take_what_the_pass_has_left_of_the_cycle_and_a_tenth_of_a_second_in_any_case() -> None:
+    step = StateCost(0, SECONDS_MAX / 10, moves_state=False)
+    steps = [candidate(f"a{i:03}", "t", 1, step) for i in range(200)] + [candidate("b", "u", 1, step)]
+    for left_s, number in ((-1.0, 10), (0.0, 10), (3 * SECONDS_MAX, 30)):
+        found, _ = plan_states(steps, FairState(), TOKENS_PER_S, left_s)
+        assert len(found) == pytest.approx(number, abs=1)
+        assert "b" in found, "the neighbour of a tenant with hundreds"
+    slow = StateCost(0, 9.0, moves_state=False)
+    assert planned(candidate("a", "t", 1, slow), candidate("b", "u", 1, slow)) == {"a": 1}
+
+
+def test_steps_and_states_have_room_apart_and_keep_their_order() -> None:
+    step = StateCost(0, SECONDS_MAX, moves_state=False)
+    save = StateCost(BYTES_MAX, SECONDS_MAX)
+    both = StateCandidate("a", "t", [step, save], 0)
+    assert planned(both) == {"a": 2}
+    assert planned(StateCandidate("a", "t", [save, step, save], 0)) == {"a": 2}
 
 
 def test_hundreds_of_saves_are_spread_over_cycles() -> None:
@@ -54,10 +75,10 @@ def test_a_plan_chooses_by_estimates_and_charges_nothing() -> None:
 def test_measured_work_is_charged_over_the_weight_and_also_to_a_tenant_that_is_not_active() -> None:
     shares = {"t": Share(weight=2.0, virtual_tokens=7.0), "idle": Share(virtual_tokens=1.0)}
     state = FairState(shares=shares, active=frozenset("t"))
-    state = charged(charged(state, "t", 100.0), "idle", 10.0)
+    state = charged(state, {"t": 100.0, "idle": 10.0})
     assert state.shares["t"].virtual_tokens == 57.0
     assert state.shares["idle"].virtual_tokens == 67.0, "it returns behind the active ones by what it used"
-    assert charged(state, "new", 1.0).shares["new"].virtual_tokens == 58.0
+    assert charged(state, {"new": 1.0}).shares["new"].virtual_tokens == 58.0
     assert state.active == {"t"}
 
 
