@@ -1,10 +1,11 @@
 """The measured costs of one base model's cycles, and what follows from them: a cycle's tokens, a batch's deadline.
 
-`CycleCosts` has the cost of a pass by its tokens, and of a commit. Items and moves count as tokens that take as long
-(`adapter_costs`). The last few passes are kept in classes by size, each spanning a factor of two. A class counts by its
-medians, so that a pause, a swap or a first run of new shapes has no effect. Because classes are separate, a thousand
-large passes do not outweigh the small ones, which show the fixed cost. A class without new passes is dropped after a
-while.
+`Costs` has what operations on an adapter take besides the tokens of their passes, in tokens that take as long.
+
+`CycleCosts` has the cost of a pass by its tokens, and of a commit. The last few passes are kept in classes by size,
+each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes has
+no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the fixed
+cost. A class without new passes is dropped after a while.
 
 `TokenBudget` has the tokens of a cycle on one worker: the operator's number, or the knee of the measured costs. A cycle
 costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger cycle is
@@ -13,9 +14,9 @@ hardly more efficient, and every tenant waits longer for the next one.
 `Deadlines` records the times of batches. The deadline of a batch is a generous multiple of its predicted time. (Pings
 find a worker sooner that is stopped or cut off.)
 
-Depends on batches and incarnations; not on operations, tenants or queues. Main invariants: every cost is a function of
-the measurements, in their order, and of nothing else; no result depends on the budget, because chunks are canonical; an
-incarnation without a finished batch gets `DEADLINE_UNKNOWN_S`.
+Depends on batches, incarnations and facts of models; not on operations, tenants or queues. Main invariants: every cost
+is a function of the measurements, in their order, and of nothing else; no result depends on the budget, because chunks
+are canonical; an incarnation without a finished batch gets `DEADLINE_UNKNOWN_S`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from workers.contract.messages import Batch, LoadItem, PassItem, SaveItem
+from coordinator.fleet.fleet import Fleet
+from workers.contract.messages import AdapterSpec, Batch, LoadItem, PassItem, SaveItem
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,41 @@ class Line:
     token_s: float
     is_wide: bool
     """Its points span enough sizes to extrapolate to other sizes."""
+
+
+class AdapterCost(NamedTuple):
+    """The costs of one adapter, in tokens."""
+
+    item: float = 0.0
+    """Of a chunk in a pass, besides its tokens."""
+    step: float = 0.0
+    """Of an optimizer step."""
+    move: float = 0.0
+    """Of its way into a slot of the worker, with another adapter's way out of it."""
+
+
+class Costs:
+    """The costs of one base model's adapters: what a worker measured when it loaded the model, for a copy's bytes."""
+
+    def __init__(self, base_model: str, fleet: Fleet) -> None:
+        self._base_model = base_model
+        self._fleet = fleet
+        self._known: dict[str, AdapterCost] = {}
+        """By adapter: this is read for every adapter of every plan."""
+
+    def of(self, spec: AdapterSpec) -> AdapterCost:
+        """Return the costs of an adapter."""
+        if (known := self._known.get(spec.adapter_id)) is None:
+            num_bytes = self._fleet.copy_bytes(self._base_model, spec)
+            costs = self._fleet.models[self._base_model].costs
+            step = costs.byte_tokens * num_bytes
+            known = AdapterCost(costs.item_tokens + step, step, costs.move_byte_tokens * num_bytes)
+            self._known[spec.adapter_id] = known
+        return known
+
+    def forget(self, adapter_id: str) -> None:
+        """Drop the state of a deleted adapter."""
+        self._known.pop(adapter_id, None)
 
 
 class CycleCosts:
@@ -310,4 +348,4 @@ def _size(batch: Batch, extra_tokens: float) -> tuple[int, float]:
     lengths = [len(datum.tokens) for item in batch.items if isinstance(item, PassItem) for datum in item.data]
     num_tokens = sum(lengths)
     length = sum(length * length for length in lengths) / max(1, num_tokens)
-    return num_tokens + round(extra_tokens), length
+    return num_tokens + round(extra_tokens) if num_tokens else 0, length

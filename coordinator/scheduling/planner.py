@@ -303,7 +303,7 @@ class Planning:
 
     def chunk_tokens(self, log: AdapterLog, item: PassItem) -> float:
         """Return what a chunk costs, in tokens."""
-        return item.num_tokens + self.ready.costs.of(log).item
+        return item.num_tokens + self.ready.costs.of(log.spec).item
 
     def take_back(self, num_tokens: Mapping[str, float]) -> None:
         """Take back what the last plan charged for work that did not run, by tenant in tokens. Call before a commit."""

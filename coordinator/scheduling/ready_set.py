@@ -17,7 +17,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.adapter_costs import Costs
+from coordinator.scheduling.cost_model import Costs
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts
@@ -165,7 +165,7 @@ class ReadySet:
         """Return whether the ready chunks cost at least this many tokens."""
         left = float(num_tokens)
         for log in self.allowed():
-            item = self.costs.of(log).item
+            item = self.costs.of(log.spec).item
             for chunk_tokens in self.ahead(log).chunks():
                 left -= chunk_tokens + item
                 if left <= 0:
@@ -178,7 +178,7 @@ class ReadySet:
         return [self._candidate(log, evicted) for log in self.allowed()]
 
     def _candidate(self, log: AdapterLog, evicted: Collection[str]) -> Candidate:
-        adapter_id, home, cost = log.adapter_id, log.copy.home, self.costs.of(log)
+        adapter_id, home, cost = log.adapter_id, log.copy.home, self.costs.of(log.spec)
         return Candidate(
             adapter_id,
             log.tenant_id,
@@ -218,7 +218,7 @@ class ReadySet:
         """
         evicted = self._evicted(slots)
         for log, may_begin in due:
-            adapter_id, cost = log.adapter_id, self.costs.of(log)
+            adapter_id, cost = log.adapter_id, self.costs.of(log.spec)
             step_s = (cost.step + (cost.move if adapter_id in evicted else 0.0)) / tokens_per_s
             each = self._costs_of_states(log, StateCost(0, step_s, moves_state=False), costs, may_begin=may_begin)
             yield StateCandidate(adapter_id, log.tenant_id, each, self._last_states.get(adapter_id, 0))

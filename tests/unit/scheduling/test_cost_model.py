@@ -331,3 +331,11 @@ def test_the_budget_recovers_after_a_machine_became_faster() -> None:
         costs.observe_pass(budget.tokens, 16.0, 0.005 + 1e-4 * budget.tokens)
         budget.update()
     assert budget.tokens == pytest.approx(KNEE * 0.005 / 1e-4, rel=0.05)
+
+
+def test_a_batch_whose_chunks_were_lost_before_it_was_sent_is_no_pass() -> None:
+    costs = CycleCosts()
+    deadlines = Deadlines(costs)
+    for _ in range(2):
+        deadlines.observe(EMPTY, "w0", 1.0, extra_tokens=100.0)
+    assert costs.predicted_s(100, 0.0) is None
