@@ -25,7 +25,7 @@ from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
 from coordinator.scheduling.ready_set import Candidate, ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.state_budget import StateCost, StateCosts, plan_states
+from coordinator.scheduling.state_budget import SECONDS_MAX, StateCost, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import (
     FairState,
     Share,
@@ -287,6 +287,8 @@ class Planning:
         if not due:
             return {}
         tokens_per_s = self._tokens_per_s()
+        if self.ready.are_few_steps(due, SECONDS_MAX * tokens_per_s):
+            return {log.adapter_id: 1 for log, _ in due}
         candidates = self.ready.state_candidates(due, self._slots(), self._state_costs, tokens_per_s)
         steps_s_max = self.budget.seconds - elapsed_s
         num_planned, self._fair = plan_states(candidates, self._fair, tokens_per_s, steps_s_max)

@@ -8,6 +8,7 @@ Main invariant: an idle adapter adds no cost to a cycle, because it is in no col
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -208,6 +209,17 @@ class ReadySet:
             ahead = log.ahead(may_begin=may_begin)
             if next(ahead.states(), None) is not None:
                 yield log, ahead
+
+    def are_few_steps(self, due: Iterable[tuple[AdapterLog, bool]], tokens_max: float) -> bool:
+        """Return whether these are optimizer steps alone, and cost at most as many tokens, each with a move."""
+        left = tokens_max
+        for log, may_begin in due:
+            # There is at most one optim_step, so a save or a load is among the first two operations.
+            if any(each.kind.moves_state for each in itertools.islice(log.ahead(may_begin=may_begin).states(), 2)):
+                return False
+            cost = self.costs.of(log.spec)
+            left -= cost.step + cost.move
+        return left >= 0
 
     def state_candidates(
         self, due: Iterable[tuple[AdapterLog, bool]], slots: Mapping[str, int], costs: StateCosts, tokens_per_s: float
