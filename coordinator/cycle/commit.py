@@ -70,6 +70,14 @@ class Cycle:
         """Commit these decided operations with the cycle."""
         self.finished += operations
 
+    def note_unused(self, tenant_id: str, num_tokens: float) -> None:
+        """Record what the plan charged a tenant for work that no worker ran."""
+        self.unused_tokens[tenant_id] += num_tokens
+
+    def worked(self, seconds: float) -> None:
+        """Record seconds of the cycle that workers or files took."""
+        self.worker_s += seconds
+
     def use_files(self, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
         """Meter with the cycle what an operation of this kind, or an install, took of the state files."""
         use = FileUse(

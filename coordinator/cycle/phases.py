@@ -206,7 +206,7 @@ class Phases:
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
         for adapter_id, num_tokens in unsent.items():
             if (log := self._logs.get(adapter_id)) is not None:
-                cycle.unused_tokens[log.tenant_id] += num_tokens
+                cycle.note_unused(log.tenant_id, num_tokens)
         for log in itertools.islice(self._planning.left_over(plan), EXPECTED_MAX):
             work.expect(log)
         for worker_id in self._planning.memory.take_asked():
@@ -280,7 +280,7 @@ class Phases:
             operation, tenant_id = entry.operation, entry.log.tenant_id
             if isinstance(entry.item, PassItem):
                 if result.error is not None and not result.engine_s:
-                    cycle.unused_tokens[tenant_id] += self._planning.chunk_tokens(entry.log, entry.item)
+                    cycle.note_unused(tenant_id, self._planning.chunk_tokens(entry.log, entry.item))
                 continue
             if operation is None:
                 continue
@@ -294,7 +294,7 @@ class Phases:
                 kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
                 kept.add(entry, result, applying_s)
         self._planning.charge(charges)
-        cycle.worker_s += worker_s
+        cycle.worked(worker_s)
         for each in moved.values():
             self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
@@ -335,7 +335,7 @@ class Phases:
     def _use_files(self, cycle: Cycle, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
         """Charge and meter what an adapter took of the state files."""
         self._planning.charge({log.tenant_id: seconds})
-        cycle.worker_s += seconds
+        cycle.worked(seconds)
         cycle.use_files(log, kind, num_bytes, seconds)
 
     async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:

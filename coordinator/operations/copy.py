@@ -50,7 +50,7 @@ class Copy:
     home: str = ""
     """The worker that has the state. Empty: there is no copy, the next worker must install one."""
     helpers: tuple[str, ...] = ()
-    """Workers that run chunks of its passes beside its home. Always empty: nothing adds one."""
+    """Workers that run chunks of its passes beside its home. No code adds a worker to them."""
     must_drop_gradient: bool = False
     """The copy holds gradient of a closed window."""
     progress: dict[int, Progress] = field(default_factory=dict)

@@ -40,7 +40,7 @@ from workers.contract.messages import AdapterSpec, PassItem
 
 MOVES_BEHIND = 8
 """An adapter that must be moved into a slot waits until its tenant is as many moves behind, or, among adapters of one
-tenant, as many cycles. So moves take a small part of the time, and nobody waits for long."""
+tenant, as many cycles. This bounds both the time that moves take and the wait of an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,10 @@ import torch
 
 from workers.bank.bank import Bank
 from workers.contract.adapted_modules import COPY_PARAM_BYTES
-from workers.contract.messages import AdamParams, AdapterCosts, AdapterSpec, Datum, PassItem
+from workers.contract.messages import AdamParams, AdapterCosts, AdapterSpec, Datum
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
+from workers.selftest.thread_invariance import trial_item
 from workers.training.optim import Step, adamw_step, adamw_steps
 from workers.training.passes import PassRunner
 
@@ -104,22 +105,7 @@ class _Trial:
             data.append(
                 Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": np.ones(length, np.float32)})
             )
-        items = [
-            PassItem(
-                op_id=name,
-                adapter_id=name,
-                prev_seq=0,
-                seq=1,
-                chunk_index=0,
-                num_chunks=1,
-                data=tuple(data),
-                loss_fn="cross_entropy",
-                loss_config={},
-                backward=True,
-            )
-            for name in names
-        ]
-        outcomes = self._passes.run([self._passes.checked(item) for item in items])
+        outcomes = self._passes.run([self._passes.checked(trial_item(name, data)) for name in names])
         self._has_failed |= any(outcome.part is None for outcome in outcomes)
 
     def _step(self) -> None:

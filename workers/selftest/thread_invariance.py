@@ -8,6 +8,7 @@ Main invariant: a base model that was not tried, or had no memory for the trial,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,20 +122,24 @@ def _requests(base_model: BaseModel, bank: Bank, passes: PassRunner, longest: in
             data.append(
                 Datum(tokens=rng.integers(0, base_model.vocab_size, length).astype(np.int32), loss_inputs=inputs)
             )
-        item = PassItem(
-            op_id=name,
-            adapter_id=name,
-            prev_seq=0,
-            seq=1,
-            chunk_index=0,
-            num_chunks=1,
-            data=tuple(data),
-            loss_fn="cross_entropy",
-            loss_config={},
-            backward=True,
-        )
-        requests.append(passes.checked(item))
+        requests.append(passes.checked(trial_item(name, data)))
     return requests
+
+
+def trial_item(name: str, data: Sequence[Datum]) -> PassItem:
+    """Return a forward_backward of an adapter that is in a trial's bank."""
+    return PassItem(
+        op_id=name,
+        adapter_id=name,
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=tuple(data),
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
 
 
 def _step(row: Row, *, is_deferred: bool) -> StepNorms | None:
