@@ -12,9 +12,10 @@ covers its adapter log only between cycles, so that a log is not cut during a cy
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.base.time import Signal, Time, backoff_s
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 LOGGED_OPERATIONS_MAX = 1000
 """Operations since its snapshot after which an adapter is snapshotted, however cheap they were: this bounds memory."""
-AT_ONCE = 8
-"""States in memory at a time. If more adapters are due, cycles wait for the writing: later, the replay of a lost worker
-could exceed its bound."""
+AT_ONCE, AT_ONCE_BYTES = 64, 128 << 20
+"""States in memory at a time, and their bytes, unless a single one is larger. If more adapters are due, cycles wait for
+the writing: later, the replay of a lost worker could exceed its bound."""
 EARLY_PART = 0.75
 """Part of `replay_s_max` from which on adapters without a gradient are snapshotted: later, others have to be."""
 WRITING_SHARE_MAX = 0.1
@@ -58,6 +59,8 @@ class Snapshots:
         self._time = time
         self._replay_s_max = replay_s_max
         self._writing: dict[str, asyncio.Task[None]] = {}
+        self._bytes: dict[str, int] = {}
+        """Adapter to the bytes of its state that is being written."""
         self._durable: list[_Durable] = []
         self._cost_s: dict[str, float] = {}
         """Adapter to seconds that its last snapshot took to write."""
@@ -79,9 +82,15 @@ class Snapshots:
                 by_worker.setdefault(adapter.home, []).append(adapter)
         return [adapter for resident in by_worker.values() for adapter in self._due_on_worker(resident)]
 
-    def has_room(self, num_states: int) -> bool:
-        """Return whether this many states may be read now, besides those that are being written."""
-        return not self._writing or len(self._writing) + num_states <= AT_ONCE
+    def num_readable(self, adapters: Sequence[AdapterLog], size_of: Callable[[AdapterLog], int]) -> int:
+        """Return how many of these adapters' states may be read now, besides those that are being written.
+
+        `size_of` returns the bytes of one. 0: none, until some are written.
+        """
+        num_bytes = itertools.accumulate((size_of(each) for each in adapters), initial=sum(self._bytes.values()))
+        next(num_bytes)
+        number = sum(total <= AT_ONCE_BYTES for total in itertools.islice(num_bytes, AT_ONCE - len(self._writing)))
+        return number or int(bool(adapters) and not self._writing)
 
     def can_take(self, adapter: AdapterLog) -> bool:
         """Return whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""
@@ -119,6 +128,7 @@ class Snapshots:
             self.failed(adapter, str(result.error))
             return
         _, window = self._asked.pop(adapter.adapter_id)
+        self._bytes[adapter.adapter_id] = result.state.num_bytes
         writing = self._write(adapter, result.state, window, adapter.engine_s_since_snapshot)
         self._writing[adapter.adapter_id] = asyncio.get_running_loop().create_task(writing)
 
@@ -200,5 +210,5 @@ class Snapshots:
             self._num_failures.pop(adapter.adapter_id, None)
             self._failed_at.pop(adapter.adapter_id, None)
         finally:
-            del self._writing[adapter.adapter_id]
+            del self._writing[adapter.adapter_id], self._bytes[adapter.adapter_id]
             self.changed.notify()

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 
 from coordinator.base.time import Time
-from coordinator.checkpoints.snapshots import AT_ONCE, Snapshots
+from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Committer, Cycle, CycleJournal
 from coordinator.cycle.phases import Phases
 from coordinator.operations.adapter_log import AdapterLog
@@ -101,14 +101,16 @@ class CycleLoop:
         await self._take_snapshots([*due, *leaving])
 
     async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
-        """Read the states of these adapters, a few at a time: if there are many, wait for earlier ones."""
-        for start in range(0, len(logs), AT_ONCE):
-            some = logs[start : start + AT_ONCE]
-            if not self._snapshots.has_room(len(some)):
+        """Read the states of these adapters, as many at a time as may be in memory: then wait for earlier ones."""
+        while logs:
+            number = self._snapshots.num_readable(logs, self.planning.memory.size_of)
+            if number:
+                await self._phases.take_snapshots(logs[:number])
+                logs = logs[number:]
+            else:
                 await self._snapshots.finish()
                 self._snapshots.settle(self._group.logs)
-                some = [log for log in some if self._snapshots.can_take(log)]
-            await self._phases.take_snapshots(some)
+                logs = [log for log in logs if self._snapshots.can_take(log)]
 
     def _new_cycle(self, cycle_id: int) -> Cycle:
         return Cycle(cycle_id, self._time.wall(), self._time.monotonic())

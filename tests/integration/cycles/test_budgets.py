@@ -9,19 +9,20 @@ from typing import Any, TypeVar
 
 import pytest
 
-from coordinator.checkpoints.snapshots import AT_ONCE
+from coordinator.checkpoints import snapshots
 from coordinator.checkpoints.states import States
 from coordinator.cycle import items, phases
 from coordinator.operations import in_flight
 from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
 from coordinator.scheduling.planner import PassPlan, Planning
+from coordinator.scheduling.worker_memory import WorkerMemory
 from coordinator.service import training
 from coordinator.storage.folders import Piece, StateFiles
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import FakeTime, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterCosts
+from workers.contract.messages import AdapterCosts, AdapterState
 
 NUM_SAVES = 200
 RATE = 1000.0
@@ -203,9 +204,13 @@ async def test_the_checkpoint_of_a_load_is_read_off_the_event_loop(
     assert threading.main_thread() not in threads
 
 
-async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers, num_writing = [], 0
+@pytest.mark.parametrize("limit", ["AT_ONCE", "AT_ONCE_BYTES"])
+async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    numbers, num_writing, most = [], 0, 8
     write = States.write_snapshot
+    monkeypatch.setattr(WorkerMemory, "size_of", lambda *_: 100)
+    monkeypatch.setattr(AdapterState, "num_bytes", 100)
+    monkeypatch.setattr(snapshots, limit, most if limit == "AT_ONCE" else 100 * most)
 
     async def counted(self: States, *args: Any) -> Any:
         nonlocal num_writing
@@ -218,12 +223,12 @@ async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(States, "write_snapshot", counted)  # the real write: only counted
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapters = [await pool.adapter() for _ in range(3 * AT_ONCE)]
+        adapters = [await pool.adapter() for _ in range(3 * most)]
         pool.hold()
         steps = [await pool.forward_backward(adapter, 1, 5) for adapter in adapters]
         await pool.release()
         await pool.wait(*steps)
-    assert AT_ONCE / 2 < max(numbers) <= AT_ONCE
+    assert most / 2 < max(numbers) <= most
     assert len(numbers) >= len(adapters)
 
 
