@@ -68,8 +68,8 @@ class Snapshots:
         """Adapter to its last failure, if no snapshot has succeeded since."""
         self._num_failures: Counter[str] = Counter()
         self._has_failed = asyncio.Event()
-        self._asked: dict[str, tuple[AdapterLog, Window]] = {}
-        """Adapters whose states were requested, and their gradient windows."""
+        self._asked: dict[str, tuple[int, Window]] = {}
+        """Adapters whose states were requested, with the generations of their copies and their gradient windows."""
 
     def due(self, adapters: Iterable[AdapterLog], lost: Collection[str]) -> list[AdapterLog]:
         """Return the adapters to snapshot now, without the `lost` ones: they ran an operation that was never logged.
@@ -112,12 +112,13 @@ class Snapshots:
 
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""
-        self._asked[adapter.adapter_id] = adapter, adapter.copy.applied_window
+        self._asked[adapter.adapter_id] = adapter.copy.generation, adapter.copy.applied_window
 
-    def end(self) -> None:
-        """Record a failure for every worker that did not reply: it is lost."""
-        for adapter, _ in list(self._asked.values()):
-            self.failed(adapter, "its worker was lost")
+    def end(self, asked: Iterable[tuple[AdapterLog, int]]) -> None:
+        """Record a failure for those of these generations whose worker did not reply: it is lost."""
+        for adapter, generation in asked:
+            if self._asked.get(adapter.adapter_id, (None,))[0] == generation:
+                self.failed(adapter, "its worker was lost")
 
     def take(self, adapter: AdapterLog, result: ItemResult) -> None:
         """Begin to write the state that a worker returned.

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.commit import Committer, CycleJournal
+from coordinator.cycle.dispatch import Dispatch
 from coordinator.cycle.items import ItemBuilder
 from coordinator.cycle.loop import CycleLoop
-from coordinator.cycle.phases import Dispatch, Phases
+from coordinator.cycle.phases import Phases
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context, Registers
@@ -44,7 +45,7 @@ def make_loops(
         )
         results = Results(saver, snapshots, fleet)
         items = ItemBuilder(store, saver.states.folders, registers.in_flight)
-        phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, time)
+        phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal)
         committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
     return CycleLoops(journal=journal, by_model=loops)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +69,23 @@ class Cycle:
     def finish(self, operations: Iterable[Operation]) -> None:
         """Commit these decided operations with the cycle."""
         self.finished += operations
+
+    def keep_only(self, operations: list[Operation]) -> None:
+        """Commit these of its operations alone: the adapters of the others were deleted."""
+        self.finished = operations
+
+    def split(self, cycle_id: int, adapter_ids: Collection[str]) -> Cycle:
+        """Return a cycle with the part that these adapters have in this one; their worker is late in its phase.
+
+        What the pass has decided goes with them, so that a pass and its step stay in one cycle.
+        """
+        part = Cycle(cycle_id, self.started_wall, self.started, self.pass_ended)
+        part.finished = [operation for operation in self.finished if operation.target_id in adapter_ids]
+        self.finished = [operation for operation in self.finished if operation.target_id not in adapter_ids]
+        for operation in part.finished:
+            operation.move_to_cycle(cycle_id)
+        part.entries = {name: self.entries.pop(name) for name in sorted(adapter_ids) if name in self.entries}
+        return part
 
     def note_unused(self, tenant_id: str, num_tokens: float) -> None:
         """Record what the plan charged a tenant for work that no worker ran."""
@@ -129,6 +146,8 @@ class CycleJournal:
         self.recent: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
         self._watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
         self._is_closed = False
+        self._open: set[int] = set()
+        """Cycles with a plan that have not ended."""
 
     def new_id(self) -> int:
         """Return the id of the next cycle."""
@@ -137,12 +156,20 @@ class CycleJournal:
 
     def note_plan(self, cycle_id: int, plan: PassPlan) -> None:
         """Note which adapters run where: a hint after a crash, which becomes durable with the next commit."""
-        placements = {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks}
+        self.note(cycle_id, {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks})
+
+    def note(self, cycle_id: int, placements: Mapping[str, str]) -> None:
+        """Note a plan by its adapters and their workers; see `note_plan`."""
+        self._open.add(cycle_id)
         self._cycles.note_plan(cycle_id, placements)
+
+    def end(self, cycle_id: int) -> None:
+        """Record that the plan of a cycle may be deleted, by the next commit of any cycle."""
+        self._open.discard(cycle_id)
 
     async def persist(self, commit: CycleCommit) -> frozenset[str]:
         """Store a commit; return the adapters that it had to leave out. Raises StorageError."""
-        return await self._cycles.persist(commit)
+        return await self._cycles.persist(replace(commit, open_ids=tuple(sorted(self._open))))
 
     def publish(self, cycle: pool_pb2.Cycle) -> None:
         """Show a committed cycle."""
@@ -198,6 +225,7 @@ class Committer:
         """
         for log in self._planning.ready.dirty():
             cycle.finish(log.take_decided())
+        self._journal.end(cycle.cycle_id)
         self._planning.take_back(cycle.unused_tokens)
         self._charge_rest(cycle)
         message = cycle.as_message(self._planning.base_model)

@@ -65,6 +65,7 @@ class CycleLoop:
                 if self._is_over:
                     return
                 self._is_idle.clear()
+                await self._resume()
                 cycle, plan = self._plan()
                 self._log(cycle, plan)
                 await self._run(cycle, plan)
@@ -72,8 +73,15 @@ class CycleLoop:
                 await self._snapshot(lost)
                 self._is_idle.set()
         finally:
+            self._phases.abandon()
             self._is_idle.set()
             self._has_ended.set()
+
+    async def _resume(self) -> None:
+        """Go on with the parts of earlier cycles that were split off, and whose late workers have reported."""
+        for split in self._phases.take_reported():
+            await self._phases.resume(split)
+            await self._commit(split.cycle)
 
     def _plan(self) -> tuple[Cycle, PassPlan]:
         return self._new_cycle(self._journal.new_id()), self.planning.plan()
@@ -97,7 +105,7 @@ class CycleLoop:
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
         due = self._snapshots.due(self.planning.ready.past_snapshots(), lost)
-        leaving = [log for log in self.planning.memory.take_due() if log not in due and self._snapshots.can_take(log)]
+        leaving = [log for log in self.planning.memory.take_due() if log not in due and self._can_take(log)]
         await self._take_snapshots([*due, *leaving])
 
     async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
@@ -110,7 +118,10 @@ class CycleLoop:
             else:
                 await self._snapshots.finish()
                 self._snapshots.settle(self._group.logs)
-                logs = [log for log in logs if self._snapshots.can_take(log)]
+                logs = [log for log in logs if self._can_take(log)]
+
+    def _can_take(self, log: AdapterLog) -> bool:
+        return self._snapshots.can_take(log) and log.home not in self.planning.memory.away
 
     def _new_cycle(self, cycle_id: int) -> Cycle:
         return Cycle(cycle_id, self._time.wall(), self._time.monotonic())
@@ -122,6 +133,8 @@ class CycleLoop:
         self._snapshots.settle(self._group.logs)
         for worker in self.planning.drained():
             self._group.lose_copies(worker.info.worker_id)
+        if self._phases.has_reports:
+            return True
         if not self.planning.has_workers():
             return False
         is_ready = self.planning.ready.refresh()
@@ -139,8 +152,8 @@ class CycleLoop:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a worker takes work and the present cycle is not overdue."""
-        return self.planning.has_workers() and not self._phases.dispatch.is_overdue
+        """Whether a worker is live and the present cycle is not overdue."""
+        return self.planning.has_live_workers() and not self._phases.dispatch.is_overdue
 
     async def stop(self, seconds_max: float) -> None:
         """Begin no more operations; wait for the running cycle, and at most `seconds_max` for operations that ran in
@@ -149,7 +162,7 @@ class CycleLoop:
         self.planning.ready.stop()
         await self._is_idle.wait()
         deadline = self._time.monotonic() + seconds_max
-        while self.is_ready() and self._time.monotonic() < deadline:
+        while (self.is_ready() or self._phases.awaits_workers) and self._time.monotonic() < deadline:
             self._group.changed.notify()
             await asyncio.sleep(STOP_POLL_S)
             await self._is_idle.wait()
@@ -182,7 +195,7 @@ class CycleLoop:
         for log in self._group.logs.values():
             self._group.mark_dirty(log)
         await self._commit(self._new_cycle(0))  # operations decided since the last cycle
-        due = [log for log in self._group.logs.values() if self._snapshots.can_take(log)]
+        due = [log for log in self._group.logs.values() if self._can_take(log)]
         await self._take_snapshots(due)
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)

@@ -1,34 +1,33 @@
 """Runs the phases of a cycle: the pass, the step phase, and the snapshots between two cycles.
 
-`Phases` makes sure that an adapter has a copy where it runs, builds the items and applies the results. `Dispatch` sends
-a phase to its workers. Does not depend on what a result means (`results`). Main invariants: an item is built only for
-an adapter with a current copy; a batch goes to the incarnation that its copies were built for, or not at all.
+Makes sure that an adapter has a copy where it runs, builds the items, sends them (`dispatch`) and applies the results.
+The part of a worker that is late is split off into a cycle of its own, which goes on when that worker has reported.
+Does not depend on what a result means (`results`). Main invariants: an item is built only for an adapter with a current
+copy; nothing is sent for an adapter whose part of another cycle is under way.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from coordinator.base.errors import ServiceError
-from coordinator.base.time import Time, within
 from coordinator.checkpoints.snapshots import Snapshots
-from coordinator.cycle.commit import Cycle
-from coordinator.cycle.items import Entry, ItemBuilder, MovedState, PhaseWork, flights
+from coordinator.cycle.commit import Cycle, CycleJournal
+from coordinator.cycle.dispatch import Dispatch, Part, WorkerResult
+from coordinator.cycle.items import ItemBuilder, MovedState, PhaseWork
 from coordinator.cycle.results import Results
-from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
-from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.planner import PassPlan, Planning
-from coordinator.scheduling.quarantine import Quarantine
-from coordinator.scheduling.worker_losses import LossRecorder
-from workers.contract.failpoints import failpoint
-from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult, PassItem
-from workers.contract.protocols import Pool, WorkerLost
+from workers.contract.messages import AdapterState, PassItem
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
@@ -36,128 +35,15 @@ INSTALL_BYTES_MAX = 32 << 20
 """Most bytes of copies that one phase sends, unless a single one is larger; others are installed in the next cycle."""
 DECODED_BYTES_MAX = 16 << 20
 """Large payloads that are decoded for one pass; the adapters beyond it run in the next cycle."""
-OVERDUE_S = 5.0
-"""Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
 
 
-class TakenOver(Exception):
-    """A coordinator of a later epoch has the workers: this one must end."""
+@dataclass(frozen=True, slots=True)
+class SplitCycle:
+    """A part of a cycle that was split off, because its worker is late: a cycle with an id of its own."""
 
-
-class Dispatch:
-    """Sends one phase to all its workers at once, and waits for each until the deadline of its batch.
-
-    Does not depend on what a result means.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        time: Time,
-        epoch: int,
-        fleet: Fleet,
-        losses: LossRecorder,
-        quarantine: Quarantine,
-        deadlines: Deadlines,
-    ) -> None:
-        self._pool = pool
-        self._time = time
-        self._epoch = epoch
-        self._fleet = fleet
-        self._losses = losses
-        self._quarantine = quarantine
-        self._deadlines = deadlines
-        self._overdue_at = math.inf
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the present cycle has passed its deadline by more than `OVERDUE_S`."""
-        return self._time.monotonic() > self._overdue_at
-
-    def watch(self, seconds: float) -> None:
-        """Start a deadline: the cycle must make progress within these seconds and `OVERDUE_S`."""
-        self._overdue_at = self._time.monotonic() + seconds + OVERDUE_S
-
-    def rest(self) -> None:
-        """End the deadline."""
-        self._overdue_at = math.inf
-
-    async def run(
-        self, cycle_id: int, work: PhaseWork, planning: Planning
-    ) -> tuple[list[tuple[Entry, Incarnation, ItemResult]], float]:
-        """Run one phase; return the results of the workers that replied, item by item, and the seconds they took.
-
-        If a worker was lost: the seconds until that was known. Raises TakenOver.
-        """
-        began = self._time.monotonic()
-        sent: list[tuple[Incarnation, list[Entry], Batch, float, float]] = []
-        for worker_id in work.worker_ids():
-            worker, entries = self._fleet.find(worker_id), work.entries(worker_id)
-            if worker is None:
-                continue  # lost since the work was built: its copies are not current
-            worker.begin_phase(flights(entries))
-            batch = self._batch(cycle_id, work, worker, entries, planning)
-            extra_tokens = work.extra_tokens(worker_id)
-            sent.append((worker, entries, batch, extra_tokens, self._allowed_s(worker, batch, extra_tokens)))
-        self.watch(max((allowed_s for *_, allowed_s in sent), default=0.0))
-        replies = await asyncio.gather(
-            *(
-                self._run_batch(worker, batch, extra_tokens, allowed_s, is_first=index == 0)
-                for index, (worker, _, batch, extra_tokens, allowed_s) in enumerate(sent)
-            ),
-            return_exceptions=True,
-        )
-        self.rest()
-        waited_s, computed_s = self._time.monotonic() - began, 0.0
-        results: list[tuple[Entry, Incarnation, ItemResult]] = []
-        for (worker, entries, *_), reply in zip(sent, replies, strict=True):
-            if isinstance(reply, BatchResult):
-                worker.end_phase(reply.held_bytes)
-                computed_s = max(computed_s, reply.wall_s)
-                if reply.epoch != self._epoch:
-                    raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
-                results += ((entry, worker, result) for entry, result in zip(entries, reply.results, strict=True))
-            elif isinstance(reply, WorkerLost):
-                self._losses.record(worker.info.worker_id, worker.name, f"in cycle {cycle_id}: {reply}")
-                computed_s = waited_s
-            else:
-                raise reply
-        return results, min(computed_s, waited_s)
-
-    def _batch(
-        self, cycle_id: int, work: PhaseWork, worker: Incarnation, entries: list[Entry], planning: Planning
-    ) -> Batch:
-        worker_id = worker.info.worker_id
-        sampling = {flight.tenant_id for flight in worker.samples.values()}
-        return Batch(
-            epoch=self._epoch,
-            cycle_id=cycle_id,
-            installs=work.installs(worker_id),
-            removals=worker.take_removals(),
-            items=tuple(entry.item for entry in entries),
-            decode_share=planning.decode_share(worker_id, sampling, {entry.log.tenant_id for entry in entries}),
-            expected=work.expected(worker_id),
-        )
-
-    def _allowed_s(self, worker: Incarnation, batch: Batch, extra_tokens: float) -> float:
-        losses = max((self._quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
-        return self._deadlines.allowed_s(batch, worker.name, losses, extra_tokens)
-
-    async def _run_batch(
-        self, worker: Incarnation, batch: Batch, extra_tokens: float, allowed_s: float, *, is_first: bool
-    ) -> BatchResult:
-        """Return a worker's reply, if it comes in time. Raises WorkerLost."""
-        if not is_first:
-            failpoint("dispatch.partial")
-        began = self._time.monotonic()
-        try:
-            reply = await within(allowed_s, self._pool.run(worker.info.worker_id, batch))
-        except TimeoutError:
-            self._deadlines.forget(worker.name)
-            raise WorkerLost(f"no reply to a batch within {allowed_s:.0f} s") from None
-        self._fleet.answered(worker.info.worker_id)
-        self._deadlines.observe(batch, worker.name, self._time.monotonic() - began, extra_tokens)
-        return reply
+    cycle: Cycle
+    part: Part
+    adapter_ids: frozenset[str]
 
 
 class Phases:
@@ -172,7 +58,7 @@ class Phases:
         dispatch: Dispatch,
         results: Results,
         snapshots: Snapshots,
-        time: Time,
+        journal: CycleJournal,
     ) -> None:
         self._planning = planning
         self._logs = logs
@@ -181,7 +67,9 @@ class Phases:
         self.dispatch = dispatch
         self._results = results
         self._snapshots = snapshots
-        self._time = time
+        self._journal = journal
+        self._time = dispatch.time
+        self._split: list[SplitCycle] = []
 
     async def run_pass(self, cycle: Cycle, plan: PassPlan) -> None:
         """Run the planned chunks of forwards and forward_backwards, also if a stop or a suspension has come since."""
@@ -214,10 +102,14 @@ class Phases:
         await self._run(cycle, work)
         self._planning.ready.ran(cycle.entries)
 
-    async def run_steps(self, cycle: Cycle) -> None:
-        """Run the optimizer steps, saves and loads that are due by now, as many as the cycle has time for."""
+    async def run_steps(self, cycle: Cycle, only: Collection[str] | None = None) -> None:
+        """Run the optimizer steps, saves and loads that are due by now, as many as the cycle has time for.
+
+        `only`: of these adapters; None: of all.
+        """
         work, residents = PhaseWork(), self._planning.residents()
         due = [(log, ahead.may_begin) for log, ahead in self._planning.ready.due_steps()]
+        due = [(log, may_begin) for log, may_begin in due if only is None or log.adapter_id in only]
         num_planned = self._planning.plan_states(due, cycle.cycle_id, cycle.pass_ended - cycle.started)
         for log, may_begin in due:
             if num_operations := num_planned.get(log.adapter_id, 0):
@@ -259,21 +151,95 @@ class Phases:
 
     async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:
         """Read these adapters' states from their workers; they are written while later cycles run."""
-        work = PhaseWork()
+        work, asked = PhaseWork(), [(log, log.copy.generation) for log in logs]
         for log in logs:
             self._snapshots.begin(log)
             work.add(log.home, log, None, self._items.snapshot_item(log))
         began = self._time.monotonic()
         await self._run(Cycle(0, self._time.wall(), began), work)
-        self._snapshots.end()
+        if any(log.home in self._fleet.away for log in logs):
+            self._snapshots.end([(log, generation) for log, generation in asked if log.home not in self._fleet.away])
+            return  # nobody is charged for the wait
+        self._snapshots.end(asked)
         part_s = (self._time.monotonic() - began) / max(1, len(logs))
         num_adapters = Counter(log.tenant_id for log in logs)
         self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
 
+    # ---- workers that are late
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether a part that was split off has not ended."""
+        return bool(self._split)
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether `take_reported` returns any."""
+        return any(each.part.reply.done() for each in self._split)
+
+    def take_reported(self) -> list[SplitCycle]:
+        """Return the cycles that were split off and whose workers have reported or are lost; call `resume` for each."""
+        reported = [each for each in self._split if each.part.reply.done()]
+        self._split = [each for each in self._split if each not in reported]
+        return reported
+
+    async def resume(self, split: SplitCycle) -> None:
+        """Apply what the worker reported; if that was a pass, then run the step phase of these adapters."""
+        cycle, part = split.cycle, split.part
+        self._fleet.set_apart(part.worker, is_apart=False)
+        self._note_late()
+        cycle.keep_only([each for each in cycle.finished if each.target_id in self._logs])
+        results = self.dispatch.take(cycle.cycle_id, part)
+        # An adapter may have been deleted since.
+        await self._apply(cycle, [each for each in results if self._logs.get(each[0].log.adapter_id) is each[0].log])
+        now = self._time.monotonic()
+        cycle.worked(now - cycle.started)  # nobody is charged for the wait
+        if not cycle.cycle_id:
+            self._snapshots.end([(entry.log, entry.generation) for entry in part.entries])
+            return
+        self._planning.ready.ran(cycle.entries)
+        if not cycle.pass_ended:
+            cycle.end_pass(now)
+            await self.run_steps(cycle, split.adapter_ids)
+        cycle.end_steps(self._time.monotonic())
+
+    def abandon(self) -> None:
+        """Wait for no late worker any more: this coordinator ends."""
+        for each in self._split:
+            each.part.reply.cancel()
+
+    def _split_off(self, cycle: Cycle, part: Part) -> None:
+        """Let the part of a late worker be a cycle of its own, so that nobody waits for it."""
+        worker_id = part.worker.info.worker_id
+        adapter_ids = frozenset(entry.log.adapter_id for entry in part.entries)
+        split = cycle.split(self._journal.new_id() if cycle.cycle_id else 0, adapter_ids)
+        if split.cycle_id:
+            self._journal.note(split.cycle_id, dict.fromkeys(sorted(adapter_ids), worker_id))
+        logger.warning(
+            "worker %s is late: %d adapters wait for it, in cycle %d instead of %d",
+            part.worker.name,
+            len(adapter_ids),
+            split.cycle_id,
+            cycle.cycle_id,
+        )
+        self._split.append(SplitCycle(split, part, adapter_ids))
+        self._fleet.set_apart(part.worker, is_apart=True)
+        part.reply.add_done_callback(lambda _: self._fleet.changed.notify())
+        self._note_late()
+
+    def _note_late(self) -> None:
+        self.dispatch.quarantine.note_late(frozenset().union(*(each.adapter_ids for each in self._split)))
+
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
+        replies = await self.dispatch.run(cycle.cycle_id, work, self._planning)
+        cycle.worked(replies.seconds)
+        await self._apply(cycle, replies.results)
+        for part in replies.late:
+            self._split_off(cycle, part)
+
+    async def _apply(self, cycle: Cycle, results: Iterable[WorkerResult]) -> None:
         moved: dict[str, MovedState] = {}
         charges: defaultdict[str, float] = defaultdict(float)
-        results, worker_s = await self.dispatch.run(cycle.cycle_id, work, self._planning)
         for entry, worker, result in results:
             began = self._time.monotonic()
             await self._results.apply(cycle, entry, worker, result)
@@ -294,7 +260,6 @@ class Phases:
                 kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
                 kept.add(entry, result, applying_s)
         self._planning.charge(charges)
-        cycle.worked(worker_s)
         for each in moved.values():
             self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
@@ -307,8 +272,8 @@ class Phases:
         if log.home:
             return True
         worker = self._fleet.find(worker_id)
-        if worker is None or self._snapshots.is_unsettled(log.adapter_id):
-            return False  # its copy was lost since the plan was made
+        if worker is None or worker.is_away or self._snapshots.is_unsettled(log.adapter_id):
+            return False  # its copy was lost since the plan was made, or the worker does not reply
         num_bytes = self._planning.memory.size_of(log)
         if not self._planning.has_room(log, worker):
             return False

@@ -16,7 +16,7 @@ from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import Kind, Operation, Usage, item_error, service_error
+from coordinator.operations.operation import CYCLE_METRIC, Kind, Operation, Usage, item_error, service_error
 from coordinator.operations.windows import window_closed
 from coordinator.scheduling.worker_losses import replay_differs
 from tinkerpool.convert import to_tensor
@@ -153,7 +153,7 @@ def _fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, 
     for key, value in metrics.items():
         result.metrics[key] = value
     result.metrics["tokens:sum"] = float(operation.num_tokens)
-    result.metrics["clock_cycle:unique"] = float(cycle_id)
+    result.metrics[CYCLE_METRIC] = float(cycle_id)
 
 
 def _fill_step(operation: Operation, result: ItemResult, usage: Usage, cycle_id: int) -> None:
@@ -161,7 +161,7 @@ def _fill_step(operation: Operation, result: ItemResult, usage: Usage, cycle_id:
     metrics = operation.succeed(cycle_id, usage).optim_step.metrics
     for key, value in result.metrics.items():
         metrics[key] = value
-    metrics["clock_cycle:unique"] = float(cycle_id)
+    metrics[CYCLE_METRIC] = float(cycle_id)
 
 
 def _fill_load(operation: Operation, usage: Usage, cycle_id: int) -> None:

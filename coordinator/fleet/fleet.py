@@ -45,6 +45,10 @@ class Incarnation:
     is_live: bool = True
     is_draining: bool = False
     """It gets nothing new, because the worker is to be removed."""
+    is_late: bool = False
+    """It has not replied to a ping for long, and is not lost yet."""
+    is_apart: bool = False
+    """Its part of a cycle was split off: the cycles of others do not wait for it."""
     training: tuple[Flight, ...] = ()
     """The operations of the present phase."""
     samples: dict[str, Flight] = field(default_factory=dict)
@@ -65,6 +69,11 @@ class Incarnation:
         return self.info.incarnation
 
     @property
+    def is_away(self) -> bool:
+        """Whether nothing may be sent there before it has reported."""
+        return self.is_live and (self.is_late or self.is_apart)
+
+    @property
     def is_clear(self) -> bool:
         """Whether nothing is in flight there."""
         return not self.training and not self.samples
@@ -77,6 +86,7 @@ class Incarnation:
     def end_phase(self, held_bytes: int) -> None:
         """Record that the worker replied to the phase, and what it holds."""
         self.training = ()
+        self.is_late = False
         self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:
@@ -99,6 +109,14 @@ class Incarnation:
     def drain(self) -> None:
         """Get nothing new from now on."""
         self.is_draining = True
+
+    def be_late(self, *, is_late: bool) -> None:
+        """Record that a ping is overdue, or was replied to."""
+        self.is_late = is_late
+
+    def set_apart(self, *, is_apart: bool) -> None:
+        """Record that its part of a cycle was split off, or that this part has ended."""
+        self.is_apart = is_apart
 
     def end(self) -> tuple[tuple[Flight, ...], tuple[Flight, ...]]:
         """Mark the incarnation lost; return the training operations and samples that were in flight."""
@@ -204,6 +222,8 @@ class Fleet:
     def __init__(self) -> None:
         self.changed = Signal()
         """Other workers take work than before."""
+        self.away: frozenset[str] = frozenset()
+        """The live workers that are late, or whose part of a cycle was split off: their adapters wait for them."""
         self.models: dict[str, ModelInfo] = {}
         """Base model to its facts: the memory of the worker with the least to train, of the one with the most to
         sample."""
@@ -233,6 +253,7 @@ class Fleet:
         worker.end()
         self._num_losses.pop(worker_id, None)
         self._note_memory()
+        self._note_away()
 
     def worker_ids(self) -> list[str]:
         """Return every worker, live or not."""
@@ -252,8 +273,12 @@ class Fleet:
         return self.find(worker_id) is not None
 
     def available(self, base_model: str) -> list[Incarnation]:
-        """Return the workers of a base model that take work: live and not drained."""
-        return [w for w in self._of(base_model) if w.is_live and not w.is_draining]
+        """Return the workers of a base model that take work: live, not drained, and not away."""
+        return [w for w in self._of(base_model) if w.is_live and not w.is_draining and not w.is_away]
+
+    def has_live(self, base_model: str) -> bool:
+        """Return whether a worker of this base model is live and not drained; it may be away."""
+        return any(w.is_live and not w.is_draining for w in self._of(base_model))
 
     def drained(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are to be removed, live or not."""
@@ -269,7 +294,22 @@ class Fleet:
         None if that incarnation was lost or removed before.
         """
         found = self.find(worker_id)
-        return found.end() if found is not None and found.name == incarnation else None
+        if found is None or found.name != incarnation:
+            return None
+        in_flight = found.end()
+        self._note_away()
+        return in_flight
+
+    def be_late(self, worker: Incarnation, *, is_late: bool) -> None:
+        """Record that a ping of the worker is overdue, or was replied to."""
+        if worker.is_late != is_late:
+            worker.be_late(is_late=is_late)
+            self._note_away()
+
+    def set_apart(self, worker: Incarnation, *, is_apart: bool) -> None:
+        """Record that the worker's part of a cycle was split off, or that this part has ended."""
+        worker.set_apart(is_apart=is_apart)
+        self._note_away()
 
     def note_loss(self, worker_id: str) -> int:
         """Count a loss of the worker; return the number of losses since its last reply to a batch."""
@@ -303,6 +343,12 @@ class Fleet:
             params = adapter_params(self.models[base_model].modules, *spec.kinds)
             self._copy_bytes[key] = COPY_PARAM_BYTES * rank_class(spec.rank) * params
         return self._copy_bytes[key]
+
+    def _note_away(self) -> None:
+        away = frozenset(worker_id for worker_id, each in self._workers.items() if each.is_away)
+        if away != self.away:
+            self.away = away
+            self.changed.notify()
 
     def _of(self, base_model: str) -> list[Incarnation]:
         return [worker for worker in self._workers.values() if worker.info.model.name == base_model]

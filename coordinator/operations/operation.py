@@ -27,6 +27,9 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import WindowRole
 from workers.contract.messages import UNMARKED, ErrorCode, ItemError, RequestBatch
 
+CYCLE_METRIC = "clock_cycle:unique"
+"""The metric with the cycle that decided an operation: one value for a pass and its step that were sent together."""
+
 
 class Kind(Enum):
     """What an operation does. The value is its name in the store and in reports.
@@ -226,6 +229,14 @@ class Operation:
         """Move from UNDECIDED or DECIDING to DECIDED, with an error. Work that was done stays charged."""
         outcome = self._decide(ops_pb.OPERATION_STATE_FAILED, cycle_id, usage or Usage())
         outcome.error.CopyFrom(error)
+
+    def move_to_cycle(self, cycle_id: int) -> None:
+        """Record that another cycle commits the outcome: the one that decided it was split."""
+        assert self.outcome_state is OutcomeState.DECIDED, f"{self.name} is {self.outcome_state.name}"
+        assert self.outcome is not None
+        self.outcome.cycle_id = cycle_id
+        if self.outcome.HasField("forward_backward"):
+            self.outcome.forward_backward.metrics[CYCLE_METRIC] = float(cycle_id)
 
     def undecide(self) -> None:
         """Move from DECIDED back to UNDECIDED: its commit was refused, so it runs again or is failed anew."""

@@ -12,11 +12,11 @@ import asyncio
 import logging
 
 from coordinator.base.time import Time, backoff_s, within
-from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.scheduling.worker_losses import LossRecorder
+from coordinator.scheduling.worker_losses import LossKind, LossRecorder
 from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import Pool, WorkerLost
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 5.0
+LATE_S = 1.0
+"""Seconds after a ping from which on nobody waits for the worker but its own adapters."""
 DRAIN_POLL_S = 0.05
 """Interval at which a worker that is to be removed is examined."""
 BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0
@@ -104,10 +106,25 @@ class Supervisor:
             worker = self._fleet.find(worker_id)
             if worker is None:
                 continue
+            await self._ping_once(worker)
+
+    async def _ping_once(self, worker: Incarnation) -> None:
+        """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after."""
+        worker_id, ping = worker.info.worker_id, asyncio.ensure_future(self._pool.ping(worker.info.worker_id))
+        try:
             try:
-                await within(PING_TIMEOUT_S, self._pool.ping(worker_id))
-            except (WorkerLost, TimeoutError) as error:
-                self._losses.record(worker_id, worker.name, f"no reply to a ping: {str(error) or 'time-out'}")
+                await within(LATE_S, asyncio.shield(ping))
+            except TimeoutError:
+                self._fleet.be_late(worker, is_late=True)
+                await within(PING_TIMEOUT_S - LATE_S, ping)
+            self._fleet.be_late(worker, is_late=False)
+        except WorkerLost as error:
+            self._losses.record(worker_id, worker.name, LossKind.DIED, str(error))
+        except TimeoutError:
+            reason = f"no reply within {PING_TIMEOUT_S:g} s"
+            self._losses.record(worker_id, worker.name, LossKind.SILENT, reason)
+        finally:
+            ping.cancel()
 
     async def _replace_lost(self) -> None:
         while True:

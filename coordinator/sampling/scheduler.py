@@ -22,7 +22,7 @@ from coordinator.payloads.samples import DecodedSample, decode_sample
 from coordinator.sampling.fair_queue import SampleQueues
 from coordinator.sampling.placement import Placement, SamplerVersions
 from coordinator.sampling.sample import Sample, SampleCommits, TokenStreams
-from coordinator.scheduling.worker_losses import LossRecorder, WorkerLoss, worker_died
+from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss, worker_died
 from coordinator.storage.rows import SamplerRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent
@@ -200,13 +200,13 @@ class SampleScheduler:
                 self._fail(sample, service_error(error))
                 self._dispatch(sample.base_model)
         except WorkerLost as error:
-            self._losses.record(worker.info.worker_id, worker.name, str(error))
+            self._losses.record(worker.info.worker_id, worker.name, LossKind.DIED, str(error))
 
     async def _cancel_on(self, worker: Incarnation, name: str) -> None:
         try:
             await self._pool.cancel_sample(worker.info.worker_id, name)
         except WorkerLost as error:
-            self._losses.record(worker.info.worker_id, worker.name, str(error))
+            self._losses.record(worker.info.worker_id, worker.name, LossKind.DIED, str(error))
 
     async def _follow(self, worker: Incarnation) -> None:
         try:
@@ -227,7 +227,7 @@ class SampleScheduler:
                     self._finish(sample, event)
         except WorkerLost as error:
             if not self._is_stopping:
-                self._losses.record(worker.info.worker_id, worker.name, str(error))
+                self._losses.record(worker.info.worker_id, worker.name, LossKind.DIED, str(error))
                 self._placement.close(worker.name)
 
     def _is_on(self, sample: Sample, worker: Incarnation) -> bool:

@@ -230,6 +230,10 @@ class Planning:
         """Return whether a worker of this base model takes work."""
         return bool(self._fleet.available(self.base_model))
 
+    def has_live_workers(self) -> bool:
+        """Return whether a worker of this base model is live; it may be late."""
+        return self._fleet.has_live(self.base_model)
+
     def drained(self) -> list[Incarnation]:
         """Return the workers that are to be removed: their adapters go on elsewhere."""
         return self._fleet.drained(self.base_model)

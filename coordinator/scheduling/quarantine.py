@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from coordinator.base.time import Signal
 
@@ -14,42 +15,71 @@ SOLO_LOSSES_MAX = 2
 """Solo losses of an operation after which it is the poison."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """Adapters and samples that run together, and nothing else with them."""
+
+    names: set[str]
+    is_suspected: bool = True
+    """Whether one of them may be a poison; else they were in flight when a worker fell silent for the first time."""
+    has_killed: bool = False
+    """They ran as a suspected group before, and their worker was lost."""
+
+
 class Quarantine:
     """The quarantined adapters and samples of one base model; a sample goes by its operation's name.
 
-    Quarantined groups run by bisection: one half at a time, without any other adapter or sample, and only while every
-    worker is live, so that a half runs on a worker that holds nothing else. A half whose worker is lost again is halved
-    again; one that survives is released. An operation is the poison only if it ran solo and its worker was lost, twice.
-    So a worker that is lost for another reason costs time, and fails no operation, unless it is lost during the same
-    operation's solo run twice.
+    Suspected groups run by bisection: one half at a time, without any other adapter or sample, so that a half runs on a
+    worker that holds nothing else. A half whose worker is lost again is halved again; one that survives is released. An
+    operation is the poison only if it ran solo and its worker was lost, twice. So a worker that is lost for another
+    reason costs time, and fails no operation, unless it is lost during the same operation's solo run twice.
+
+    A worker that is silent may be cut off, or stopped by a poison. What was in flight at a first silence is suspected
+    only if its next worker falls silent or is lost too before it has finished. Adapters form a group until then, which
+    is not halved. Samples run with others: they may take long, and others would wait for them.
+
+    A group that has killed a worker waits while it could take the last one (`pause`), and a group on a worker that is
+    late waits for that worker (`note_late`); all others run meanwhile.
     """
 
     def __init__(self) -> None:
         self.changed = Signal()
         """Another set of adapters and samples may run than before."""
-        self._groups: deque[set[str]] = deque()
-        """The first one may run. No name is in two."""
+        self._groups: deque[_Group] = deque()
+        """The first one that does not wait may run. No name is in two."""
+        self._silenced: set[str] = set()
+        """What was in flight when a worker fell silent, and has not finished since."""
+        self._late: Collection[str] = frozenset()
         self._tenants: dict[str, str] = {}
         """The tenants of quarantined adapters and samples."""
         self._solo_losses: Counter[str] = Counter()
         """Solo losses by operation."""
-        self._is_paused = False
+        self._is_short = False
 
     def pause(self, *, is_paused: bool) -> None:
-        """Hold quarantined groups back while a worker is missing, and run all others meanwhile; or end that pause."""
-        self._is_paused = is_paused
+        """Hold groups that have killed back while one worker is left and another one missing; or end that pause."""
+        self._is_short = is_paused
         self.changed.notify()
+
+    def note_late(self, names: Collection[str]) -> None:
+        """Record what is in flight on workers that are late: the others of its group wait for it, and nobody else."""
+        if names != self._late:
+            self._late = names
+            self.changed.notify()
 
     @property
     def group(self) -> frozenset[str]:
-        """The group that may run; empty: nothing is quarantined."""
-        return frozenset(self._groups[0]) if self._groups else frozenset()
+        """The group that may run; empty: nothing is quarantined, or what is must wait."""
+        first = self._first()
+        return frozenset(first.names) if first is not None else frozenset()
 
     def may_run(self, name: str) -> bool:
         """Return whether this adapter or sample may run now."""
-        if self._is_paused:
-            return not any(name in group for group in self._groups)
-        return not self._groups or name in self._groups[0]
+        if not self._groups:
+            return True
+        if (first := self._first()) is not None:
+            return name in first.names
+        return not any(name in group.names for group in self._groups)
 
     def num_solo_losses(self, operation: str) -> int:
         """Return how often this operation ran solo and its worker was lost."""
@@ -63,6 +93,21 @@ class Quarantine:
         del self._solo_losses[operation]
         return True
 
+    def record_silence(self, adapters: Mapping[str, str], samples: Collection[str]) -> set[str]:
+        """Record that a worker fell silent that had these in flight; `adapters`: with their tenants.
+
+        Returns those of both that are suspects, of which `record_loss` must be told: they are in a group already, or
+        were in flight at an earlier silence and have not finished since.
+        """
+        in_groups = {name for group in self._groups for name in group.names}
+        names = {*adapters, *samples}
+        suspects = names & (in_groups | self._silenced)
+        self._silenced |= names
+        if spared := adapters.keys() - suspects:
+            self._tenants.update({name: adapters[name] for name in spared})
+            self._groups.appendleft(_Group(set(spared), is_suspected=False))
+        return suspects
+
     def record_loss(
         self, names: Collection[str], operations: Collection[str], tenants: Mapping[str, str] | None = None
     ) -> str | None:
@@ -72,21 +117,25 @@ class Quarantine:
         this loss.
         """
         lost = sorted(names)
-        was_solo = len(lost) == 1 and self.group == set(lost)
+        first = self._first()
+        was_solo = len(lost) == 1 and first is not None and first.is_suspected and first.names == set(lost)
+        has_killed = any(group.is_suspected and not group.names.isdisjoint(lost) for group in self._groups)
         for name in lost:
             self._take_out(name)
         self._tenants.update(tenants or {})
         if not was_solo:
             middle = (len(lost) + 1) // 2
-            self._groups.extendleft(half for half in (set(lost[middle:]), set(lost[:middle])) if half)
+            halves = (half for half in (set(lost[middle:]), set(lost[:middle])) if half)
+            self._groups.extendleft(_Group(half, has_killed=has_killed) for half in halves)
             return None
         if len(operations) == 1:
             [operation] = operations
             if self.count_solo_loss(operation):
                 self._tenants.pop(lost[0], None)
+                self._silenced.discard(lost[0])
                 self.changed.notify()
                 return operation
-        self._groups.appendleft(set(lost))
+        self._groups.appendleft(_Group(set(lost), has_killed=True))
         return None
 
     def release(self, name: str) -> None:
@@ -94,6 +143,7 @@ class Quarantine:
         before = self.group
         self._take_out(name)
         self._tenants.pop(name, None)
+        self._silenced.discard(name)
         for operation in [o for o in self._solo_losses if o == name or o.rpartition(":")[0] == name]:
             del self._solo_losses[operation]
         if self.group != before:
@@ -104,7 +154,14 @@ class Quarantine:
         for name in [name for name, owner in self._tenants.items() if owner == tenant_id]:
             self.release(name)
 
+    def _first(self) -> _Group | None:
+        """Return the first group that need not wait."""
+        for group in self._groups:
+            if not (group.has_killed and self._is_short) and group.names.isdisjoint(self._late):
+                return group
+        return None
+
     def _take_out(self, name: str) -> None:
         for group in self._groups:
-            group.discard(name)
-        self._groups = deque(group for group in self._groups if group)
+            group.names.discard(name)
+        self._groups = deque(group for group in self._groups if group.names)

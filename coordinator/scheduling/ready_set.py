@@ -107,16 +107,20 @@ class ReadySet:
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
         self._release_survivors()
         self._turns.update(self._can_run)
-        return any(True for _ in self.allowed()) or any(log.has_decided for log in self._group.dirty.values())
+        return any(True for _ in self.allowed()) or any(log.has_decided for log in self.dirty())
 
     def dirty(self) -> list[AdapterLog]:
-        """Return all adapters that changed, whether or not they may run."""
-        return list(self._group.dirty.values())
+        """Return all adapters that changed, whether or not they may run, but none whose worker is away.
+
+        What is decided behind operations that are in flight there is committed after them.
+        """
+        away = self._memory.away
+        return [log for log in self._group.dirty.values() if not away or log.home not in away]
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
         are_turns_idle = self._turns.are_idle
-        for log in self._group.dirty.values():
+        for log in self.dirty():
             if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
                 continue
             if self._can_run(log):
@@ -246,13 +250,16 @@ class ReadySet:
         return self._group.residency.counts(worker_ids)
 
     def past_snapshots(self) -> list[AdapterLog]:
-        """Return the adapters whose copies ran operations that their snapshots do not contain, except quarantined ones.
+        """Return the adapters whose copies ran operations that their snapshots do not contain.
+
+        Except quarantined ones, and those whose worker is away.
 
         If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
         """
         for name in [name for name, log in self._past_snapshots.items() if not log.is_past_snapshot]:
             del self._past_snapshots[name]
-        return [log for name, log in self._past_snapshots.items() if self._quarantine.may_run(name)]
+        away, past = self._memory.away, self._past_snapshots.items()
+        return [log for name, log in past if self._quarantine.may_run(name) and log.home not in away]
 
     def waits_for_file(self, log: AdapterLog, *, may_begin: bool) -> bool:
         """Return whether the adapter must wait for the writing of its snapshot or of its published weights.

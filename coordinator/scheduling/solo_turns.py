@@ -150,7 +150,7 @@ class SoloTurns:
     def end_cycle(self) -> list[str]:
         """End the turn of an adapter that was in the cycle; return it if it has run all that it had then."""
         turn = self._turn
-        if turn is None or turn.is_sample or not turn.is_running:
+        if turn is None or turn.is_sample or not turn.is_running or turn.worker_id in self._fleet.away:
             return []
         self._end(turn)
         log = self._group.logs.get(turn.name)

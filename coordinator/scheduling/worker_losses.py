@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import Publishing
@@ -30,6 +31,16 @@ from coordinator.scheduling.solo_turns import SoloTurns
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
+
+
+class LossKind(Enum):
+    """How a loss was noticed."""
+
+    DIED = "it has died"
+    """Its process has ended, or its engine has failed."""
+    OVERDUE = "it did not reply to a batch in time"
+    SILENT = "it did not reply to a ping in time"
+    """No death of its process is known: it may be cut off, and run on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +104,12 @@ class LossRecorder:
         self._feeds.append(feed)
         return feed
 
-    def record(self, worker_id: str, incarnation: str, reason: str) -> None:
+    def record(self, worker_id: str, incarnation: str, kind: LossKind, reason: str) -> None:
         """Record the loss of an incarnation; the first report counts, later ones are ignored."""
         in_flight = self._fleet.lose(worker_id, incarnation)
         if in_flight is None:
             return
-        logger.warning("worker %s lost: %s", incarnation, reason)
+        logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason)
         training, samples = in_flight
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
@@ -108,9 +119,11 @@ class LossRecorder:
         for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
+        if kind is LossKind.SILENT:
+            suspects = self._silenced(quarantine, suspects, samples)
         had_turn = self._turns[base_model].lose(worker_id)
         poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
-        self._pause(base_model, is_paused=self._fleet.has_lost(base_model))
+        self._pause(base_model)
         probation = ""
         if poison is not None:
             probation = self._put_on_probation(poison)
@@ -124,17 +137,20 @@ class LossRecorder:
         """Record that nothing waits for a worker any more: it was lost and is replaced, or it is to be removed."""
         base_model = self._base_model(worker_id)
         self._turns[base_model].settled(worker_id)
-        self._pause(base_model, is_paused=self._fleet.has_lost(base_model))
+        self._pause(base_model)
 
     def not_replaced(self, worker_id: str) -> None:
         """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
         base_model = self._base_model(worker_id)
         self._turns[base_model].not_replaced(worker_id)
-        self._pause(base_model, is_paused=False)
+        self._turns[base_model].pause(is_paused=False)
+        self._quarantines[base_model].pause(is_paused=False)
 
-    def _pause(self, base_model: str, *, is_paused: bool) -> None:
-        self._turns[base_model].pause(is_paused=is_paused)
-        self._quarantines[base_model].pause(is_paused=is_paused)
+    def _pause(self, base_model: str) -> None:
+        """Hold back what might take the last worker, while another one is missing."""
+        is_missing = self._fleet.has_lost(base_model)
+        self._turns[base_model].pause(is_paused=is_missing)
+        self._quarantines[base_model].pause(is_paused=is_missing and len(self._fleet.available(base_model)) <= 1)
 
     def _base_model(self, worker_id: str) -> str:
         return self._fleet.worker(worker_id).info.model.name
@@ -143,6 +159,16 @@ class LossRecorder:
         """Return the operations in flight that may have caused the loss: those of tenants on probation, or else all."""
         flights = (*training, *samples)
         return tuple(flight for flight in flights if self._probation.has(flight.tenant_id)) or flights
+
+    def _silenced(
+        self, quarantine: Quarantine, flights: Sequence[Flight], samples: Collection[Flight]
+    ) -> tuple[Flight, ...]:
+        """Return which of these operations are suspected of the silence of their worker."""
+        if any(self._probation.has(flight.tenant_id) for flight in flights):
+            return tuple(flights)  # they ran in a solo turn, and no other is among them
+        adapters = {flight.target_id: flight.tenant_id for flight in flights if flight not in samples}
+        suspects = quarantine.record_silence(adapters, [flight.name for flight in flights if flight in samples])
+        return tuple(f for f in flights if (f.name if f in samples else f.target_id) in suspects)
 
     def _decide(
         self, quarantine: Quarantine, suspects: Sequence[Flight], samples: Collection[Flight], *, had_turn: bool

@@ -49,6 +49,11 @@ class WorkerMemory:
         self._due: list[AdapterLog] = []
         self._asked: set[str] = set()
 
+    @property
+    def away(self) -> frozenset[str]:
+        """The workers that nothing may be sent to for now; see `Fleet.away`."""
+        return self._fleet.away
+
     def size_of(self, log: AdapterLog) -> int:
         """Return the bytes of a copy of the adapter."""
         return self._fleet.copy_bytes(self._base_model, log.spec)

@@ -7,7 +7,8 @@ adapters, which are never stored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.storage.checkpoints import delete_checkpoint, put_snapshot
@@ -78,6 +79,8 @@ class CycleCommit:
 
     cycle_id: int = 0
     """0: no cycle, only decided operations."""
+    open_ids: Sequence[int] = ()
+    """Cycles that have not ended: the plans of all other ones up to this are deleted."""
     summary: bytes = b""
     finished: list[DecidedOperation] = field(default_factory=list)
     states: StagedStates = field(default_factory=StagedStates)
@@ -136,7 +139,7 @@ class Cycles:
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:
-                _end_cycle(db, commit.cycle_id, commit.summary)
+                _end_cycle(db, commit.cycle_id, commit.summary, commit.open_ids)
             return lost
 
         return self._database.write(write, "cycle")
@@ -181,9 +184,12 @@ def _store_states(db: Connection, states: StagedStates, lost: frozenset[str]) ->
             put_snapshot(db, snapshot)
 
 
-def _end_cycle(db: Connection, cycle_id: int, summary: bytes) -> None:
+def _end_cycle(db: Connection, cycle_id: int, summary: bytes, open_ids: Sequence[int]) -> None:
     db.execute("INSERT INTO cycles VALUES (?, ?)", (cycle_id, summary))
     db.execute("DELETE FROM cycles WHERE cycle_id <= ?", (cycle_id - CYCLES_KEPT,))
-    db.execute("DELETE FROM plans WHERE cycle_id <= ?", (cycle_id,))
+    db.execute(
+        "DELETE FROM plans WHERE cycle_id <= ? AND cycle_id NOT IN (SELECT value FROM json_each(?))",
+        (cycle_id, json.dumps(open_ids)),
+    )
     # Loops of different base models commit out of order; the ids must not run backwards after a restart.
     db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'last_cycle_id'", (cycle_id,))

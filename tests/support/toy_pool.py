@@ -26,6 +26,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
+from coordinator.scheduling.worker_losses import LossKind
 from coordinator.storage import disk
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
@@ -270,7 +271,9 @@ class ToyPool:
     def lose_worker(self, worker_id: str = "w0", incarnation: str = "") -> None:
         """Report a worker's incarnation, by default its present one, as lost, although it is running."""
         core = self.coordinator.core
-        core.scheduling.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "reported by a test")
+        core.scheduling.losses.record(
+            worker_id, incarnation or core.fleet.worker(worker_id).name, LossKind.DIED, "reported by a test"
+        )
 
     def samples_on(self, worker_id: str = "w0") -> list[str]:
         """Return the samples that a worker has."""

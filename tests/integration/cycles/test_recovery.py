@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code
-from coordinator.cycle.phases import TakenOver
+from coordinator.cycle.dispatch import TakenOver
 from tests.support.database import query
 from tests.support.faults import held
 from tests.support.toy_engine import POISON_TOKEN

@@ -157,7 +157,7 @@ async def test_an_adapter_whose_snapshots_lose_workers_is_retried_after_growing_
     for pause_s in (RETRY_S, 2 * RETRY_S, 4 * RETRY_S):
         assert snapshots.due([adapter], ()) == [adapter]
         snapshots.begin(adapter)
-        snapshots.end()
+        snapshots.end([(adapter, adapter.copy.generation)])
         time.now += pause_s - 1
         assert snapshots.due([adapter], ()) == []
         time.now += 1

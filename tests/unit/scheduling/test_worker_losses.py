@@ -16,7 +16,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import SOLO_LOSSES_MAX, Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
-from coordinator.scheduling.worker_losses import LossRecorder, WorkerLoss
+from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss
 from coordinator.storage.adapters import Adapters
 from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
 from tests.support.probation import MemoryRecords
@@ -80,7 +80,7 @@ class Bench:
     def lose(self) -> WorkerLoss:
         """Lose the first worker's incarnation; return the event."""
         name = self.fleet.worker("w0").name
-        self.recorder.record("w0", name, "test")
+        self.recorder.record("w0", name, LossKind.DIED, "test")
         [loss] = self.feed.take()
         assert loss.incarnation == name
         return loss
@@ -122,10 +122,10 @@ async def test_the_second_report_of_a_loss_and_a_late_one_are_ignored() -> None:
     bench = Bench(log)
     bench.dispatch(log.operations[1])
     bench.lose()
-    bench.recorder.record("w0", "w0.1", "again")
+    bench.recorder.record("w0", "w0.1", LossKind.DIED, "again")
     bench.fleet.add(toy_worker_info("w0", 2))
     log.place_copy("w0")
-    bench.recorder.record("w0", "w0.1", "late")
+    bench.recorder.record("w0", "w0.1", LossKind.DIED, "late")
     assert bench.feed.take() == []
     assert (log.home, bench.fleet.is_live("w0")) == ("w0", True)
 
@@ -134,7 +134,7 @@ async def test_every_receiver_gets_every_loss_once_in_order() -> None:
     bench, woken = Bench(), asyncio.Event()
     other = bench.recorder.subscribe(woken)
     for worker_id in ("w1", "w0"):
-        bench.recorder.record(worker_id, f"{worker_id}.1", "test")
+        bench.recorder.record(worker_id, f"{worker_id}.1", LossKind.DIED, "test")
     assert woken.is_set()
     for feed in (bench.feed, other):
         assert [loss.worker_id for loss in feed.take()] == ["w1", "w0"]
