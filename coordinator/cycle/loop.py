@@ -84,7 +84,7 @@ class CycleLoop:
             await self._commit(split.cycle)
 
     def _plan(self) -> tuple[Cycle, PassPlan]:
-        return self._new_cycle(self._journal.new_id()), self.planning.plan()
+        return self._new_cycle(self._journal.new_id()), self.planning.plan(self._time.monotonic())
 
     def _log(self, cycle: Cycle, plan: PassPlan) -> None:
         self._journal.note_plan(cycle.cycle_id, plan)

@@ -24,6 +24,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
 from coordinator.scheduling.ready_set import Candidate, ReadySet
+from coordinator.scheduling.recent_load import RecentLoad
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import SECONDS_MAX, StateCost, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import (
@@ -87,6 +88,7 @@ def plan_pass(
     avoided: str = "",
     crowded: Mapping[str, Collection[str]] = {},
     slots: Mapping[str, int] = {},
+    loads: Mapping[str, float] = {},
 ) -> tuple[PassPlan, FairState]:
     """Fill every worker's budget fairly.
 
@@ -94,7 +96,8 @@ def plan_pass(
     among them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too, and no more
     adapters than it has `slots`, so that their steps find them there. What is left behind a chunk that does not fit
     goes to others, until they are a budget ahead of its tenant. No candidate is placed on the worker `avoided`, unless
-    it is the only one, or on one that is `crowded` for it, by adapter.
+    it is the only one, or on one that is `crowded` for it, by adapter. `loads` has the tokens that the adapters of each
+    worker took of a pass lately: the next one is placed where least is going on.
     """
     rotations: dict[str, deque[_Unplanned]] = {}
     for candidate in sorted(candidates, key=_turn):
@@ -114,7 +117,7 @@ def plan_pass(
     limits: dict[str, float] = dict.fromkeys(residents, math.inf)
     num_free = {worker: slots.get(worker, math.inf) for worker in residents}
     open_to_all = {worker: number for worker, number in residents.items() if worker != avoided} or residents
-    placer = _Placer(rotations.values(), open_to_all, budget_tokens)
+    placer = _Placer(rotations.values(), open_to_all, loads, budget_tokens)
     heap = [(_place(shares[tenant], rotation), tenant) for tenant, rotation in rotations.items()]
     heapq.heapify(heap)
     while heap and min(tokens.values(), default=budget_tokens) < budget_tokens:
@@ -155,10 +158,14 @@ def _place(share: Share, rotation: Sequence[_Unplanned]) -> float:
 
 
 class _Placer:
-    """Places adapters without a copy on the worker with the fewest tokens of residents and of adapters placed there."""
+    """Places adapters without a copy on the worker with the fewest tokens: what is ready or ran there lately."""
 
     def __init__(
-        self, rotations: Iterable[Iterable[_Unplanned]], residents: Mapping[str, int], budget_tokens: int
+        self,
+        rotations: Iterable[Iterable[_Unplanned]],
+        residents: Mapping[str, int],
+        loads: Mapping[str, float],
+        budget_tokens: int,
     ) -> None:
         self._num_residents = dict(residents)
         self._budget_tokens = budget_tokens
@@ -168,6 +175,7 @@ class _Placer:
             for candidate in candidates:
                 if candidate.home in self._load:
                     self._load[candidate.home] += self._tokens(candidate)
+        self._load = {worker: max(number, loads.get(worker, 0.0)) for worker, number in self._load.items()}
 
     def choose(self, crowded: Collection[str]) -> str:
         """Return the worker for a candidate without a copy: none of the `crowded` ones, if there is another."""
@@ -212,6 +220,7 @@ class Planning:
         self._fair = fair
         self._turns = turns
         self.memory = memory
+        self._recent = RecentLoad()
         self._ready_on: dict[str, set[str]] = {}
         """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned. An empty
         name: adapters that have no copy and were not planned."""
@@ -253,15 +262,23 @@ class Planning:
         with_room = workers.keys() - crowded
         return min(with_room, key=lambda worker: (workers[worker], worker), default="")
 
-    def plan(self) -> PassPlan:
-        """Choose the chunks of the next pass and where they run; charge them to the virtual counters."""
+    def plan(self, now: float) -> PassPlan:
+        """Choose the chunks of the next pass and where they run; charge them to the virtual counters.
+
+        `now`: service time in seconds.
+        """
         for tenant_id, seconds in self._turns.take_charges():
             self.charge({tenant_id: seconds})
         slots = self._slots()
         candidates = self.ready.candidates(slots)
         self.budget.update(self._part_of_time({candidate.tenant_id for candidate in candidates}))
         residents, avoided, crowded = self.residents(), self._turns.avoided, self.ready.crowded(candidates)
-        plan, self._fair = plan_pass(candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots)
+        must_place = len(residents) > 1 and not all(candidate.home for candidate in candidates)
+        loads = self.ready.loads(self._recent.active(now)) if must_place else {}
+        plan, self._fair = plan_pass(
+            candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots, loads
+        )
+        self._recent.add(plan.charges, now)
         self._floors, self._ready_on = plan.floors, {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:

@@ -23,7 +23,7 @@ class _Group:
     is_suspected: bool = True
     """Whether one of them may be a poison; else they were in flight when a worker fell silent for the first time."""
     has_killed: bool = False
-    """They ran as a suspected group before, and their worker was lost."""
+    """They ran in a group before, or were in flight at a silence, and their worker was lost: it was the second one."""
 
 
 class Quarantine:
@@ -79,7 +79,7 @@ class Quarantine:
             return True
         if (first := self._first()) is not None:
             return name in first.names
-        return not any(name in group.names for group in self._groups)
+        return name not in self._quarantined()
 
     def num_solo_losses(self, operation: str) -> int:
         """Return how often this operation ran solo and its worker was lost."""
@@ -99,9 +99,8 @@ class Quarantine:
         Returns those of both that are suspects, of which `record_loss` must be told: they are in a group already, or
         were in flight at an earlier silence and have not finished since.
         """
-        in_groups = {name for group in self._groups for name in group.names}
         names = {*adapters, *samples}
-        suspects = names & (in_groups | self._silenced)
+        suspects = names & (self._quarantined() | self._silenced)
         self._silenced |= names
         if spared := adapters.keys() - suspects:
             self._tenants.update({name: adapters[name] for name in spared})
@@ -117,9 +116,8 @@ class Quarantine:
         this loss.
         """
         lost = sorted(names)
-        first = self._first()
-        was_solo = len(lost) == 1 and first is not None and first.is_suspected and first.names == set(lost)
-        has_killed = any(group.is_suspected and not group.names.isdisjoint(lost) for group in self._groups)
+        was_solo = len(lost) == 1 and any(group.is_suspected and group.names == set(lost) for group in self._groups)
+        has_killed = not (self._silenced | self._quarantined()).isdisjoint(lost)
         for name in lost:
             self._take_out(name)
         self._tenants.update(tenants or {})
@@ -160,6 +158,9 @@ class Quarantine:
             if not (group.has_killed and self._is_short) and group.names.isdisjoint(self._late):
                 return group
         return None
+
+    def _quarantined(self) -> set[str]:
+        return {name for group in self._groups for name in group.names}
 
     def _take_out(self, name: str) -> None:
         for group in self._groups:

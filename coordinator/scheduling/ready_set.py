@@ -9,6 +9,7 @@ Main invariant: an idle adapter adds no cost to a cycle, because it is in no col
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -248,6 +249,14 @@ class ReadySet:
     def residents(self, worker_ids: Iterable[str]) -> dict[str, int]:
         """Return how many adapters have a copy on each of these workers."""
         return self._group.residency.counts(worker_ids)
+
+    def loads(self, tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
+        """Return the sum of these adapters' tokens by the workers that they are on."""
+        loads: defaultdict[str, float] = defaultdict(float)
+        for adapter_id, number in tokens:
+            if (log := self._group.logs.get(adapter_id)) is not None:
+                loads[log.home] += number
+        return loads
 
     def past_snapshots(self) -> list[AdapterLog]:
         """Return the adapters whose copies ran operations that their snapshots do not contain.

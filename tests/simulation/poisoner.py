@@ -98,16 +98,23 @@ class Kills:
         self._poisoner = poisoner
         self._last: dict[str, _Kill] = {}
         """By worker."""
+        self._missing: set[str] = set()
+        """The workers that poisons took, and whose replacement has neither started nor failed."""
+        self._taken: set[str] = set()
+        """Those that they took since the last time that none was missing."""
         self._coordinator: Coordinator | None = None
 
     def begin_epoch(self, coordinator: Coordinator) -> None:
         """Watch the kills of another coordinator."""
         self._coordinator = coordinator
         self._last.clear()
+        self._missing.clear()
+        self._taken.clear()
 
     def killed(self, worker_id: str, sent_s: float, batch: Batch, samples: frozenset[str]) -> None:
         """Record that a batch killed its worker, which had these samples."""
         assert self._coordinator is not None
+        self._check_taken(worker_id, set(self._coordinator.core.fleet.worker_ids()) - {worker_id})
         tenant_id = self._poisoner.client.principal.tenant_id
         if not self._coordinator.core.probation.has(tenant_id):
             return
@@ -123,8 +130,20 @@ class Kills:
                 raise ContractViolation(f"{pause_s:.3f} s after a kill that cost {cost_s:.3f} s came another one")
         self._last = {worker_id: _Kill(sent_s)}
 
+    def _check_taken(self, worker_id: str, others: set[str]) -> None:
+        """Raise ContractViolation if a poison has taken the last of three workers, or one of two twice."""
+        if self._missing and worker_id in self._taken and others <= self._missing:
+            raise ContractViolation(f"a poison took {worker_id} twice while {sorted(self._missing)} were missing")
+        if len(others) >= 2 and others <= self._missing:
+            raise ContractViolation(f"a poison took {worker_id}, the last worker of {len(others) + 1}")
+        self._missing.add(worker_id)
+        self._taken.add(worker_id)
+
     def replaced(self, worker_id: str, *, has_failed: bool = False) -> None:
         """Record that a worker is replaced, or that the attempt has failed: then the wait for it might never end."""
+        self._missing.discard(worker_id)
+        if not self._missing:
+            self._taken.clear()
         if (last := self._last.get(worker_id)) is not None and not last.is_replaced:
             last.replaced_s, last.is_replaced = self._world.time(), not has_failed
 

@@ -125,6 +125,10 @@ class SimPool:
         self._costs = AdapterCosts()
         if self.random.random() < 0.5:  # passes of few adapters, that move in and out of slots
             self._costs = AdapterCosts(item_tokens=5.0, byte_tokens=0.01, move_byte_tokens=0.02)
+        self.poison = world.random("poison").choice(("crash", "crash", "silence", "host"))
+        """What a poison does: it ends its worker, silences it, or takes the host too, so that no replacement starts."""
+        self.down: Counter[str] = Counter()
+        """How many more attempts to replace these workers fail, because their hosts are down."""
         self.num_workers = num_workers
         """Of each coordinator's start. Workers that join later end with their coordinator."""
         self._num_joined = 0
@@ -301,7 +305,9 @@ class SimPoolFront:
             worker.is_replaced = worker.is_lost = True
             worker.events.put_nowait(None)
             worker.change()
-        if self._random.random() < self._pool.faults.no_replacement:
+        is_down = self._pool.down[worker_id] > 0
+        self._pool.down[worker_id] -= is_down
+        if is_down or self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no replacement", worker_id)
             self._pool.kills.replaced(worker_id, has_failed=True)
             raise WorkerLost(f"{worker_id} does not start")
@@ -335,7 +341,7 @@ class SimPoolFront:
             result = worker.engine.run(self._by_reference(batch))
         except RuntimeError:  # it has a token that ends its engine
             self._pool.kills.killed(worker_id, sent_s, batch, frozenset(worker.engine._done))
-            self._crash(worker, f"poisoned by batch {batch.cycle_id}")
+            await self._poison(worker_id, worker, batch)
         worker.last = batch
         self._world.work["batches"] += 1
         if kind == "twice":
@@ -349,6 +355,17 @@ class SimPoolFront:
         await self._until_running(worker)
         self._decode(worker)
         return result
+
+    async def _poison(self, worker_id: str, worker: _Incarnation, batch: Batch) -> NoReturn:
+        """Do what a poison does to its worker."""
+        if self._pool.poison == "silence":
+            self._world.fault("worker silenced by a poison", worker.incarnation)
+            worker.is_paused = True
+            await self._until_running(worker)
+        if self._pool.poison == "host":
+            self._world.fault("host taken by a poison", worker.incarnation)
+            self._pool.down[worker_id] = self._random.randrange(1, 4)
+        self._crash(worker, f"poisoned by batch {batch.cycle_id}")
 
     def _by_reference(self, batch: Batch) -> Batch:
         """Send the states of copies by reference, some of which lead nowhere any more."""

@@ -134,9 +134,9 @@ async def test_the_rest_of_a_cycle_is_charged_to_its_adapters_in_equal_parts(
         planning, plan = pool.core.loops["toy"].planning, Planning.plan
         monkeypatch.setattr(planning, "_tokens_per_s", lambda: RATE)  # private: the real one is measured
 
-        def slow_plan(self: Planning) -> PassPlan:
+        def slow_plan(self: Planning, now: float) -> PassPlan:
             clock.now += 6.0
-            return plan(self)
+            return plan(self, now)
 
         pool.hold()
         before = await pool.forward_backward(await pool.adapter("carol"), 1, 5, tenant="carol")

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from tests.support.toy_engine import KILL_TOKEN, digest, item_digest
+from tests.support.toy_engine import digest, item_digest
 from tests.support.toy_pool import ToyPool, datum, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
@@ -127,7 +127,7 @@ async def test_a_lost_worker_does_not_affect_adapters_on_other_workers(tmp_path:
         await pool.wait(names[1], tenant="bob")
         homes = {a: pool.log_of(a).home for a in (victim, neighbour)}
         assert homes[victim] != homes[neighbour]
-        await pool.forward_backward(victim, 2, 5, token=KILL_TOKEN)
+        pool.lose_worker(homes[victim])
         done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")
     assert done[0].state == SUCCEEDED
     assert len(pool.engines[homes[neighbour]]) == 1

@@ -154,9 +154,11 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
         assert len(pool.engines["w0"]) == 2
 
 
-async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_failing", [True, False])
+async def test_operations_of_a_lost_worker_go_on_at_once_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_failing: bool
 ) -> None:
+    """Whether its replacement fails, or takes long to start."""
     async with running_pool(tmp_path, num_workers=2) as pool:
         adapters = [await pool.adapter() for _ in range(2)]
         for adapter in adapters:
@@ -164,6 +166,8 @@ async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on
         victim = next(a for a in adapters if pool.log_of(a).home == "w0")
 
         async def never(worker_id: str) -> Any:
+            if not is_failing:
+                await asyncio.Event().wait()
             raise WorkerLost(f"{worker_id} has no node any more")
 
         monkeypatch.setattr(pool.core.pool, "replace", never)
@@ -176,3 +180,28 @@ async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on
         await killing
         [done] = await asyncio.wait_for(pool.wait(name), 60)
         assert done.state == SUCCEEDED
+
+
+async def test_a_poison_takes_each_of_two_workers_at_most_once_before_they_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        poisoned, neighbour = await pool.adapter(), await pool.adapter("bob")
+        replace, may_replace, num_left = pool.core.pool.replace, asyncio.Event(), []
+
+        async def replaced(worker_id: str) -> Any:
+            if worker_id == "w1":
+                await may_replace.wait()
+            return await replace(worker_id)
+
+        monkeypatch.setattr(pool.core.pool, "replace", replaced)
+        poison = await pool.forward_backward(poisoned, 1, 5, token=KILL_TOKEN)
+        await until(lambda: len(pool.engines["w0"]) == 2)
+        for seq in range(1, 20):
+            [done] = await pool.wait(await pool.forward_backward(neighbour, seq, 5, tenant="bob"), tenant="bob")
+            assert done.state == SUCCEEDED
+            num_left.append(sum(len(engines) for engines in pool.engines.values()))
+        assert num_left == [3] * len(num_left), "the last worker was not taken"
+        may_replace.set()
+        [done] = await asyncio.wait_for(pool.wait(poison), 60)
+        assert done.error.reason == "WORKER_DIED"

@@ -86,6 +86,12 @@ def test_no_adapter_is_placed_on_an_avoided_worker_unless_it_is_the_only_one() -
     assert set(plan.placements.values()) == {"w0"}
 
 
+def test_an_adapter_is_placed_where_least_ran_lately_though_nothing_is_ready_there() -> None:
+    new = [candidate(name, "t", 10) for name in ("a", "b", "c")]
+    plan, _ = plan_pass(new, FairState(), {"w0": 1, "w1": 9}, 100, loads={"w0": 15.0})
+    assert plan.placements == {"a": "w1", "b": "w1", "c": "w0"}
+
+
 def test_an_adapter_waits_for_its_worker() -> None:
     plan, _ = plan_pass([candidate("a", "t", 10, worker="gone")], FairState(), {"w": 0}, 100)
     assert plan.num_chunks == {}

@@ -56,20 +56,82 @@ def test_a_loss_while_several_operations_of_an_adapter_ran_decides_no_poison() -
     assert quarantine.group == {"a"}
 
 
-def test_only_the_first_group_may_run_and_only_the_others_while_it_is_paused() -> None:
+def test_only_the_first_group_may_run() -> None:
     quarantine, changed = Quarantine(), asyncio.Event()
     quarantine.changed.subscribe(changed)
     quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
     assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [True, False, False]
-    quarantine.pause(is_paused=True)
-    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, False, True]
-    quarantine.pause(is_paused=False)
     changed.clear()
     quarantine.release("a")
     assert changed.is_set()
     assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
     quarantine.release("b")
     assert quarantine.may_run("c")
+
+
+def test_while_one_worker_is_left_suspects_run_unless_they_have_killed_one() -> None:
+    quarantine = Quarantine()
+    quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
+    quarantine.pause(is_paused=True)
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [True, False, False]
+    quarantine.record_loss(["a"], ["a:1"])
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
+    quarantine.release("b")
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, True]
+    quarantine.pause(is_paused=False)
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [True, False, False]
+
+
+def test_a_loss_during_a_pause_counts_for_the_operation_that_ran() -> None:
+    quarantine = Quarantine()
+    quarantine.record_loss(["a"], ["a:1"])
+    assert quarantine.record_loss(["a"], ["a:1"]) is None
+    quarantine.pause(is_paused=True)
+    assert quarantine.record_loss(["a"], ["a:1"]) == "a:1"
+
+
+def test_adapters_in_flight_at_a_first_silence_run_alone_together_and_are_suspects_at_the_second() -> None:
+    quarantine = Quarantine()
+    assert quarantine.record_silence({"a": "t", "b": "t", "c": "u"}, ()) == set()
+    assert quarantine.group == {"a", "b", "c"}
+    assert not quarantine.may_run("d")
+    quarantine.release("c")
+    assert quarantine.record_silence({"a": "t", "b": "t", "c": "u"}, ()) == {"a", "b"}
+    quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
+    assert quarantine.group == {"a"}, "halved"
+    quarantine.release("a")
+    quarantine.release("b")
+    assert quarantine.group == {"c"}, "its first silence again: it had finished"
+
+
+def test_a_loss_of_a_group_that_was_not_suspected_is_no_solo_loss() -> None:
+    quarantine = Quarantine()
+    quarantine.record_silence({"a": "t"}, ())
+    for _ in range(2):
+        assert quarantine.record_loss(["a"], ["a:1"]) is None
+    assert quarantine.record_loss(["a"], ["a:1"]) == "a:1"
+
+
+def test_samples_in_flight_at_a_first_silence_hold_nobody_up_and_are_suspects_at_the_second() -> None:
+    quarantine = Quarantine()
+    assert quarantine.record_silence({}, ["s"]) == set()
+    assert quarantine.may_run("a")
+    assert quarantine.record_silence({}, ["s", "r"]) == {"s"}
+    quarantine.release("r")
+    assert quarantine.record_silence({}, ["r"]) == set()
+
+
+def test_nobody_waits_for_a_group_on_a_worker_that_is_late() -> None:
+    quarantine, changed = Quarantine(), asyncio.Event()
+    quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
+    quarantine.changed.subscribe(changed)
+    quarantine.note_late(frozenset({"a"}))
+    assert changed.is_set()
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
+    quarantine.note_late(frozenset({"a", "b"}))
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, False, True]
+    quarantine.note_late(frozenset())
+    assert quarantine.group == {"a"}
 
 
 def test_workers_lost_for_other_reasons_do_not_hide_the_poison() -> None:

@@ -77,10 +77,10 @@ class Bench:
         for sample in samples:
             worker.begin_sample(sample)
 
-    def lose(self) -> WorkerLoss:
+    def lose(self, kind: LossKind = LossKind.DIED) -> WorkerLoss:
         """Lose the first worker's incarnation; return the event."""
         name = self.fleet.worker("w0").name
-        self.recorder.record("w0", name, LossKind.DIED, "test")
+        self.recorder.record("w0", name, kind, "test")
         [loss] = self.feed.take()
         assert loss.incarnation == name
         return loss
@@ -111,10 +111,43 @@ async def test_copies_and_operations_of_a_lost_worker_are_dropped_and_quarantine
     assert [log.home for log in (running, resident, elsewhere)] == ["", "", "w1"]
     assert running.copy.generation > generation, "late results are of an older generation"
     assert running.quarantined == (1, 2)
-    assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [False, False, True]
     assert set(bench.group.dirty) == {"a", "b"}
-    bench.quarantine.pause(is_paused=False)
     assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [True, False, False]
+
+
+async def test_a_first_silence_suspects_nothing_and_a_second_one_what_was_in_flight_at_both() -> None:
+    log, other = adapter_with(FB), adapter_with(FB, name="b")
+    bench = Bench(log, other)
+    bench.dispatch(log.operations[1], other.operations[1], samples=[SAMPLE])
+    assert bench.lose(LossKind.SILENT).poison == ""
+    assert bench.quarantine.group == {"a", "b"}, "not halved"
+    assert log.quarantined == other.quarantined == (1, 1)
+    bench.quarantine.release("b")
+    for incarnation in (2, 3):
+        bench.fleet.add(toy_worker_info("w0", incarnation))
+        log.place_copy("w0")
+        bench.dispatch(log.operations[1])
+        assert bench.lose(LossKind.SILENT).poison == ""
+    bench.fleet.add(toy_worker_info("w0", 4))
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    assert bench.lose(LossKind.SILENT).poison == "a:1", "lost solo twice as a suspect"
+
+
+async def test_suspects_that_have_killed_a_worker_wait_while_one_is_left_and_another_missing() -> None:
+    log, other = adapter_with(FB), adapter_with(FB, name="b")
+    bench = Bench(log, other)
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    assert bench.quarantine.may_run("a"), "it runs on the worker that is left"
+    bench.fleet.add(toy_worker_info("w0", 2))
+    bench.recorder.settled("w0")
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    assert [bench.quarantine.may_run(name) for name in ("a", "b")] == [False, True]
+    bench.recorder.not_replaced("w0")
+    assert bench.quarantine.may_run("a")
 
 
 async def test_the_second_report_of_a_loss_and_a_late_one_are_ignored() -> None:
@@ -220,12 +253,14 @@ async def test_a_tenant_on_probation_leaves_no_adapter_or_sample_in_quarantine()
     bench = Bench(log, other, neighbour)
     bench.dispatch(*(each.operations[1] for each in (log, other, neighbour)), samples=[SAMPLE])
     bench.lose()
+    bench.quarantine.pause(is_paused=False)
     while bench.quarantine.group != {"a"}:
         bench.quarantine.record_loss(bench.quarantine.group, [f"{name}:1" for name in bench.quarantine.group])
     bench.lose_solo(log.operations[1], SOLO_LOSSES_MAX)
-    held = {name for name in ("a", "b", "c", SAMPLE.name) if not bench.quarantine.may_run(name)}
     bench.quarantine.pause(is_paused=False)
-    assert held == {"c"} == bench.quarantine.group
+    assert bench.quarantine.group == {"c"}
+    bench.quarantine.release("c")
+    assert all(bench.quarantine.may_run(name) for name in ("a", "b", "c", SAMPLE.name))
 
 
 async def test_beside_an_operation_of_a_tenant_on_probation_no_other_is_suspected() -> None:

@@ -1,0 +1,192 @@
+"""A worker that is late: nobody waits for it but its own adapters, and its part of a cycle is a cycle of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.operations.operation import CYCLE_METRIC
+from coordinator.runtime import supervision
+from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.waiting import until
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
+
+SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+@asynccontextmanager
+async def two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any
+) -> AsyncIterator[tuple[ToyPool, str, str, asyncio.Event]]:
+    """Run a pool; yield it with an adapter on each worker, and an event: without it the first gets no pings through."""
+    monkeypatch.setattr(supervision, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(supervision, "LATE_S", 0.02)
+    monkeypatch.setattr(supervision, "PING_TIMEOUT_S", 60.0)
+    async with running_pool(tmp_path, num_workers=2, **config) as pool:
+        adapters = {"alice": await pool.adapter(), "bob": await pool.adapter("bob")}
+        names = [await pool.forward_backward(adapters[tenant], 1, 5, tenant=tenant) for tenant in adapters]
+        for name, tenant in zip(names, adapters, strict=True):
+            await pool.wait(name, tenant=tenant)
+        assert {pool.log_of(each).home for each in adapters.values()} == {"w0", "w1"}
+        ping, replies = pool.core.pool.ping, asyncio.Event()
+        replies.set()
+
+        async def pinged(worker_id: str) -> None:
+            if worker_id == pool.log_of(adapters["alice"]).home:
+                await replies.wait()
+            await ping(worker_id)
+
+        monkeypatch.setattr(pool.core.pool, "ping", pinged)
+        yield pool, adapters["alice"], adapters["bob"], replies
+
+
+def silence(pool: ToyPool, adapter_id: str, replies: asyncio.Event) -> None:
+    """Let the adapter's worker run nothing and reply to no ping."""
+    pool.engines[pool.log_of(adapter_id).home][-1].may_run.clear()
+    replies.clear()
+
+
+def cycles(*operations: ops_pb.Operation) -> set[float]:
+    """Return the cycles that decided these operations, by their ids and their metrics."""
+    ids = {float(each.cycle_id) for each in operations}
+    metrics = [dict(each.forward_backward.metrics) | dict(each.optim_step.metrics) for each in operations]
+    return ids | {metric[CYCLE_METRIC] for metric in metrics}
+
+
+async def test_others_go_on_while_a_worker_is_late_and_its_pair_is_one_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        silence(pool, late, replies)
+        pair = [await pool.forward_backward(late, 2, 5), await pool.optim_step(late, 3)]
+        steps = [await pool.optim_step(other, seq, tenant="bob") for seq in range(2, 12)]
+        done = await pool.wait(*steps, tenant="bob")
+        assert {each.state for each in done} == {SUCCEEDED}
+        committed = done[-1].cycle_id
+        assert not pool.log_of(late).operations[2].is_final
+        assert set(pool.store.cycles.plans()) != set(), "the plan of what is in flight stays"
+        replies.set()
+        await pool.release()
+        done_pair = await asyncio.wait_for(pool.wait(*pair), 60)
+        assert {each.state for each in done_pair} == {SUCCEEDED}
+        [cycle_id] = cycles(*done_pair)
+        shown = {each.cycle_id: each for each in pool.core.journal.recent}
+        assert {entry.adapter_id for entry in shown[int(cycle_id)].entries} == {late}
+        assert committed > cycle_id, "it had its id before the cycles of others"
+        assert sum(len(engines) for engines in pool.engines.values()) == 2
+
+
+async def test_a_step_that_is_late_takes_its_pass_along_to_its_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        worker = pool.engines[pool.log_of(late).home][-1]
+        run = worker.run
+
+        def run_once(batch: Any) -> Any:
+            result = run(batch)
+            if any(item.adapter_id == late for item in batch.items):
+                silence(pool, late, replies)
+            return result
+
+        monkeypatch.setattr(worker, "run", run_once)
+        pool.hold()
+        pair = [await pool.forward_backward(late, 2, 5), await pool.optim_step(late, 3)]
+        monkeypatch.setattr(worker, "may_run", worker.may_run)
+        await pool.release()
+        [done] = await pool.wait(await pool.optim_step(other, 2, tenant="bob"), tenant="bob")
+        await until(lambda: bool(pool.core.fleet.away))
+        assert not pool.log_of(late).operations[2].is_committed
+        monkeypatch.setattr(worker, "run", run)
+        replies.set()
+        await pool.release()
+        done_pair = await asyncio.wait_for(pool.wait(*pair), 60)
+        assert len(cycles(*done_pair)) == 1
+        assert cycles(*done_pair) != {float(done.cycle_id)}
+
+
+async def test_a_snapshot_that_is_late_holds_up_nobody_and_is_written_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, replay_s_max=0.0) as (pool, late, other, replies):
+        worker = pool.engines[pool.log_of(late).home][-1]
+        run = worker.run
+
+        def run_once(batch: Any) -> Any:
+            result = run(batch)
+            if any(item.adapter_id == late and item.op_id.endswith(":2") for item in batch.items):
+                silence(pool, late, replies)
+            return result
+
+        monkeypatch.setattr(worker, "run", run_once)
+        await pool.wait(await pool.optim_step(late, 2))
+        for seq in range(2, 6):
+            await pool.wait(await pool.optim_step(other, seq, tenant="bob"), tenant="bob")
+        assert pool.log_of(late).snapshot_seq < 2
+        replies.set()
+        await pool.release()
+        await until(lambda: pool.log_of(late).snapshot_seq == 2)
+
+
+async def test_a_late_worker_gets_nothing_new_and_its_tenants_pay_for_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        silence(pool, late, replies)
+        name = await pool.forward_backward(late, 2, 5)
+        await until(lambda: bool(pool.core.fleet.away))
+        fresh = [await pool.adapter("bob") for _ in range(3)]
+        for adapter in fresh:
+            await pool.wait(await pool.forward_backward(adapter, 1, 5, tenant="bob"), tenant="bob")
+        assert {pool.log_of(each).home for each in fresh} == {pool.log_of(other).home}
+        await asyncio.sleep(0.3)
+        replies.set()
+        await pool.release()
+        await pool.wait(name)
+        [cycle] = [each for each in pool.core.journal.recent if _has(each, late) and each.cycle_id > 1][-1:]
+        assert cycle.pass_seconds >= 0.3
+        planning = pool.core.scheduling.schedules["toy"].planning
+        counters = planning.counters(frozenset(pool.tenant_id(t) for t in ("alice", "bob")))
+        assert max(counters.values()) < 0.3 * planning._tokens_per_s()
+
+
+async def test_a_late_worker_that_is_lost_gives_its_adapters_to_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        home = pool.log_of(late).home
+        silence(pool, late, replies)
+        pair = [await pool.forward_backward(late, 2, 5), await pool.optim_step(late, 3)]
+        await until(lambda: bool(pool.core.fleet.away))
+        monkeypatch.setattr("workers.pool.local.STOP_TIMEOUT_S", 0.1)
+        pool.lose_worker(home)
+        done = await asyncio.wait_for(pool.wait(*pair), 60)
+        assert {each.state for each in done} == {SUCCEEDED}
+        assert len(cycles(*done)) == 1
+        [last] = await pool.wait(await pool.optim_step(other, 2, tenant="bob"), tenant="bob")
+        assert last.state == SUCCEEDED
+
+
+async def test_a_stop_waits_for_a_worker_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, _, replies):
+        silence(pool, late, replies)
+        await pool.forward_backward(late, 2, 5)
+        await until(lambda: bool(pool.core.fleet.away))
+        operation = pool.log_of(late).operations[2]
+        stopping = asyncio.create_task(pool.core.loops["toy"].stop(60.0))
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        replies.set()
+        await pool.release()
+        await stopping
+        assert operation.is_committed
+
+
+def _has(cycle: pool_pb2.Cycle, adapter_id: str) -> bool:
+    return any(entry.adapter_id == adapter_id for entry in cycle.entries)
