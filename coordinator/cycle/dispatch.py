@@ -134,6 +134,7 @@ class Dispatch:
             return []
         reply = part.reply.result()
         worker.end_phase(reply.held_bytes)
+        self._fleet.be_late(worker, is_late=False)
         part.computed_s = reply.wall_s
         if reply.epoch != self._epoch:
             raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")

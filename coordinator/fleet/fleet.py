@@ -86,7 +86,6 @@ class Incarnation:
     def end_phase(self, held_bytes: int) -> None:
         """Record that the worker replied to the phase, and what it holds."""
         self.training = ()
-        self.is_late = False
         self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:
