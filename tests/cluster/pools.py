@@ -100,6 +100,8 @@ class ClusterPool:
         self.head = hosts[0]
         self.place = hosts[coordinator]
         """The host of the coordinator, and of the clients."""
+        self.address = f"{self.head.address}:{PORT}"
+        """Ray's."""
         self.home = folder / "home"
         self.log = folder / "serve.log"
         self.serving: Serving | None = None
@@ -134,14 +136,14 @@ class ClusterPool:
 
     def start_node(self, host: Host, *, num_cpus: int = 1) -> None:
         """Let a host join Ray's cluster, again and again."""
-        network = ["--address", f"{self.head.address}:{PORT}", "--node-ip-address", host.address]
+        network = ["--address", self.address, "--node-ip-address", host.address]
         command = [*RAY, *network, "--num-cpus", str(num_cpus)]
         host.start(["bash", "-c", SUPERVISED, "supervisor", *command], self.environment, ROOT)
 
     def begin(self, num_workers: int) -> None:
         """Start the coordinator, without waiting for it."""
         (self.home / "pool" / READY_FILE).unlink(missing_ok=True)
-        options = ["--ray-address", f"{self.head.address}:{PORT}", "--workers", str(num_workers), "--threads", "1"]
+        options = ["--ray-address", self.address, "--workers", str(num_workers), "--threads", "1"]
         command = [sys.executable, "-m", "tinkerpool.cli", "serve", *options]
         self.server = self.place.start(command, self.environment, ROOT, log=self.log)
 
@@ -197,7 +199,7 @@ class ClusterPool:
         if "." in node:
             return node
         script = (
-            f"import ray; ray.init('{self.head.address}:{PORT}', logging_level='ERROR', log_to_driver=False); "
+            f"import ray; ray.init('{self.address}', logging_level='ERROR', log_to_driver=False); "
             "print('NODES', *(f'{node[\"NodeID\"]}={node[\"NodeManagerAddress\"]}' for node in ray.nodes()))"
         )
         said = self.place.run([sys.executable, "-c", script], self.environment, ROOT)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, made_hosts, problem
+from tests.cluster.hosts import Host, made_hosts, problem, wait_until
 from tests.cluster.pools import Clients, ClusterPool, Reference, longest_pause_s, now
 
 PROBLEM = problem()
@@ -28,6 +28,10 @@ pytestmark = [
 TENANTS = ("alice", "bob", "carol", "dave")
 NUM_STEPS = 10
 """Steps of each adapter before a fault, and after all are served again."""
+WORKER = "ray::EngineActo"
+"""The name of a worker's process, cut as the kernel does."""
+REFUSED_S = 25.0
+"""Longest life of `serve` without a head: 10 s of refused connections, 5 s for Ray's end; more on busy cores."""
 SERVED_TIMEOUT_S = 240.0
 """Longest pause that is waited for, to be reported."""
 
@@ -140,3 +144,109 @@ def test_host_killed_and_back_after_20_s(scenario: Scenario) -> None:
             pool.start_node(host)
 
         scenario.run(pool, clients, fault, hit=[host])
+
+
+def test_host_killed_while_another_is_free(scenario: Scenario) -> None:
+    with training(num_nodes=3, num_workers=2) as (pool, clients):
+        [host] = hit_hosts(pool, clients)
+        scenario.run(pool, clients, host.kill, hit=[host])
+
+
+def test_two_of_three_hosts_killed_at_once_and_back_after_20_s(scenario: Scenario) -> None:
+    with training(num_nodes=3, num_workers=3) as (pool, clients):
+        hosts = hit_hosts(pool, clients, 2)
+
+        def fault() -> None:
+            for host in hosts:
+                host.kill()
+            time.sleep(20)
+            for host in hosts:
+                host.boot()
+                pool.start_node(host)
+
+        scenario.run(pool, clients, fault, hit=hosts)
+
+
+@pytest.mark.parametrize("cut_s", [5, 20, 60])
+def test_link_cut(scenario: Scenario, cut_s: int) -> None:
+    with training(num_nodes=2, num_workers=2) as (pool, clients):
+        [host] = hit_hosts(pool, clients)
+
+        def fault() -> None:
+            host.set_link(is_up=False)
+            time.sleep(cut_s)
+            host.set_link(is_up=True)
+
+        scenario.run(pool, clients, fault, hit=[host])
+        assert "(raylet" not in pool.log.read_text(encoding="utf-8"), "what raylets report is not for people"
+
+
+def test_coordinator_killed_and_started_again(scenario: Scenario) -> None:
+    with training(num_nodes=2, num_workers=2) as (pool, clients):
+
+        def fault() -> None:
+            assert pool.server is not None
+            pool.server.kill()
+            time.sleep(1)
+            pool.begin(num_workers=2)
+            pool.wait_ready()
+
+        scenario.run(pool, clients, fault, hit=pool.hosts)
+
+
+def test_head_host_killed_and_back_after_30_s_with_its_store_on_disk(scenario: Scenario) -> None:
+    with training(num_nodes=2, num_workers=2, coordinator_beside_head=False, on_disk=True) as (pool, clients):
+
+        def fault() -> None:
+            pool.head.kill()
+            time.sleep(30)
+            pool.head.boot()
+            pool.start_head()
+
+        scenario.run(pool, clients, fault)
+
+
+def test_worker_killed_after_the_head_came_back_is_replaced(scenario: Scenario) -> None:
+    with training(num_nodes=2, num_workers=2, coordinator_beside_head=False, on_disk=True) as (pool, clients):
+        pool.head.kill()
+        time.sleep(15)
+        pool.head.boot()
+        pool.start_head()
+        [host] = hit_hosts(pool, clients)
+
+        def fault() -> None:
+            assert host.kill_processes(WORKER) == 1
+
+        scenario.run(pool, clients, fault, hit=[host])
+
+
+def test_serve_ends_with_one_sentence_when_the_head_is_refused_and_its_store_was_in_memory(scenario: Scenario) -> None:
+    with training(num_nodes=2, num_workers=2) as (pool, clients):
+        begin_s, _ = now()
+        assert pool.head.kill_processes("gcs_server") == 1
+        ended = _ended(pool)
+        sentence = f"PoolFailed: the head of Ray's cluster, {pool.address}, has refused connections for 10 s"
+        assert ended == f"Error: the pool failed; acknowledged operations are kept: {sentence}"
+        clients.lines()
+        scenario.report(f"{scenario.title}: ended after {now()[0] - begin_s:.1f} s: {ended}")
+
+
+def test_host_without_a_raylet_is_told_so_within_seconds(scenario: Scenario) -> None:
+    with _folder() as folder, made_hosts(2, folder) as hosts:
+        pool = ClusterPool(hosts, folder, coordinator=1)
+        pool.start_head()
+        begin_s, _ = now()
+        pool.begin(num_workers=1)
+        ended = _ended(pool)
+        assert "no raylet runs on it" in ended
+        assert f"`ray start --address={pool.address}" in ended
+        scenario.report(f"{scenario.title}: ended after {now()[0] - begin_s:.1f} s: {ended}")
+
+
+def _ended(pool: ClusterPool) -> str:
+    """Wait until `serve` ends by itself, as a failure; return its last line."""
+    server = pool.server
+    assert server is not None
+    wait_until(lambda: server.exit_code is not None, REFUSED_S, "serve goes on")
+    assert server.exit_code == 1
+    return pool.log.read_text(encoding="utf-8").splitlines()[-1]
