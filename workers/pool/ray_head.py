@@ -13,6 +13,8 @@ import socket
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a cluster's head may take to accept a connection and to reply."""
+REFUSAL_TIMEOUT_S = 2.0
+"""How long a head that may refuse a connection is waited for: a refusal takes no time but the network's."""
 REFUSED_S = 10.0
 """How long a head that has listened may refuse all connections, unless the operator gives it longer."""
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -65,7 +67,7 @@ def is_refused(address: str) -> bool:
     """Return whether `host:port` refuses a connection. A host that is silent does not refuse."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
+        with socket.create_connection((host.strip("[]"), int(port)), REFUSAL_TIMEOUT_S):
             return False
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)

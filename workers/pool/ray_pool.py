@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,9 @@ NODES_TIMEOUT_S = 10.0
 PLACED_S = 5.0
 """Seconds after which the nodes are examined again for a worker whose process has not begun."""
 
+_Nodes = Mapping[str, tuple[str, int]]
+"""Host and port of the raylet of each node, by Ray's id."""
+
 
 class RayPool:
     """Implements `workers.contract.protocols.Pool`. One at a time in a process, as there is one Ray in a process."""
@@ -53,7 +56,7 @@ class RayPool:
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
         self._list_nodes: Any = None
-        self._looking: asyncio.Task[frozenset[str] | None] | None = None
+        self._listing: asyncio.Task[_Nodes] | None = None
 
     async def start(self) -> None:
         """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
@@ -212,31 +215,29 @@ class RayPool:
         While it is pending, the nodes are examined every few seconds. If others are reachable now, a new actor takes
         its place: Ray never changes the nodes that an actor may have.
         """
-        unreachable = await self._unreachable_nodes(host) or frozenset()
         while True:
+            nodes = await self._nodes(host)
+            unreachable = await _unreachable(nodes)
             actor = self._new_actor(worker_id, host, unreachable)
             try:
-                now = None
-                while now is None or now == unreachable:
-                    if await _has_begun(actor, host):
-                        return actor
-                    now = await self._unreachable_nodes(host)
+                while not await _has_begun(actor, host):
+                    nodes = nodes or await self._nodes(host)
+                    if await _unreachable(nodes) != unreachable:
+                        break
+                else:
+                    return actor
             except BaseException:
                 _kill(actor, host)
                 raise
             _kill(actor, host)
-            unreachable = now
 
-    async def _unreachable_nodes(self, host: RayHost) -> frozenset[str] | None:
-        """Return ids of nodes that accept no connection, None if Ray does not list its nodes. Calls share an answer.
-
-        Ray places workers on a silent node for a minute or more.
-        """
+    async def _nodes(self, host: RayHost) -> _Nodes:
+        """Return the live nodes of a cluster; none if Ray does not list them. Concurrent calls share an answer."""
         if self._config.ray_address is None:
-            return None
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(_unreachable_nodes(self._list_nodes, host))
-        return await asyncio.shield(self._looking)
+            return {}
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(_listed(self._list_nodes, host))
+        return await asyncio.shield(self._listing)
 
     def _new_actor(self, worker_id: str, host: RayHost, unreachable: Collection[str]) -> Any:
         settings = self._engines[worker_id]
@@ -377,17 +378,20 @@ async def _has_begun(actor: Any, host: RayHost) -> bool:
     return True
 
 
-async def _unreachable_nodes(list_nodes: Any, host: RayHost) -> frozenset[str] | None:
+async def _listed(list_nodes: Any, host: RayHost) -> _Nodes:
     try:
         async with asyncio.timeout(NODES_TIMEOUT_S):
-            listed = await _reply(list_nodes.remote(), unless=host.ended)
+            nodes = await _reply(list_nodes.remote(), unless=host.ended)
     except (TimeoutError, RayError, _Ended) as error:
         logger.warning("Ray does not list its nodes: %s", _reason(error) or "time-out")
-        return None
-    nodes = [node for node in listed if node["Alive"]]
-    addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
-    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in addresses))
-    return frozenset(node["NodeID"] for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable)
+        return {}
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes if node["Alive"]}
+
+
+async def _unreachable(nodes: _Nodes) -> frozenset[str]:
+    """Return ids of nodes that accept no connection: Ray places workers on a silent node for a minute or more."""
+    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in nodes.values()))
+    return frozenset(node for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable)
 
 
 async def _is_reachable(host: str, port: int) -> bool:
