@@ -42,6 +42,12 @@ def problem() -> str:
     return f"no namespaces can be made: {made.stderr.strip()}" if made.returncode else ""
 
 
+def has_netem() -> bool:
+    """Return whether this kernel can delay and drop packets."""
+    command = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 class Started:
     """A process that was started inside a host."""
 
@@ -74,22 +80,26 @@ class Started:
 
 
 class Host:
-    """One host. It runs from `boot` to `kill`; its network stays until `remove`."""
+    """One host. It runs from `boot` to `kill`; its network stays from `connect` to `remove`."""
 
-    def __init__(self, name: str, address: str, bridge: str, folder: Path) -> None:
-        """Make the network of the host, on a bridge; `name` is also that of its namespace, on this machine."""
+    def __init__(self, name: str, address: str, folder: Path) -> None:
+        """`name` is also that of its network namespace, and of its end of the link, on this machine."""
         self.name = name
         self.address = address
         self.folder = folder
         self._init: subprocess.Popen[bytes] | None = None
         self._init_pid = 0
         self._entered: list[Started] = []
-        folder.mkdir()
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {name}\n", encoding="utf-8")
+
+    def connect(self, bridge: str) -> None:
+        """Make the network of the host, with a link to a bridge."""
+        name = self.name
+        self.folder.mkdir()
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address} {name}\n", encoding="utf-8")
         _ip("netns", "add", name)
         _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("link", "set", name, "master", bridge)
-        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        _ip("-n", name, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", "eth0", "up")
         self.set_link(is_up=True)
@@ -97,6 +107,13 @@ class Host:
     def set_link(self, *, is_up: bool) -> None:
         """Connect or cut the host's link. A cut one is silent: nothing is refused."""
         _ip("link", "set", self.name, "up" if is_up else "down")
+
+    def slow_down(self, delay_ms: int, loss_percent: int) -> None:
+        """Delay the packets on the host's link, and drop some of them, both ways. Needs `has_netem`."""
+        netem = ["root", "netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"]
+        for command in (["tc"], ["tc", "-n", self.name]):
+            device = self.name if len(command) == 1 else "eth0"
+            subprocess.run([*command, "qdisc", "replace", "dev", device, *netem], check=True)
 
     def boot(self) -> None:
         """Start the first process."""
@@ -167,9 +184,10 @@ class Host:
         self._init = None
 
     def remove(self) -> None:
-        """Kill the host, and remove its network."""
+        """Kill the host, and remove what there is of its network."""
         self.kill()
-        _ip("netns", "delete", self.name)
+        for network in (["link", "delete", self.name], ["netns", "delete", self.name]):
+            subprocess.run(["ip", *network], capture_output=True, check=False)
 
 
 @contextlib.contextmanager
@@ -181,8 +199,9 @@ def made_hosts(num_hosts: int, folder: Path) -> Iterator[list[Host]]:
     try:
         _ip("link", "set", bridge, "up")
         for number in range(1, num_hosts + 1):
-            hosts.append(Host(f"{prefix}h{number}", f"10.77.0.{number}", bridge, folder / f"host{number}"))
-            hosts[-1].boot()
+            hosts.append(host := Host(f"{prefix}h{number}", f"10.77.0.{number}", folder / f"host{number}"))
+            host.connect(bridge)
+            host.boot()
         yield hosts
     finally:
         for host in hosts:

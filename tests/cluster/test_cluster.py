@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, made_hosts, problem, wait_until
+from tests.cluster.hosts import Host, has_netem, made_hosts, problem, wait_until
 from tests.cluster.pools import Clients, ClusterPool, Reference, longest_pause_s, now
 
 PROBLEM = problem()
@@ -179,6 +180,21 @@ def test_link_cut(scenario: Scenario, cut_s: int) -> None:
 
         scenario.run(pool, clients, fault, hit=[host])
         assert "(raylet" not in pool.log.read_text(encoding="utf-8"), "what raylets report is not for people"
+
+
+def test_link_that_is_slow_and_drops_packets_for_20_s_loses_no_worker(scenario: Scenario) -> None:
+    if not has_netem():
+        pytest.skip("this kernel has no netem, which delays and drops packets")
+    with training(num_nodes=2, num_workers=2) as (pool, clients):
+        [host] = hit_hosts(pool, clients)
+
+        def fault() -> None:
+            host.slow_down(delay_ms=50, loss_percent=5)
+            time.sleep(20)
+            host.slow_down(delay_ms=0, loss_percent=0)
+
+        scenario.run(pool, clients, fault)
+        assert not pool.said(r"^worker \S+ lost", datetime.min)
 
 
 def test_coordinator_killed_and_started_again(scenario: Scenario) -> None:
