@@ -36,7 +36,7 @@ KILL_GRACE_S = 1.0
 REACH_TIMEOUT_S = 2.0
 """Seconds that a node of a cluster has to accept a connection before a new worker is placed elsewhere."""
 NODES_TIMEOUT_S = 10.0
-"""Seconds that Ray has to list its nodes, in a process of its own, which takes one or two to start."""
+"""Seconds that Ray has to list its nodes, in a process of its own, which starts with the pool."""
 PLACED_S = 5.0
 """Seconds after which the nodes are examined again for a worker whose process has not begun."""
 
@@ -55,7 +55,7 @@ class RayPool:
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
-        self._list_nodes: Any = None
+        self._lister: Any = None
         self._listing: asyncio.Task[_Nodes] | None = None
 
     async def start(self) -> None:
@@ -158,11 +158,9 @@ class RayPool:
         # One class for all workers: Ray stores a class with its first actor, and blocks for a minute if its server has
         # died by then.
         self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
-        # In a process that may die: while a head starts again, Ray can abort a process that lists the nodes.
-        here = None
         if self._config.ray_address is not None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._list_nodes = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(ray.nodes)
+            self._lister = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=here)(_NodeLister).remote()
 
     def _ray_lost(self) -> None:
         for incarnation in self._incarnations.values():
@@ -236,7 +234,7 @@ class RayPool:
         if self._config.ray_address is None:
             return {}
         if self._listing is None or self._listing.done():
-            self._listing = asyncio.create_task(_listed(self._list_nodes, host))
+            self._listing = asyncio.create_task(_listed(self._lister, host))
         return await asyncio.shield(self._listing)
 
     def _new_actor(self, worker_id: str, host: RayHost, unreachable: Collection[str]) -> Any:
@@ -272,6 +270,14 @@ class RayPool:
 
     def _claim(self) -> str:
         return f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs claimed for each worker"
+
+
+class _NodeLister:
+    """Lists the nodes of a cluster, as an actor: while a head starts again, Ray can abort a process that does it."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        nodes: list[dict[str, Any]] = ray.nodes()
+        return nodes
 
 
 class _Incarnation:
@@ -378,10 +384,10 @@ async def _has_begun(actor: Any, host: RayHost) -> bool:
     return True
 
 
-async def _listed(list_nodes: Any, host: RayHost) -> _Nodes:
+async def _listed(lister: Any, host: RayHost) -> _Nodes:
     try:
         async with asyncio.timeout(NODES_TIMEOUT_S):
-            nodes = await _reply(list_nodes.remote(), unless=host.ended)
+            nodes = await _reply(lister.nodes.remote(), unless=host.ended)
     except (TimeoutError, RayError, _Ended) as error:
         logger.warning("Ray does not list its nodes: %s", _reason(error) or "time-out")
         return {}

@@ -189,7 +189,7 @@ async def test_pool_fails_for_good_when_the_head_refuses_connections_for_too_lon
             [gcs] = [process for process in found if process.name == "gcs_server"]
             gcs.kill()
         async with asyncio.timeout(NOTICED_S):
-            with pytest.raises(WorkerLost, match="the head of Ray's cluster, .*, has refused connections"):
+            with pytest.raises(WorkerLost, match=r"the head of Ray's cluster, .*, has refused connections"):
                 await anext(aiter(pool.sample_events("w0")))
         with pytest.raises(PoolFailed, match="has refused connections for 1 s"):
             await pool.replace("w0")
