@@ -61,7 +61,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos host-memory guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -125,6 +125,9 @@ host-memory: $(READY) ## train 1,000 adapters in 200 MB of a worker, half an hou
 
 chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost
 	@$(BIN)/python -m scripts.reliability.chaos --kills $(KILLS)
+
+cluster-test: $(READY) ## kill hosts of a cluster and cut them off, half an hour, as root (ARGS="-k killed": some; CLUSTER_CHECKOUT=DIR: another commit)
+	@$(BIN)/python -m pytest -q tests/cluster $(ARGS)
 
 # The package index has no CPU build of torch, and pytorch's own index cannot be reached from everywhere. Its lock is written
 # into a new file: uv keeps the hashes that an output file has.

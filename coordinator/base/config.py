@@ -95,6 +95,12 @@ class CoordinatorConfig:
     """Seconds of service time after which operations behind a missing sequence number fail."""
     sweep_interval_s: float = 5.0
     """Seconds between two checks of sessions, gaps and retention."""
+    ping_interval_s: float = 2.0
+    """Seconds between two pings of a worker. Lower: the loss of a silent worker is noticed sooner. Higher: fewer calls,
+    for hundreds of workers."""
+    ping_timeout_s: float = 5.0
+    """Seconds without a reply to a ping after which a worker is lost. Lower: its adapters go on elsewhere sooner.
+    Higher: for slow networks and hosts that stall, where a loss would cost more than the wait."""
     replay_s_max: float = 10.0
     """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
     probation_s: float = 3600.0
@@ -134,7 +140,7 @@ class CoordinatorConfig:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         if self.disk_free_bytes_min < 0:
             raise ValueError(f"disk_free_bytes_min must be 0 or more, got {self.disk_free_bytes_min}")
-        _check_positive(self, "cycle_s_max", "sweep_interval_s")
+        _check_positive(self, "cycle_s_max", "ping_interval_s", "ping_timeout_s", "sweep_interval_s")
         if self.tenant_limits.weight != 1.0:
             raise ValueError("a weight is a share beside other tenants: set it for one tenant, not for all")
 

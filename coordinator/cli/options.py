@@ -204,6 +204,8 @@ _OPTIONS = (
         form={"parser": _cycle_tokens, "metavar": "NUMBER|auto"},
     ),
     _Option(flag="--cycle-seconds", setting=(CoordinatorConfig, "cycle_s_max"), form={"min": 0.01}),
+    _Option(flag="--ping-interval", setting=(CoordinatorConfig, "ping_interval_s"), form={"min": 0.1}),
+    _Option(flag="--ping-timeout", setting=(CoordinatorConfig, "ping_timeout_s"), form={"min": 0.1}),
     _Option(
         flag="--disk-free-min",
         setting=(CoordinatorConfig, "disk_free_bytes_min"),

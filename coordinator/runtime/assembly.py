@@ -70,7 +70,7 @@ def make_runners(
     return Runners(
         cycles=cycles,
         samples=samples,
-        supervisor=Supervisor(pool, time, fleet, registers.registry, scheduling.losses, samples, tasks),
+        supervisor=Supervisor(context.config, pool, time, fleet, registers.registry, scheduling.losses, samples, tasks),
         deletions=deletions,
         housekeeping=housekeeping,
         tenant_deletions=TenantDeletions(

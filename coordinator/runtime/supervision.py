@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time, backoff_s, within
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.registry import AdapterRegistry
@@ -22,8 +23,6 @@ from workers.contract.protocols import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 2.0
-PING_TIMEOUT_S = 5.0
 LATE_S = 1.0
 """Seconds after a ping from which on nobody waits for the worker but its own adapters."""
 DRAIN_POLL_S = 0.05
@@ -38,6 +37,7 @@ class Supervisor:
 
     def __init__(
         self,
+        config: CoordinatorConfig,
         pool: Pool,
         time: Time,
         fleet: Fleet,
@@ -46,6 +46,7 @@ class Supervisor:
         samples: SampleScheduler,
         tasks: Tasks,
     ) -> None:
+        self._config = config
         self._pool = pool
         self._time = time
         self._fleet = fleet
@@ -102,7 +103,7 @@ class Supervisor:
 
     async def _ping(self, worker_id: str) -> None:
         while worker_id in self._fleet.worker_ids():
-            await self._time.sleep(PING_INTERVAL_S)
+            await self._time.sleep(self._config.ping_interval_s)
             worker = self._fleet.find(worker_id)
             if worker is None:
                 continue
@@ -110,18 +111,20 @@ class Supervisor:
 
     async def _ping_once(self, worker: Incarnation) -> None:
         """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after."""
+        timeout_s = self._config.ping_timeout_s
+        late_s = min(LATE_S, timeout_s)
         worker_id, ping = worker.info.worker_id, asyncio.ensure_future(self._pool.ping(worker.info.worker_id))
         try:
             try:
-                await within(LATE_S, asyncio.shield(ping))
+                await within(late_s, asyncio.shield(ping))
             except TimeoutError:
                 self._fleet.be_late(worker, is_late=True)
-                await within(PING_TIMEOUT_S - LATE_S, ping)
+                await within(timeout_s - late_s, ping)
             self._fleet.be_late(worker, is_late=False)
         except WorkerLost as error:
             self._losses.record(worker_id, worker.name, LossKind.DIED, str(error))
         except TimeoutError:
-            reason = f"no reply within {PING_TIMEOUT_S:g} s"
+            reason = f"no reply within {timeout_s:g} s"
             self._losses.record(worker_id, worker.name, LossKind.SILENT, reason)
         finally:
             ping.cancel()

@@ -24,8 +24,6 @@ OTHERS = "(others)"
 """Stands for tenants whose names this API key may not see."""
 CANCEL_AGAIN_S = 0.2
 """Between two cancellations after Ctrl-C."""
-NODE_CHARS = 12
-"""Digits shown of a node's id: Ray's ids have 56. JSON has all of them."""
 
 
 @calls_pool
@@ -94,7 +92,7 @@ def _show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
                 worker.device,
                 str(worker.num_slots),
                 str(worker.num_adapters),
-                worker.node[:NODE_CHARS],
+                worker.node,
                 str(worker.pid or ""),
                 Text("live", "green") if worker.is_live else Text("lost, being replaced", "red"),
             )

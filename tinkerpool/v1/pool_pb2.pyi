@@ -44,7 +44,7 @@ class Worker(_message.Message):
     pid: _builtins.int
     """Process id on its node; 0 without an administrator's key."""
     node: _builtins.str
-    """Host name or Ray node id; empty without an administrator's key."""
+    """Address of its host in Ray's cluster, or in a local pool the host's name; empty without an administrator's key."""
     num_slots: _builtins.int
     """Adapters that fit in its bank at once."""
     num_adapters: _builtins.int

@@ -488,7 +488,7 @@ class WorkerInfo:
     model: ModelInfo
     pid: int
     node: str
-    """Host name or Ray node id."""
+    """Address of its host in Ray's cluster; in a local pool the host's name."""
     num_slots: int
     """Bank slots: adapters and sampler versions that are resident at a time; others are in host memory."""
     device: str

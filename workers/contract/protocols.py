@@ -16,6 +16,10 @@ class PoolStartError(Exception):
     """The pool cannot start with this configuration; the message names the change that is needed."""
 
 
+class PoolFailed(Exception):
+    """No worker of the pool can start any more: the coordinator must stop. The next start continues."""
+
+
 class Engine(Protocol):
     """One warm base model. One thread only. A tenant's error is no exception but an `ItemResult.error`."""
 
@@ -77,4 +81,7 @@ class Pool(Protocol):
         """End a worker for good."""
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill the worker's process, if it lives, and start the next incarnation, empty. Raises `WorkerLost`."""
+        """Kill the worker's process, if it lives, and start the next incarnation, empty.
+
+        Raises `WorkerLost`, and `PoolFailed`.
+        """

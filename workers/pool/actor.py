@@ -62,7 +62,7 @@ class EngineActor:
             incarnation=self._incarnation,
             model=engine.info,
             pid=os.getpid(),
-            node=ray.get_runtime_context().get_node_id(),
+            node=ray.util.get_node_ip_address(),
             num_slots=self._settings.num_slots,
             device=self._settings.device,
         )

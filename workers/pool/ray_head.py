@@ -1,4 +1,6 @@
-"""Whether a Ray cluster listens at an address, found out within seconds: Ray itself tries for minutes.
+"""Whether a Ray cluster listens at an address, and this host is a node of it: found out within seconds.
+
+Ray itself tries for minutes, and ends the process then.
 
 Does not depend on Ray. A head speaks gRPC, and each server of gRPC begins with a SETTINGS frame of HTTP/2.
 """
@@ -7,9 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a cluster's head may take to accept a connection and to reply."""
+REFUSAL_TIMEOUT_S = 2.0
+"""How long a head that may refuse a connection is waited for: a refusal takes no time but the network's."""
+REFUSED_S = 10.0
+"""How long a head that has listened may refuse all connections, unless the operator gives it longer."""
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's own: how long a process tries to reach a head again before Ray ends it."""
+RECONNECT_S = 60.0
+"""Its default."""
+RECONNECT_MARGIN_S = 5.0
+"""How long before Ray ends the process the pool ends by itself, and says why."""
 TLS_VARIABLE = "RAY_USE_TLS"
 """Ray's own; "1" if the connections of a cluster have TLS."""
 
@@ -39,6 +52,25 @@ async def check_head(address: str) -> None:
             f"no Ray listens at {address} ({problem}): start its head node with `ray start --head --port={port}`, give "
             "the address of another, or leave --ray-address out, and the pool starts a Ray of its own"
         )
+
+
+def refused_s_max() -> float:
+    """Return the seconds for which a head may refuse connections: most of Ray's own, if the operator has raised that.
+
+    Raises ValueError.
+    """
+    reconnect_s = float(os.environ.get(RECONNECT_VARIABLE, RECONNECT_S))
+    return REFUSED_S if reconnect_s <= RECONNECT_S else max(REFUSED_S, reconnect_s - RECONNECT_MARGIN_S)
+
+
+def is_refused(address: str) -> bool:
+    """Return whether `host:port` refuses a connection. A host that is silent does not refuse."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REFUSAL_TIMEOUT_S):
+            return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
 
 
 async def _problem(host: str, port: int) -> str:

@@ -18,7 +18,8 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -26,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.worker
+from ray._private.services import find_node_ids
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
-from workers.pool.ray_head import check_head
+from workers.pool.ray_head import CONNECT_TIMEOUT_S, check_head, is_refused, refused_s_max
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ ESSENTIAL = ("gcs_server", "raylet")
 minute."""
 WATCH_S = 0.1
 """Seconds between two checks of the essential processes."""
+HEAD_WATCH_S = 0.5
+"""Seconds between two connections to the head of a cluster."""
 HEARD_TIMEOUT_S = 30.0
 """Seconds that the event loop has to take the news of Ray's death, before Ray is ended in this process anyway."""
 TOKEN_BYTES = 32
@@ -107,7 +112,7 @@ class RayHost:
     """
 
     def __init__(self, config: PoolConfig, on_lost: Callable[[], None]) -> None:
-        """Prepare a Ray; `on_lost` is called in the event loop when a private Ray has died, after `ended` is done."""
+        """Prepare a Ray; `on_lost` is called in the event loop when Ray is lost, after `ended` is done."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The reason why no call to Ray is possible any more; done before Ray is ended in this process."""
         self._config = config
@@ -163,7 +168,10 @@ class RayHost:
             self._started.set_exception(error)
         else:
             self._started.set_result(None)
-            self._watch(belongings)
+            if belongings is not None:
+                self._watch_processes()
+            elif not str(config.ray_address).startswith("ray://"):
+                self._watch_head(ray.get_runtime_context().gcs_address)
         try:
             ray.shutdown()
         finally:
@@ -193,18 +201,44 @@ class RayHost:
                 os.environ.setdefault(name, value)
             folder = config.ray_temp_dir or f"{belongings.folder}/ray"
             options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cores()}
+        elif not str(config.ray_address).startswith("ray://"):
+            self._check_raylet()
         with _marked(belongings):
+            # Whatever `log_to_driver` says, Ray prints what raylets report, stacks of crashed processes among it.
+            ray._private.worker.print_to_stdstream = _log_report
             AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         if belongings is not None:
             self._essential = _essential_processes(belongings)
 
-    def _watch(self, belongings: Belongings | None) -> None:
-        """Wait for the stop. If Ray dies first, report that."""
+    def _check_raylet(self) -> None:
+        """Raise ConnectionError if this host is no node of a cluster, for which Ray would blame the head."""
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while not find_node_ids():
+            if time.monotonic() > deadline_s or self._is_stopping.wait(WATCH_S):
+                raise ConnectionError(
+                    "this host is not in the cluster, because no raylet runs on it: join it first, without workers if "
+                    f"it is to have none, with `ray start --address={self._config.ray_address} --num-cpus=0`"
+                )
+
+    def _watch_processes(self) -> None:
+        """Wait for the stop. If a private Ray dies first, report that."""
         while not self._is_stopping.wait(WATCH_S):
-            dead = [name for name, process in self._essential.items() if process.has_ended()]
-            if dead and belongings is not None:
+            if dead := [name for name, process in self._essential.items() if process.has_ended()]:
                 self._lose(f"Ray has died (its {dead[0]} ended)")
+                break
+
+    def _watch_head(self, address: str) -> None:
+        """Wait for the stop. If the head of a cluster refuses connections for too long, report that.
+
+        A head that is silent may still be there: it is left to Ray, which ends this process after its own time-out.
+        """
+        accepted_s = time.monotonic()
+        while not self._is_stopping.wait(HEAD_WATCH_S):
+            if not is_refused(address):
+                accepted_s = time.monotonic()
+            elif (refused_s := time.monotonic() - accepted_s) >= refused_s_max():
+                self._lose(f"the head of Ray's cluster, {address}, has refused connections for {refused_s:.0f} s")
                 break
 
     def _lose(self, reason: str) -> None:
@@ -243,6 +277,10 @@ def _marked(belongings: Belongings | None) -> Iterator[None]:
         for name in added:
             del os.environ[name]
         os.environ |= before
+
+
+def _log_report(report: Mapping[str, Any], ignore_prefix: bool) -> None:
+    logger.debug("Ray reports: %s", "\n".join(report["lines"]))
 
 
 def _essential_processes(belongings: Belongings) -> dict[str, Process]:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.contract.protocols import PoolStartError, WorkerLost
+from workers.contract.protocols import PoolFailed, PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
 from workers.pool.environment import new_incarnation, thread_environment
@@ -34,6 +35,13 @@ KILL_GRACE_S = 1.0
 """Seconds that Ray has to end a process before the pool kills it: Ray takes long to end a process that is stopped."""
 REACH_TIMEOUT_S = 2.0
 """Seconds that a node of a cluster has to accept a connection before a new worker is placed elsewhere."""
+NODES_TIMEOUT_S = 10.0
+"""Seconds that Ray has to list its nodes, in a process of its own, which starts with the pool."""
+PLACED_S = 5.0
+"""Seconds after which the nodes are examined again for a worker whose process has not begun."""
+
+_Nodes = Mapping[str, tuple[str, int]]
+"""Host and port of the raylet of each node, by Ray's id."""
 
 
 class RayPool:
@@ -47,6 +55,8 @@ class RayPool:
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
+        self._lister: Any = None
+        self._listing: asyncio.Task[_Nodes] | None = None
 
     async def start(self) -> None:
         """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
@@ -127,7 +137,7 @@ class RayPool:
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
 
-        A private Ray that has died is started again first.
+        A private Ray that has died is started again first. Raises PoolFailed if a cluster is lost.
         """
         incarnation = self._incarnation(worker_id)
         incarnation.end("it was replaced")
@@ -148,18 +158,26 @@ class RayPool:
         # One class for all workers: Ray stores a class with its first actor, and blocks for a minute if its server has
         # died by then.
         self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
+        if self._config.ray_address is not None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._lister = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=here)(_NodeLister).remote()
 
     def _ray_lost(self) -> None:
         for incarnation in self._incarnations.values():
             incarnation.end(incarnation.host.ended.result())
 
     async def _revive_ray(self) -> None:
-        """Start Ray again if it has died. Of concurrent calls one starts it, the others wait. Raises WorkerLost."""
+        """Start a private Ray again if it has died. Of concurrent calls one starts it, the others wait.
+
+        Raises WorkerLost, or PoolFailed if a cluster is lost.
+        """
         async with self._reviving:
             if self._host is None:
                 raise WorkerLost("the pool was stopped")
             if not self._host.ended.done():
                 return
+            if self._config.ray_address is not None:
+                raise PoolFailed(self._host.ended.result())
             await self._host.stop()
             try:
                 await self._start_ray()
@@ -172,26 +190,55 @@ class RayPool:
         settings, host = self._engines[worker_id], self._host
         assert host is not None
         try:
-            actor = await self._new_actor(worker_id, host)
-            try:
-                async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(self._config.start_timeout_s):
+                actor = await self._placed_actor(worker_id, host)
+                try:
                     start = actor.start.options(concurrency_group="work")
                     info: WorkerInfo = await _reply(start.remote(), unless=host.ended)
-                self._incarnations[worker_id] = _Incarnation(
-                    info, actor, host, is_on_this_machine=self._config.ray_address is None
-                )
-            except BaseException:
-                _kill(actor, host)
-                raise
+                    self._incarnations[worker_id] = _Incarnation(
+                        info, actor, host, is_on_this_machine=self._config.ray_address is None
+                    )
+                except BaseException:
+                    _kill(actor, host)
+                    raise
         except (TimeoutError, RayError, _Ended) as error:
             reason = _reason(error)
             if isinstance(error, TimeoutError):
                 reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
             raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
 
-    async def _new_actor(self, worker_id: str, host: RayHost) -> Any:
+    async def _placed_actor(self, worker_id: str, host: RayHost) -> Any:
+        """Return a worker's new actor, whose process has begun.
+
+        While it is pending, the nodes are examined every few seconds. If others are reachable now, a new actor takes
+        its place: Ray never changes the nodes that an actor may have.
+        """
+        while True:
+            nodes = await self._nodes(host)
+            unreachable = await _unreachable(nodes)
+            actor = self._new_actor(worker_id, host, unreachable)
+            try:
+                while not await _has_begun(actor, host):
+                    nodes = nodes or await self._nodes(host)
+                    if await _unreachable(nodes) != unreachable:
+                        break
+                else:
+                    return actor
+            except BaseException:
+                _kill(actor, host)
+                raise
+            _kill(actor, host)
+
+    async def _nodes(self, host: RayHost) -> _Nodes:
+        """Return the live nodes of a cluster; none if Ray does not list them. Concurrent calls share an answer."""
+        if self._config.ray_address is None:
+            return {}
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(_listed(self._lister, host))
+        return await asyncio.shield(self._listing)
+
+    def _new_actor(self, worker_id: str, host: RayHost, unreachable: Collection[str]) -> Any:
         settings = self._engines[worker_id]
-        unreachable = await _unreachable_nodes() if self._config.ray_address is not None else []
         if host.ended.done():
             raise _Ended(host.ended.result())
         actor_class = self._actor_class.options(
@@ -223,6 +270,14 @@ class RayPool:
 
     def _claim(self) -> str:
         return f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs claimed for each worker"
+
+
+class _NodeLister:
+    """Lists the nodes of a cluster, as an actor: while a head starts again, Ray can abort a process that does it."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        nodes: list[dict[str, Any]] = ray.nodes()
+        return nodes
 
 
 class _Incarnation:
@@ -317,12 +372,32 @@ def _reason(error: BaseException) -> str:
     return " ".join(lines).partition(" Some common causes")[0]
 
 
-async def _unreachable_nodes() -> list[str]:
-    """Return ids of nodes that accept no connection: for 15 s Ray places workers on a lost node."""
-    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-    addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
-    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in addresses))
-    return [node["NodeID"] for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable]
+async def _has_begun(actor: Any, host: RayHost) -> bool:
+    """Return whether the actor's process begins within `PLACED_S`. Raises RayError and _Ended."""
+    try:
+        async with asyncio.timeout(PLACED_S):
+            await _reply(actor.ping.options(concurrency_group="ping").remote(), unless=host.ended)
+    except TimeoutError:
+        return False
+    except RayTaskError:
+        pass  # `start` raises it too
+    return True
+
+
+async def _listed(lister: Any, host: RayHost) -> _Nodes:
+    try:
+        async with asyncio.timeout(NODES_TIMEOUT_S):
+            nodes = await _reply(lister.nodes.remote(), unless=host.ended)
+    except (TimeoutError, RayError, _Ended) as error:
+        logger.warning("Ray does not list its nodes: %s", _reason(error) or "time-out")
+        return {}
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes if node["Alive"]}
+
+
+async def _unreachable(nodes: _Nodes) -> frozenset[str]:
+    """Return ids of nodes that accept no connection: Ray places workers on a silent node for a minute or more."""
+    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in nodes.values()))
+    return frozenset(node for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable)
 
 
 async def _is_reachable(host: str, port: int) -> bool:

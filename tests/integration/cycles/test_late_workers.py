@@ -25,9 +25,8 @@ async def two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any
 ) -> AsyncIterator[tuple[ToyPool, str, str, asyncio.Event]]:
     """Run a pool; yield it with an adapter on each worker, and an event: without it the first gets no pings through."""
-    monkeypatch.setattr(supervision, "PING_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervision, "LATE_S", 0.02)
-    monkeypatch.setattr(supervision, "PING_TIMEOUT_S", 60.0)
+    config |= {"ping_interval_s": 0.02, "ping_timeout_s": 60.0}
     async with running_pool(tmp_path, num_workers=2, **config) as pool:
         adapters = {"alice": await pool.adapter(), "bob": await pool.adapter("bob")}
         names = [await pool.forward_backward(adapters[tenant], 1, 5, tenant=tenant) for tenant in adapters]

@@ -154,6 +154,21 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
         assert len(pool.engines["w0"]) == 2
 
 
+async def test_a_worker_that_replies_to_no_ping_is_replaced_after_the_configured_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, ping_interval_s=0.05, ping_timeout_s=0.1) as pool:
+        engines, ping = pool.engines["w0"], pool.core.pool.ping
+
+        async def silent_at_first(worker_id: str) -> None:
+            if len(engines) == 1:
+                await asyncio.sleep(60)
+            await ping(worker_id)
+
+        monkeypatch.setattr(pool.core.pool, "ping", silent_at_first)
+        await until(lambda: len(engines) == 2, timeout_s=4)  # the defaults take 7 s
+
+
 @pytest.mark.parametrize("is_failing", [True, False])
 async def test_operations_of_a_lost_worker_go_on_at_once_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_failing: bool

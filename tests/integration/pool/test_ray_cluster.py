@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -20,9 +21,11 @@ import ray
 from coordinator.cli.options import RAY_FILE
 from tests.support.batches import batch
 from tests.support.serving import TOY_ON_RAY, Terminal
-from workers.contract.protocols import WorkerLost
+from workers.contract.messages import WorkerInfo
+from workers.contract.protocols import PoolFailed, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.processes import MARK_VARIABLE, kill_marked
+from workers.pool import ray_head, ray_pool
+from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
 from workers.pool.ray_pool import RayPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -89,6 +92,35 @@ def start_node(mark: str, *options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def new_pool(cluster: Cluster, *, num_workers: int) -> RayPool:
+    return RayPool(
+        PoolConfig(
+            models=(PoolModel(name="toy", path="toy", num_workers=num_workers),),
+            engine="tests.support.toy_engine:toy_factory",
+            num_cpus=0.5,
+            start_timeout_s=60.0,
+            ray_address=cluster.address,
+        )
+    )
+
+
+@contextlib.contextmanager
+def marked(mark: str) -> Iterator[list[Process]]:
+    """Hold the processes of a node."""
+    found = find_marked(mark)
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.close()
+
+
+def is_on(mark: str, info: WorkerInfo) -> bool:
+    """Return whether a worker's process has a node's mark. Both nodes have the same address."""
+    with marked(mark) as found:
+        return info.pid in {process.pid for process in found}
+
+
 def test_serve_joins_a_cluster_with_nothing_but_its_token(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,21 +132,33 @@ def test_serve_joins_a_cluster_with_nothing_but_its_token(
         terminal.train()
 
 
+async def test_a_waiting_worker_gets_a_node_that_accepts_connections_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked = 0
+
+    async def not_at_first(host: str, port: int) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > 2  # of the two nodes
+
+    monkeypatch.setattr(ray_pool, "_is_reachable", not_at_first)  # no link can be cut here
+    monkeypatch.setattr(ray_pool, "PLACED_S", 0.5)
+    pool = new_pool(cluster, num_workers=1)
+    try:
+        async with asyncio.timeout(REPLACED_S):  # and the worker has a minute
+            await pool.start()
+        assert num_asked >= 4
+    finally:
+        await pool.stop()
+
+
 async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_the_node_lost(cluster: Cluster) -> None:
-    pool = RayPool(
-        PoolConfig(
-            models=(PoolModel(name="toy", path="toy", num_workers=2),),
-            engine="tests.support.toy_engine:toy_factory",
-            num_cpus=0.5,
-            start_timeout_s=60.0,
-            ray_address=cluster.address,
-        )
-    )
+    pool = new_pool(cluster, num_workers=2)
     try:
         await pool.start()
-        here = ray.get_runtime_context().get_node_id()
-        [old] = [info for info in pool.workers() if info.node != here]
-        [other] = [info for info in pool.workers() if info.node == here]
+        [old] = [info for info in pool.workers() if is_on(cluster.second, info)]
+        [other] = [info for info in pool.workers() if is_on(cluster.head, info)]
         assert (await pool.run(old.worker_id, batch(1))).incarnation == old.incarnation
         kill_marked(cluster.second, 10.0)
         async with asyncio.timeout(NOTICED_S):
@@ -126,9 +170,28 @@ async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_
         for info in (old, other):  # Ray alternates between nodes, so it would place one of them on the lost node
             async with asyncio.timeout(REPLACED_S):
                 new = await pool.replace(info.worker_id)
-            assert new.node == here
+            assert is_on(cluster.head, new)
             assert (await pool.run(info.worker_id, batch(2))).incarnation == new.incarnation
     finally:
         await pool.stop()
-    num_left, _ = kill_marked(cluster.head, 10.0)
-    assert num_left > 0, "a pool that leaves a cluster does not end it"
+    with marked(cluster.head) as left:
+        assert left, "a pool that leaves a cluster does not end it"
+
+
+async def test_pool_fails_for_good_when_the_head_refuses_connections_for_too_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_head, "REFUSED_S", 1.0)
+    pool = new_pool(cluster, num_workers=1)
+    try:
+        await pool.start()
+        with marked(cluster.head) as found:
+            [gcs] = [process for process in found if process.name == "gcs_server"]
+            gcs.kill()
+        async with asyncio.timeout(NOTICED_S):
+            with pytest.raises(WorkerLost, match=r"the head of Ray's cluster, .*, has refused connections"):
+                await anext(aiter(pool.sample_events("w0")))
+        with pytest.raises(PoolFailed, match="has refused connections for 1 s"):
+            await pool.replace("w0")
+    finally:
+        await pool.stop()

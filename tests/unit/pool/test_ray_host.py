@@ -12,7 +12,7 @@ import pytest
 
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool import ray_head
+from workers.pool import ray_head, ray_host
 from workers.pool.factory import check_host
 from workers.pool.ray_host import Belongings, RayHost
 
@@ -86,6 +86,36 @@ async def test_a_server_of_grpc_and_an_address_that_is_rays_to_resolve_are_left_
     await server.start()
     await ray_head.check_head(f"127.0.0.1:{port}")
     await server.stop(0)
+
+
+async def test_a_host_without_a_raylet_is_told_so_and_the_head_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_host, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_host, "find_node_ids", set)  # this machine may have raylets of other tests
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    host = RayHost(PoolConfig(kind="ray", models=MODELS, ray_address=address), lambda: None)
+    with pytest.raises(PoolStartError, match=rf"no raylet runs on it: .*`ray start --address={address} --num-cpus=0`"):
+        await host.start()
+    await host.stop()
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(("reconnect", "refused_s_max"), [(None, 10.0), ("60", 10.0), ("62", 57.0), ("600", 595.0)])
+def test_a_head_may_refuse_for_longer_if_the_operator_expects_it_back(
+    reconnect: str | None, refused_s_max: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ray_head.RECONNECT_VARIABLE, raising=False)
+    if reconnect is not None:
+        monkeypatch.setenv(ray_head.RECONNECT_VARIABLE, reconnect)
+    assert ray_head.refused_s_max() == refused_s_max
+
+
+def test_a_head_that_is_silent_does_not_refuse() -> None:
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as silent:
+        bound.bind(("127.0.0.1", 0))
+        assert ray_head.is_refused(f"127.0.0.1:{bound.getsockname()[1]}")
+        assert not ray_head.is_refused(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_the_models_and_gpus_of_a_cluster_are_not_looked_for_on_this_machine() -> None:
