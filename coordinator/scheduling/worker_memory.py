@@ -119,11 +119,12 @@ class WorkerMemory:
         for log in sorted(resident, key=AdapterLog.is_ready):  # a stable order: the least recently used first
             if excess <= 0:
                 break
-            if not log.is_between_operations:
+            is_held = not self._quarantine.may_run(log.adapter_id)
+            if not (log.is_between_operations or is_held):
                 continue  # it would run the begun operation again
             if self._snapshots.is_unsettled(log.adapter_id):
                 excess -= self.size_of(log)  # it goes when its snapshot counts
-            elif log.copy.applied_seq <= log.snapshot_seq or not self._quarantine.may_run(log.adapter_id):
+            elif log.copy.applied_seq <= log.snapshot_seq or is_held:  # a suspect may wait for its room
                 self._fleet.drop_copy(worker.info.worker_id, log.spec)
                 log.lose_copy()
                 self._group.mark_dirty(log)
