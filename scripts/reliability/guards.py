@@ -40,10 +40,73 @@ class Guard:
 
 GUARDS = (
     Guard(
+        name="nobody waits for a worker that is late",
+        file="coordinator/cycle/dispatch.py",
+        before="if not part.reply.done() and not part.worker.is_late]",
+        after="if not part.reply.done()]",
+        tests=("tests/integration/cycles/test_late_workers.py", "-k", "others_go_on", "--timeout", "30"),
+    ),
+    Guard(
+        name="the plan of a part that was split off stays in the log",
+        file="coordinator/cycle/commit.py",
+        before="open_ids=tuple(sorted(self._open))",
+        after="open_ids=()",
+        tests=("tests/integration/cycles/test_late_workers.py", "-k", "others_go_on"),
+    ),
+    Guard(
+        name="a late step takes its pass along",
+        file="coordinator/cycle/commit.py",
+        before="        for operation in part.finished:\n            operation.move_to_cycle(cycle_id)\n",
+        after="",
+        tests=("tests/integration/cycles/test_late_workers.py", "-k", "takes_its_pass_along"),
+    ),
+    Guard(
+        name="nobody is charged for the wait for a late worker",
+        file="coordinator/cycle/phases.py",
+        before="        cycle.worked(now - cycle.started)  # nobody is charged for the wait\n",
+        after="",
+        tests=("tests/integration/cycles/test_late_workers.py", "-k", "pay_for_no_wait"),
+    ),
+    Guard(
+        name="a worker that is late gets nothing new",
+        file="coordinator/fleet/fleet.py",
+        before="if w.is_live and not w.is_draining and not w.is_away]",
+        after="if w.is_live and not w.is_draining]",
+        tests=("tests/integration/cycles/test_late_workers.py", "-k", "gets_nothing_new", "--timeout", "30"),
+    ),
+    Guard(
+        name="a first silence suspects nothing",
+        file="coordinator/scheduling/worker_losses.py",
+        before="        if kind is LossKind.SILENT:\n",
+        after="        if False:\n",
+        tests=("tests/unit/scheduling/test_worker_losses.py", "-k", "first_silence"),
+    ),
+    Guard(
+        name="what has lost two workers does not take the last one",
+        file="coordinator/scheduling/quarantine.py",
+        before="if not (group.has_killed and self._is_short) and",
+        after="if",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "at_most_once", "--timeout", "60"),
+    ),
+    Guard(
+        name="operations of a lost worker do not wait for its replacement",
+        file="coordinator/scheduling/quarantine.py",
+        before="if not (group.has_killed and self._is_short) and",
+        after="if not self._is_short and",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "go_on_at_once", "--timeout", "30"),
+    ),
+    Guard(
+        name="a copy that a quarantine holds gives its room to what may run",
+        file="coordinator/scheduling/worker_memory.py",
+        before="if not (log.is_between_operations or is_held):",
+        after="if not log.is_between_operations:",
+        tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "begun_operation"),
+    ),
+    Guard(
         name="a worker that is drained gets nothing new",
         file="coordinator/fleet/fleet.py",
-        before="if w.is_live and not w.is_draining]",
-        after="if w.is_live]",
+        before="if w.is_live and not w.is_draining and not w.is_away]",
+        after="if w.is_live and not w.is_away]",
         tests=("tests/integration/cycles/test_membership.py", "-k", "next_one_runs_elsewhere"),
     ),
     Guard(
@@ -70,8 +133,8 @@ GUARDS = (
     Guard(
         name="a copy that no snapshot covers is snapshotted before it leaves",
         file="coordinator/scheduling/worker_memory.py",
-        before="elif log.copy.applied_seq <= log.snapshot_seq or not",
-        after="elif True or not",
+        before="elif log.copy.applied_seq <= log.snapshot_seq or is_held:",
+        after="elif True:",
         tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "snapshotted_first"),
     ),
     Guard(
@@ -437,7 +500,7 @@ GUARDS = (
     ),
     Guard(
         name="deadline of a batch",
-        file="coordinator/cycle/phases.py",
+        file="coordinator/cycle/dispatch.py",
         before="reply = await within(allowed_s, self._pool.run(worker.info.worker_id, batch))",
         after="reply = await self._pool.run(worker.info.worker_id, batch)",
         tests=("tests/integration/cycles/test_poison.py", "-k", "hangs"),

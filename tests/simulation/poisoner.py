@@ -86,8 +86,7 @@ class _Kill:
     sent_s: float
     """When its batch was sent."""
     replaced_s: float | None = None
-    """When its worker was replaced, or the last attempt at that failed; None: neither so far."""
-    is_replaced: bool = False
+    """When its worker was replaced, or the first attempt at that failed; None: neither so far."""
 
 
 class Kills:
@@ -139,13 +138,13 @@ class Kills:
         self._missing.add(worker_id)
         self._taken.add(worker_id)
 
-    def replaced(self, worker_id: str, *, has_failed: bool = False) -> None:
+    def replaced(self, worker_id: str) -> None:
         """Record that a worker is replaced, or that the attempt has failed: then the wait for it might never end."""
         self._missing.discard(worker_id)
         if not self._missing:
             self._taken.clear()
-        if (last := self._last.get(worker_id)) is not None and not last.is_replaced:
-            last.replaced_s, last.is_replaced = self._world.time(), not has_failed
+        if (last := self._last.get(worker_id)) is not None and last.replaced_s is None:
+            last.replaced_s = self._world.time()  # after a failed attempt the next turn may begin before another one
 
 
 def _pass(adapter_id: str, seq: int, *, does_kill: bool) -> training_pb2.ForwardBackwardRequest:

@@ -309,7 +309,7 @@ class SimPoolFront:
         self._pool.down[worker_id] -= is_down
         if is_down or self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no replacement", worker_id)
-            self._pool.kills.replaced(worker_id, has_failed=True)
+            self._pool.kills.replaced(worker_id)
             raise WorkerLost(f"{worker_id} does not start")
         self._pool.start_incarnation(worker_id)
         self._pool.kills.replaced(worker_id)

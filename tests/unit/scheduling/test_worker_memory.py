@@ -10,10 +10,11 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.operations.windows import Window
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.worker_memory import WorkerMemory
-from tests.support.adapter_logs import FB, STEP, Files, adapter_with, run, spec_named
+from tests.support.adapter_logs import FB, STEP, Files, adapter_with, operation, run, spec_named
 from tests.support.toy_engine import toy_bytes, toy_worker_info
 from tests.support.toy_pool import FakeTime
 from workers.contract.gradient_windows import EMPTY
+from workers.contract.messages import ItemResult
 
 COPY = toy_bytes(spec_named("a"))
 VERSION = COPY // 4
@@ -119,6 +120,20 @@ def test_a_quarantined_copy_that_may_not_run_leaves_without_a_snapshot() -> None
     log = bench.put("second", has_run=True)
     bench.quarantine.record_loss(["first", "second"], ["first:1", "second:1"])
     assert bench.waits("first", "w0")
+    assert bench.memory.make_room()
+    assert (log.home, bench.at_home()) == ("", [])
+
+
+def test_a_copy_with_a_begun_operation_stays_unless_the_quarantine_holds_it_back() -> None:
+    """Else what it waits for would wait for its room."""
+    bench = Bench(1)
+    log = bench.put("other", has_run=True)
+    log.add(operation(3, FB, name="other"))
+    log.copy.add_result(log.operations[3], 0, ItemResult(op_id="other:3"))
+    assert bench.waits("suspect", "w0")
+    assert not bench.memory.make_room()
+    bench.quarantine.record_loss(["suspect"], ["suspect:1"])
+    assert bench.waits("suspect", "w0")
     assert bench.memory.make_room()
     assert (log.home, bench.at_home()) == ("", [])
 
