@@ -3,8 +3,8 @@
 Public interface:
 
 - `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
-- `planner.Planning`: plans the passes of one base model (`PassPlan`) from its `ready_set.ReadySet`, and places adapters by
-  `recent_load`;
+- `planner.Planning`: plans the passes of one base model (`PassPlan`) from its `ready_set.ReadySet`, and
+  places adapters by their `recent_load`;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take; `state_budget`: the
   steps, saves and loads of a step phase; `cost_model.Costs`: what adapters cost besides tokens;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
