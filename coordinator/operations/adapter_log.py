@@ -136,7 +136,11 @@ class AdapterLog:
             self.window_bytes = 0
 
     def withdraw(self, operation: Operation) -> None:
-        """Remove an operation whose append failed. If a worker may have run it, drop the adapter's copy."""
+        """Remove an operation whose append failed. If a worker may have run it, drop the adapter's copy.
+
+        It did arrive: the time that its client has to send it again begins anew.
+        """
+        self.gap_since = None
         has_begun = operation.seq in self.copy.progress
         operation.withdraw()
         if self.operations.get(operation.seq) is not operation:

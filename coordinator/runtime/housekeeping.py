@@ -104,8 +104,8 @@ class Housekeeping:
 
     def _fail_behind_gap(self, log: AdapterLog) -> None:
         missing, now = log.missing_seq(), self._time.monotonic()
-        if self._accounts.is_held(log.tenant_id):
-            missing = None  # its missing operation would be refused: the wait begins again when it is resumed
+        if self._accounts.is_held(log.tenant_id) or self._store.database.lack_of_room():
+            missing = None  # its missing operation would be refused now: the wait begins again afterwards
         if missing is None or log.gap_since is None:
             log.note_gap(now if missing is not None else None)
             return

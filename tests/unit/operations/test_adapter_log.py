@@ -465,3 +465,13 @@ def test_reinstalls_for_an_operation_are_counted_until_the_next_result() -> None
         assert adapter.copy.count_reinstall("a:1") == count
     adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
     assert adapter.copy.count_reinstall("a:1") == 1
+
+
+def test_the_wait_for_a_missing_operation_begins_anew_when_its_append_fails() -> None:
+    """Its client sends it, so it is not lost: the disk may be full, or the database locked, for minutes."""
+    log = adapter_with()
+    first = appending(1, FB)
+    log.add(first)
+    log.note_gap(5.0)
+    log.withdraw(first)
+    assert log.gap_since is None
