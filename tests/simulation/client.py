@@ -156,7 +156,9 @@ class Client:
         except ServiceError as error:
             if error.reason in HELD:
                 self._standings.check_refused(self.name, error)
-            elif error.reason not in KEY_ENDED or not (self.is_key_in_doubt or key != self.key):
+            elif error.reason not in KEY_ENDED or not (
+                self.is_key_in_doubt or key != self.key or self._standings.is_gone(self.name)
+            ):
                 raise
             raise ServiceError(error.code, error.reason, error.message, retry_delay_s=HELD_S) from error
 

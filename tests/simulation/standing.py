@@ -87,6 +87,11 @@ class Standings:
             raise ContractViolation(f"a call of {name}, which is {state.name}, was refused: {error.reason}")
         self._world.work[f"calls refused: {error.reason}"] += 1
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether a tenant's deletion was sent and is complete, so that its keys are unknown."""
+        is_deleted = self._states.get(name) in (State.CHANGING, State.DELETED)
+        return is_deleted and self._coordinator.core.store.tenants.named(name) is None
+
     def check_batch(self, cycle_id: int, operations: frozenset[str]) -> None:
         """Check that a cycle begins no operation of a tenant that was suspended before the cycle."""
         for name in operations - self._begun if self._suspensions else ():
