@@ -104,8 +104,8 @@ class Dispatch:
         seconds_max = 0.0
         for worker_id in work.worker_ids():
             worker, entries = self._fleet.find(worker_id), work.entries(worker_id)
-            if worker is None:
-                continue  # lost since the work was built: its copies are not current
+            if worker is None or worker.is_apart:
+                continue  # lost since the work was built: its copies are not current; or only to be asked
             worker.begin_phase(flights(entries))
             batch = self._batch(cycle_id, work, worker, entries, planning)
             extra_tokens = work.extra_tokens(worker_id)

@@ -38,8 +38,8 @@ class Quarantine:
     only if its next worker falls silent or is lost too before it has finished. Adapters form a group until then, which
     is not halved. Samples run with others: they may take long, and others would wait for them.
 
-    A group that has killed a worker waits while it could take the last one (`pause`), and a group on a worker that is
-    late waits for that worker (`note_late`); all others run meanwhile.
+    A group that has lost a second worker waits while it could take the last one (`pause`), and a group on a worker that
+    is late waits for that worker (`note_late`); all others run meanwhile.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class Quarantine:
         self._is_short = False
 
     def pause(self, *, is_paused: bool) -> None:
-        """Hold groups that have killed back while one worker is left and another one missing; or end that pause."""
+        """Hold groups back that have lost two workers, while one is left and another one missing; or end that pause."""
         self._is_short = is_paused
         self.changed.notify()
 
     def note_late(self, names: Collection[str]) -> None:
-        """Record what is in flight on workers that are late: the others of its group wait for it, and nobody else."""
+        """Record what is in flight on workers that are late: only the rest of its group waits for it."""
         if names != self._late:
             self._late = names
             self.changed.notify()
