@@ -45,6 +45,11 @@ class Part:
     computed_s: float | None = None
     """Seconds that the worker took, as it replied."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has replied or is lost."""
+        return self.reply.done() or not self.worker.is_live
+
 
 WorkerResult = tuple[Entry, Incarnation, ItemResult]
 
@@ -127,6 +132,9 @@ class Dispatch:
 
     def take(self, cycle_id: int, part: Part) -> list[WorkerResult]:
         """Return the results that a worker replied with; none if it is lost. Raises TakenOver."""
+        if not part.reply.done():
+            part.reply.cancel()  # its loss was recorded
+            return []
         worker, error = part.worker, part.reply.exception()
         if isinstance(error, WorkerLost):
             kind = LossKind.OVERDUE if isinstance(error, _Overdue) else LossKind.DIED

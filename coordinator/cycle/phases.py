@@ -175,11 +175,11 @@ class Phases:
     @property
     def has_reports(self) -> bool:
         """Whether `take_reported` returns any."""
-        return any(each.part.reply.done() for each in self._split)
+        return any(each.part.has_ended for each in self._split)
 
     def take_reported(self) -> list[SplitCycle]:
         """Return the cycles that were split off and whose workers have reported or are lost; call `resume` for each."""
-        reported = [each for each in self._split if each.part.reply.done()]
+        reported = [each for each in self._split if each.part.has_ended]
         self._split = [each for each in self._split if each not in reported]
         return reported
 
@@ -228,7 +228,9 @@ class Phases:
         self._note_late()
 
     def _note_late(self) -> None:
-        self.dispatch.quarantine.note_late(frozenset().union(*(each.adapter_ids for each in self._split)))
+        names = frozenset[str]().union(*(each.adapter_ids for each in self._split))
+        self.dispatch.quarantine.note_late(names)
+        self._planning.ready.hold_back(names)
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
         replies = await self.dispatch.run(cycle.cycle_id, work, self._planning)

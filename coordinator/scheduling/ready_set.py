@@ -67,6 +67,7 @@ class ReadySet:
         self._publishing = publishing
         self.costs = costs
         self._is_stopping = False
+        self._held_back: Collection[str] = frozenset()
         self._past_snapshots: dict[str, AdapterLog] = {}
         """Adapters whose copies may be past their snapshots."""
         self._last_cycle: dict[str, int] = {}
@@ -111,12 +112,21 @@ class ReadySet:
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self.dirty())
 
     def dirty(self) -> list[AdapterLog]:
-        """Return all adapters that changed, whether or not they may run, but none whose worker is away.
+        """Return all adapters that changed, whether or not they may run, but none that waits for a late worker.
 
         What is decided behind operations that are in flight there is committed after them.
         """
-        away = self._memory.away
-        return [log for log in self._group.dirty.values() if not away or log.home not in away]
+        away, held, logs = self._memory.away, self._held_back, self._group.dirty.values()
+        if not away and not held:
+            return list(logs)
+        return [log for log in logs if log.home not in away and log.adapter_id not in held]
+
+    def hold_back(self, adapter_ids: Collection[str]) -> None:
+        """Hold adapters back, and no others, until the part of a cycle that has them has ended.
+
+        If its worker is lost, what it decided before must be committed before anything behind it.
+        """
+        self._held_back = adapter_ids
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""

@@ -238,7 +238,7 @@ class SimPoolFront:
                 result = await self._run(worker_id, worker, batch)
             is_late = worker.is_replaced
             await self._delay()
-        except WorkerLost:
+        except (WorkerLost, asyncio.CancelledError):
             self._pool.note_loss(worker)
             raise
         finally:
