@@ -61,6 +61,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_late_workers.py", "-k", "takes_its_pass_along"),
     ),
     Guard(
+        name="what a late worker's part decided is committed before anything behind it",
+        file="coordinator/scheduling/ready_set.py",
+        before="if log.home not in away and log.adapter_id not in held]",
+        after="if log.home not in away]",
+        tests=("tests/unit/scheduling/test_ready_set.py", "-k", "part_of_a_cycle_is_open"),
+    ),
+    Guard(
         name="nobody is charged for the wait for a late worker",
         file="coordinator/cycle/phases.py",
         before="        cycle.worked(now - cycle.started)  # nobody is charged for the wait\n",

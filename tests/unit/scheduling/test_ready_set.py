@@ -60,6 +60,17 @@ class Bench:
         return [adapter.adapter_id for adapter in self.ready.allowed()]
 
 
+async def test_an_adapter_whose_part_of_a_cycle_is_open_waits_also_if_its_worker_was_lost() -> None:
+    """What its part has decided must be committed before anything behind it."""
+    late, other = adapter_with(FB, STEP), adapter_with(FB, name="b")
+    bench = Bench(late, other)
+    bench.ready.hold_back(frozenset({"a"}))
+    assert bench.allowed() == ["b"]
+    assert bench.ready.dirty() == [other]
+    bench.ready.hold_back(frozenset())
+    assert bench.allowed() == ["a", "b"]
+
+
 async def test_a_thousand_idle_adapters_are_not_read_in_a_cycle(tmp_path: Path) -> None:
     """Half of them have a copy on the worker. Only the sweep, every few seconds, may read all."""
     async with running_pool(tmp_path, sweep_interval_s=1000.0, linger_s=0.0) as pool:
