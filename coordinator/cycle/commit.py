@@ -55,8 +55,14 @@ class Cycle:
     """Saves that published weights, which their worker holds since: worker, incarnation, operation, bytes."""
     worker_s: float = 0.0
     """Seconds of the cycle that workers computed, and files took. The rest took the coordinator, and the way there."""
+    floors: Mapping[str, float] = field(default_factory=dict)
+    """See `PassPlan.floors`."""
     unused_tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Tenant to what was planned and did not run: the plan charged it."""
+
+    def planned(self, plan: PassPlan) -> None:
+        """Record the plan that the cycle runs."""
+        self.floors = plan.floors
 
     def end_pass(self, now: float) -> None:
         """Record the end of the pass."""
@@ -70,16 +76,12 @@ class Cycle:
         """Commit these decided operations with the cycle."""
         self.finished += operations
 
-    def keep_only(self, operations: list[Operation]) -> None:
-        """Commit these of its operations alone: the adapters of the others were deleted."""
-        self.finished = operations
-
     def split(self, cycle_id: int, adapter_ids: Collection[str]) -> Cycle:
         """Return a cycle with the part that these adapters have in this one; their worker is late in its phase.
 
         What the pass has decided goes with them, so that a pass and its step stay in one cycle.
         """
-        part = Cycle(cycle_id, self.started_wall, self.started, self.pass_ended)
+        part = Cycle(cycle_id, self.started_wall, self.started, self.pass_ended, floors=self.floors)
         part.finished = [operation for operation in self.finished if operation.target_id in adapter_ids]
         self.finished = [operation for operation in self.finished if operation.target_id not in adapter_ids]
         for operation in part.finished:
@@ -226,7 +228,7 @@ class Committer:
         for log in self._planning.ready.dirty():
             cycle.finish(log.take_decided())
         self._journal.end(cycle.cycle_id)
-        self._planning.take_back(cycle.unused_tokens)
+        self._planning.take_back(cycle.unused_tokens, cycle.floors)
         self._charge_rest(cycle)
         message = cycle.as_message(self._planning.base_model)
         has_run = bool(cycle.entries)

@@ -79,12 +79,15 @@ class CycleLoop:
 
     async def _resume(self) -> None:
         """Go on with the parts of earlier cycles that were split off, and whose late workers have reported."""
-        for split in self._phases.take_reported():
+        while (split := self._phases.take_reported()) is not None:
             await self._phases.resume(split)
-            await self._commit(split.cycle)
+            if split.cycle.cycle_id:  # not snapshots
+                await self._commit(split.cycle)
 
     def _plan(self) -> tuple[Cycle, PassPlan]:
-        return self._new_cycle(self._journal.new_id()), self.planning.plan(self._time.monotonic())
+        cycle, plan = self._new_cycle(self._journal.new_id()), self.planning.plan(self._time.monotonic())
+        cycle.planned(plan)
+        return cycle, plan
 
     def _log(self, cycle: Cycle, plan: PassPlan) -> None:
         self._journal.note_plan(cycle.cycle_id, plan)
@@ -114,7 +117,7 @@ class CycleLoop:
             number = self._snapshots.num_readable(logs, self.planning.memory.size_of)
             if number:
                 await self._phases.take_snapshots(logs[:number])
-                logs = logs[number:]
+                logs = [log for log in logs[number:] if self._can_take(log)]
             else:
                 await self._snapshots.finish()
                 self._snapshots.settle(self._group.logs)
@@ -170,9 +173,12 @@ class CycleLoop:
         self._group.changed.notify()
         await self._has_ended.wait()
 
-    async def until_idle(self) -> None:
-        """Return when no cycle is under way."""
+    async def until_idle(self, adapter_id: str = "") -> None:
+        """Return when no cycle is under way, and no part of one that was split off has this adapter."""
         await self._is_idle.wait()
+        while self._phases.has_part_of(adapter_id):
+            await asyncio.sleep(STOP_POLL_S)
+            await self._is_idle.wait()
 
     def forget(self, adapter_id: str) -> None:
         """Drop the state of a deleted adapter that is in no cycle."""

@@ -110,7 +110,8 @@ class Phases:
         work, residents = PhaseWork(), self._planning.residents()
         due = [(log, ahead.may_begin) for log, ahead in self._planning.ready.due_steps()]
         due = [(log, may_begin) for log, may_begin in due if only is None or log.adapter_id in only]
-        num_planned = self._planning.plan_states(due, cycle.cycle_id, cycle.pass_ended - cycle.started)
+        elapsed_s = cycle.pass_ended - cycle.started if only is None else 0.0  # without the wait for a late worker
+        num_planned = self._planning.plan_states(due, cycle.cycle_id, elapsed_s)
         for log, may_begin in due:
             if num_operations := num_planned.get(log.adapter_id, 0):
                 await self._add_steps(cycle, log, may_begin, num_operations, residents, work)
@@ -174,13 +175,21 @@ class Phases:
 
     @property
     def has_reports(self) -> bool:
-        """Whether `take_reported` returns any."""
+        """Whether `take_reported` returns one."""
         return any(each.part.has_ended for each in self._split)
 
-    def take_reported(self) -> list[SplitCycle]:
-        """Return the cycles that were split off and whose workers have reported or are lost; call `resume` for each."""
-        reported = [each for each in self._split if each.part.has_ended]
-        self._split = [each for each in self._split if each not in reported]
+    def has_part_of(self, adapter_id: str) -> bool:
+        """Return whether a part that was split off, and has not ended, has the adapter."""
+        return any(adapter_id in each.adapter_ids for each in self._split)
+
+    def take_reported(self) -> SplitCycle | None:
+        """Return a cycle that was split off and whose worker has reported or is lost; call `resume` and commit it.
+
+        One at a time: the adapters of the others are held back until their turn.
+        """
+        reported = next((each for each in self._split if each.part.has_ended), None)
+        if reported is not None:
+            self._split.remove(reported)
         return reported
 
     async def resume(self, split: SplitCycle) -> None:
@@ -188,10 +197,7 @@ class Phases:
         cycle, part = split.cycle, split.part
         self._fleet.set_apart(part.worker, is_apart=False)
         self._note_late()
-        cycle.keep_only([each for each in cycle.finished if each.target_id in self._logs])
-        results = self.dispatch.take(cycle.cycle_id, part)
-        # An adapter may have been deleted since.
-        await self._apply(cycle, [each for each in results if self._logs.get(each[0].log.adapter_id) is each[0].log])
+        await self._apply(cycle, self.dispatch.take(cycle.cycle_id, part))
         now = self._time.monotonic()
         cycle.worked(now - cycle.started)  # nobody is charged for the wait
         if not cycle.cycle_id:
@@ -207,6 +213,7 @@ class Phases:
         """Wait for no late worker any more: this coordinator ends."""
         for each in self._split:
             each.part.reply.cancel()
+        self._split.clear()
 
     def _split_off(self, cycle: Cycle, part: Part) -> None:
         """Let the part of a late worker be a cycle of its own, so that nobody waits for it."""

@@ -275,9 +275,9 @@ class Fleet:
         """Return the workers of a base model that take work: live, not drained, and not away."""
         return [w for w in self._of(base_model) if w.is_live and not w.is_draining and not w.is_away]
 
-    def has_live(self, base_model: str) -> bool:
-        """Return whether a worker of this base model is live and not drained; it may be away."""
-        return any(w.is_live and not w.is_draining for w in self._of(base_model))
+    def num_live(self, base_model: str) -> int:
+        """Return how many workers of this base model are live and not drained; they may be away."""
+        return sum(w.is_live and not w.is_draining for w in self._of(base_model))
 
     def drained(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are to be removed, live or not."""

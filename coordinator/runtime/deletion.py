@@ -85,7 +85,7 @@ class Deletions:
             return
         quarantine = self._quarantines[log.base_model]
         quarantine.release(log.adapter_id)
-        await loop.until_idle()
+        await loop.until_idle(log.adapter_id)
         quarantine.release(log.adapter_id)  # its worker may have been lost meanwhile
         loop.forget(log.adapter_id)
 

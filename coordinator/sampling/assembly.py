@@ -35,6 +35,7 @@ def make_sample_scheduler(
         scheduling.losses,
         context.failure,
     )
+    fleet.changed.subscribe(samples.wake)
     for quarantine in scheduling.quarantines.values():
         quarantine.changed.subscribe(samples.wake)
     scheduling.probation.changed.subscribe(samples.wake)

@@ -224,8 +224,6 @@ class Planning:
         self._ready_on: dict[str, set[str]] = {}
         """Worker to the tenants that had a chunk ready there at the last plan, whether or not it was planned. An empty
         name: adapters that have no copy and were not planned."""
-        self._floors: Mapping[str, float] = {}
-        """See `PassPlan.floors`; of the last plan."""
 
     def decode_share(self, worker_id: str, sampling: Collection[str], training: Collection[str]) -> float:
         """Return the part of a worker's time that decode steps get while these tenants sample and train there.
@@ -241,7 +239,7 @@ class Planning:
 
     def has_live_workers(self) -> bool:
         """Return whether a worker of this base model is live; it may be late."""
-        return self._fleet.has_live(self.base_model)
+        return self._fleet.num_live(self.base_model) > 0
 
     def drained(self) -> list[Incarnation]:
         """Return the workers that are to be removed: their adapters go on elsewhere."""
@@ -279,7 +277,7 @@ class Planning:
             candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots, loads
         )
         self._recent.add(plan.charges, now)
-        self._floors, self._ready_on = plan.floors, {}
+        self._ready_on = {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:
                 worker_id = plan.placements.get(candidate.adapter_id, candidate.home)
@@ -328,10 +326,13 @@ class Planning:
         """Return what a chunk costs, in tokens."""
         return item.num_tokens + self.ready.costs.of(log.spec).item
 
-    def take_back(self, num_tokens: Mapping[str, float]) -> None:
-        """Take back what the last plan charged for work that did not run, by tenant in tokens. Call before a commit."""
+    def take_back(self, num_tokens: Mapping[str, float], floors: Mapping[str, float]) -> None:
+        """Take back what a plan charged for work that did not run, by tenant in tokens. Call before a commit.
+
+        `floors`: those of that plan.
+        """
         if num_tokens:
-            self._fair = taken_back(self._fair, num_tokens, self._floors)
+            self._fair = taken_back(self._fair, num_tokens, floors)
 
     def weigh(self, tenant_id: str, weight: float) -> None:
         """Plan with another weight of a tenant from now on."""

@@ -108,7 +108,7 @@ class ReadySet:
         """
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
         self._release_survivors()
-        self._turns.update(self._can_run)
+        self._turns.update(self._can_run, self._held_back)
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self.dirty())
 
     def dirty(self) -> list[AdapterLog]:
@@ -139,7 +139,7 @@ class ReadySet:
 
     def _is_its_turn(self, log: AdapterLog) -> bool:
         if self._turns.is_held(log):
-            return self._turns.has_turn(log.adapter_id)
+            return self._turns.has_turn(log.adapter_id) and self._turns.reserved not in self._memory.away
         return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
 
     def ahead(self, log: AdapterLog) -> Ahead:

@@ -13,7 +13,7 @@ most one turn is granted; while it runs, its worker has nothing else in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet
@@ -136,14 +136,17 @@ class SoloTurns:
 
     # ---- turns
 
-    def update(self, can_run: Callable[[AdapterLog], bool]) -> None:
-        """Grant, begin and withdraw turns, between two cycles. `can_run`: whether a ready adapter has what it needs."""
+    def update(self, can_run: Callable[[AdapterLog], bool], held_back: Collection[str] = ()) -> None:
+        """Grant, begin and withdraw turns, between two cycles.
+
+        `can_run`: whether a ready adapter has what it needs. `held_back`: adapters that wait for a late worker.
+        """
         if self.are_idle:
             return
         if self._turn is not None and not self._is_wanted(self._turn, can_run):
             self._end(self._turn, can_rest=False)
         if self._turn is None and not self._is_paused:
-            self._turn = self._granted(can_run)
+            self._turn = self._granted(can_run, held_back)
         if self._turn is not None and not self._turn.is_running and self._is_clear(self._turn.worker_id):
             self._begin(self._turn, can_run)
 
@@ -192,10 +195,11 @@ class SoloTurns:
             self._charges.append((turn.tenant_id, seconds - turn.charged_s))
             turn.charged_s = seconds
 
-    def _granted(self, can_run: Callable[[AdapterLog], bool]) -> _Turn | None:
+    def _granted(self, can_run: Callable[[AdapterLog], bool], held_back: Collection[str]) -> _Turn | None:
         """Return the next turn: of the tenant whose last one is longest ago."""
         asking = [(name, tenant_id, True) for name, tenant_id in self._samples.items()]
-        asking += [(log.adapter_id, log.tenant_id, False) for log in self._group.dirty.values() if can_run(log)]
+        ready = [log for log in self._group.dirty.values() if can_run(log) and log.adapter_id not in held_back]
+        asking += [(log.adapter_id, log.tenant_id, False) for log in ready if log.home not in self._fleet.away]
         candidates = [
             (self._last_turns.get(tenant_id, 0), index)
             for index, (_, tenant_id, _) in enumerate(asking)
@@ -263,4 +267,4 @@ class SoloTurns:
 
     def _is_clear(self, worker_id: str) -> bool:
         worker = self._fleet.find(worker_id)
-        return worker is not None and worker.is_clear
+        return worker is not None and worker.is_clear and not worker.is_away

@@ -150,7 +150,7 @@ class LossRecorder:
         """Hold back what might take the last worker, while another one is missing."""
         is_missing = self._fleet.has_lost(base_model)
         self._turns[base_model].pause(is_paused=is_missing)
-        self._quarantines[base_model].pause(is_paused=is_missing and len(self._fleet.available(base_model)) <= 1)
+        self._quarantines[base_model].pause(is_paused=is_missing and self._fleet.num_live(base_model) <= 1)
 
     def _base_model(self, worker_id: str) -> str:
         return self._fleet.worker(worker_id).info.model.name

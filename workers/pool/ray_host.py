@@ -159,6 +159,7 @@ class RayHost:
     def _live(self) -> None:
         config, belongings = self._config, None
         try:
+            refused_s = refused_s_max()
             if config.owner_file is not None:
                 remove_leftovers(config.owner_file)
             if config.ray_address is None:
@@ -171,7 +172,7 @@ class RayHost:
             if belongings is not None:
                 self._watch_processes()
             elif not str(config.ray_address).startswith("ray://"):
-                self._watch_head(ray.get_runtime_context().gcs_address)
+                self._watch_head(ray.get_runtime_context().gcs_address, refused_s)
         try:
             ray.shutdown()
         finally:
@@ -228,8 +229,8 @@ class RayHost:
                 self._lose(f"Ray has died (its {dead[0]} ended)")
                 break
 
-    def _watch_head(self, address: str) -> None:
-        """Wait for the stop. If the head of a cluster refuses connections for too long, report that.
+    def _watch_head(self, address: str, seconds_max: float) -> None:
+        """Wait for the stop. If the head of a cluster refuses connections for `seconds_max`, report that.
 
         A head that is silent may still be there: it is left to Ray, which ends this process after its own time-out.
         """
@@ -237,7 +238,7 @@ class RayHost:
         while not self._is_stopping.wait(HEAD_WATCH_S):
             if not is_refused(address):
                 accepted_s = time.monotonic()
-            elif (refused_s := time.monotonic() - accepted_s) >= refused_s_max():
+            elif (refused_s := time.monotonic() - accepted_s) >= seconds_max:
                 self._lose(f"the head of Ray's cluster, {address}, has refused connections for {refused_s:.0f} s")
                 break
 

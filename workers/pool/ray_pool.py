@@ -204,7 +204,9 @@ class RayPool:
         except (TimeoutError, RayError, _Ended) as error:
             reason = _reason(error)
             if isinstance(error, TimeoutError):
-                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
+                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}"
+                if self._config.ray_address is None:  # the head of a cluster may be silent
+                    reason += f", {_free()}"
             raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
 
     async def _placed_actor(self, worker_id: str, host: RayHost) -> Any:

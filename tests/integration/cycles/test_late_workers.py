@@ -172,6 +172,64 @@ async def test_a_late_worker_that_is_lost_gives_its_adapters_to_another_one(
         assert last.state == SUCCEEDED
 
 
+async def test_what_a_late_worker_did_not_run_is_taken_back_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part was charged by a plan that is not the last one."""
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        engine = pool.engines[pool.log_of(late).home][-1]
+        silence(pool, late, replies)
+        name = await pool.forward_backward(late, 2, 5)
+        await until(lambda: bool(pool.core.fleet.away))
+        await pool.wait(await pool.forward_backward(other, 2, 5, tenant="bob"), tenant="bob")
+        engine.adapters.pop(late)  # so that it refuses the item
+        replies.set()
+        await pool.release()
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
+        assert done.state == SUCCEEDED
+
+
+async def test_an_adapter_is_deleted_after_its_part_on_a_late_worker_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch) as (pool, late, other, replies):
+        silence(pool, late, replies)
+        name = await pool.forward_backward(late, 2, 5)
+        await until(lambda: bool(pool.core.fleet.away))
+        deleting = asyncio.create_task(pool.delete_adapter(late))
+        await asyncio.sleep(0.1)
+        assert not deleting.done()
+        replies.set()
+        await pool.release()
+        await asyncio.wait_for(deleting, 60)
+        [done] = await pool.wait(name)
+        assert done.state == ops_pb.OPERATION_STATE_FAILED or done.state == SUCCEEDED
+        [last] = await pool.wait(await pool.optim_step(other, 2, tenant="bob"), tenant="bob")
+        assert last.state == SUCCEEDED
+
+
+async def test_a_sample_starts_when_the_only_worker_is_late_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "LATE_S", 0.02)
+    async with running_pool(tmp_path, ping_interval_s=0.02, ping_timeout_s=60.0) as pool:
+        ping, replies = pool.core.pool.ping, asyncio.Event()
+
+        async def pinged(worker_id: str) -> None:
+            await replies.wait()
+            await ping(worker_id)
+
+        monkeypatch.setattr(pool.core.pool, "ping", pinged)
+        sampler = await pool.sampler(await pool.session())
+        await until(lambda: bool(pool.core.fleet.away))
+        name = await pool.sample(sampler, 1)
+        await asyncio.sleep(0.1)
+        assert not pool.samples_on("w0")
+        replies.set()
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
+        assert done.state == SUCCEEDED
+
+
 async def test_a_stop_waits_for_a_worker_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_workers(tmp_path, monkeypatch) as (pool, late, _, replies):
         silence(pool, late, replies)

@@ -71,6 +71,30 @@ def test_a_turn_begins_only_when_nothing_is_in_flight_on_its_worker() -> None:
     assert bench.update() == "bad"
 
 
+def test_a_turn_does_not_begin_on_a_worker_that_is_late_and_goes_on_while_it_is() -> None:
+    bench = Bench(adapter_with(FB, name="bad", tenant="bad"), num_workers=1)
+    bench.sample_on("w0", "good")
+    assert bench.update() == ""
+    bench.fleet.be_late(bench.fleet.worker("w0"), is_late=True)
+    bench.fleet.worker("w0").end_sample("other good")
+    assert bench.update() == ""
+    bench.fleet.be_late(bench.fleet.worker("w0"), is_late=False)
+    assert bench.update() == "bad"
+    bench.fleet.set_apart(bench.fleet.worker("w0"), is_apart=True)
+    bench.turns.end_cycle()
+    assert bench.update() == "bad"
+    bench.fleet.set_apart(bench.fleet.worker("w0"), is_apart=False)
+    bench.turns.end_cycle()
+    assert not bench.turns.has_turn("bad")
+
+
+def test_no_turn_is_granted_to_an_adapter_that_waits_for_a_late_worker() -> None:
+    bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
+    bench.turns.update(lambda log: True, frozenset({"bad"}))
+    assert not bench.turns.reserved
+    assert bench.update() == "bad"
+
+
 def test_no_turn_is_granted_during_a_back_off_or_while_a_worker_is_missing() -> None:
     bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
     bench.probation.record_kill("bad", "a:1")
