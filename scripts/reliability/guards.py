@@ -154,7 +154,7 @@ GUARDS = (
     Guard(
         name="what was planned and did not run is taken back",
         file="coordinator/cycle/commit.py",
-        before="        self._planning.take_back(cycle.unused_tokens)\n",
+        before="        self._planning.take_back(cycle.unused_tokens, cycle.floors)\n",
         after="",
         tests=("tests/integration/cycles/test_budgets.py", "-k", "taken_back"),
     ),
