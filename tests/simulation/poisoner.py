@@ -121,7 +121,10 @@ class Kills:
         beside = {item.adapter_id for item in batch.items} - {self._poisoner.client.adapter_id}
         if beside or samples:
             raise ContractViolation(f"a poisoner on probation killed {sorted(beside | samples)}")
-        for last in self._last.values():
+        fleet = self._coordinator.core.fleet
+        for missing_id, last in self._last.items():
+            if missing_id not in fleet.worker_ids() or fleet.worker(missing_id).is_draining:
+                continue  # it is removed, or is to be: nobody waits for it
             if last.replaced_s is None:
                 raise ContractViolation("a poisoner on probation ran while a worker was missing")
             cost_s, pause_s = last.replaced_s - last.sent_s, self._world.time() - last.replaced_s
