@@ -160,7 +160,7 @@ class Phases:
         await self._run(Cycle(0, self._time.wall(), began), work)
         if any(log.home in self._fleet.away for log in logs):
             self._snapshots.end([(log, generation) for log, generation in asked if log.home not in self._fleet.away])
-            return  # nobody is charged for the wait
+            return  # the wait is charged to no tenant
         self._snapshots.end(asked)
         part_s = (self._time.monotonic() - began) / max(1, len(logs))
         num_adapters = Counter(log.tenant_id for log in logs)
@@ -199,7 +199,7 @@ class Phases:
         self._note_late()
         await self._apply(cycle, self.dispatch.take(cycle.cycle_id, part))
         now = self._time.monotonic()
-        cycle.worked(now - cycle.started)  # nobody is charged for the wait
+        cycle.worked(now - cycle.started)  # the wait is charged to no tenant
         if not cycle.cycle_id:
             self._snapshots.end([(entry.log, entry.generation) for entry in part.entries])
             return
@@ -216,7 +216,7 @@ class Phases:
         self._split.clear()
 
     def _split_off(self, cycle: Cycle, part: Part) -> None:
-        """Let the part of a late worker be a cycle of its own, so that nobody waits for it."""
+        """Let the part of a late worker be a cycle of its own: the other adapters do not wait for it."""
         worker_id = part.worker.info.worker_id
         adapter_ids = frozenset(entry.log.adapter_id for entry in part.entries)
         split = cycle.split(self._journal.new_id() if cycle.cycle_id else 0, adapter_ids)

@@ -24,7 +24,7 @@ from workers.contract.protocols import Pool, WorkerLost
 logger = logging.getLogger(__name__)
 
 LATE_S = 1.0
-"""Seconds after a ping from which on nobody waits for the worker but its own adapters."""
+"""Seconds after a ping from which on only its own adapters wait for the worker."""
 DRAIN_POLL_S = 0.05
 """Interval at which a worker that is to be removed is examined."""
 BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0

@@ -70,7 +70,7 @@ GUARDS = (
     Guard(
         name="nobody is charged for the wait for a late worker",
         file="coordinator/cycle/phases.py",
-        before="        cycle.worked(now - cycle.started)  # nobody is charged for the wait\n",
+        before="        cycle.worked(now - cycle.started)  # the wait is charged to no tenant\n",
         after="",
         tests=("tests/integration/cycles/test_late_workers.py", "-k", "pay_for_no_wait"),
     ),
