@@ -41,9 +41,9 @@ class Coordinator:
         self.service = Service(self.core, self.authenticator)
         self.core.tasks.spawn(self.authenticator.keep(self.core.time))
 
-    async def stop(self) -> None:
-        """Finish the running cycles, snapshot, end the pool."""
-        await self.core.stop()
+    async def stop(self, *, is_final: bool = False) -> None:
+        """Finish the running cycles, snapshot, end the pool; see `Core.stop`."""
+        await self.core.stop(is_final=is_final)
 
     async def failed(self) -> None:
         """Raise the first fatal error, as soon as it is reported: the coordinator must stop then."""

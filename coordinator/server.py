@@ -63,10 +63,11 @@ class Server:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish the running cycles and return. A second signal kills the process.
 
-        Raises StartError if the pool cannot start, and any fatal error of the coordinator.
+        No worker outlives a stop by SIGINT. Raises StartError if the pool cannot start, and any fatal error of the
+        coordinator.
         """
-        stopping = asyncio.Event()
-        with _signals(stopping) as take_signals:
+        stopping = _Stopping()
+        with stopping.signals() as take_signals:
             try:
                 if not await self._start_before(stopping):
                     return
@@ -74,10 +75,10 @@ class Server:
                 await _before(stopping.wait(), self._coordinator.failed())
                 self._say("Stopping: finishing the running cycles.")
             finally:
-                await self._stop()
+                await self._stop(is_final=stopping.signum is signal.SIGINT)
         self._say("Stopped.")
 
-    async def _start_before(self, stopping: asyncio.Event) -> bool:
+    async def _start_before(self, stopping: _Stopping) -> bool:
         try:
             self._door.bind()
             if self._http_door is not None:
@@ -123,7 +124,7 @@ class Server:
         finally:
             collections.close()
 
-    async def _stop(self) -> None:
+    async def _stop(self, *, is_final: bool) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
         for path in self._ready_files:
@@ -131,7 +132,7 @@ class Server:
         await self._door.refuse()
         if self._http_door is not None:
             await self._http_door.refuse()
-        await self._coordinator.stop()
+        await self._coordinator.stop(is_final=is_final)
         stops = [self._door.stop(DOOR_GRACE_S)]
         if self._http_door is not None:
             stops.append(self._http_door.stop(DOOR_GRACE_S))
@@ -210,32 +211,44 @@ async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> boo
         await asyncio.gather(working, waiting, return_exceptions=True)
 
 
-@contextlib.contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[Callable[[], None]]:
-    """Handle signals inside the block: the first SIGTERM or SIGINT sets `stopping`, the next one kills the process.
+class _Stopping:
+    """The first SIGTERM or SIGINT, which stops the server."""
 
-    Yields a function that installs the handlers again.
-    """
-    loop = asyncio.get_running_loop()
-    previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    def __init__(self) -> None:
+        self.signum: signal.Signals | None = None
+        self._has_come = asyncio.Event()
 
-    def on_signal(signum: signal.Signals) -> None:
-        _log.info("%s: stopping", signum.name)
-        stopping.set()
-        release(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+    async def wait(self) -> None:
+        """Return when a signal has come."""
+        await self._has_come.wait()
 
-    def take() -> None:
-        if not stopping.is_set():
-            for signum in _SIGNALS:
-                loop.add_signal_handler(signum, on_signal, signum)
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[Callable[[], None]]:
+        """Handle signals inside the block: the first one is noted, the next one kills the process.
 
-    def release(handlers: Mapping[signal.Signals, Any]) -> None:
-        for signum, handler in handlers.items():
-            loop.remove_signal_handler(signum)
-            signal.signal(signum, handler)
+        Yields a function that installs the handlers again.
+        """
+        loop = asyncio.get_running_loop()
+        previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
 
-    take()
-    try:
-        yield take
-    finally:
-        release(previous)
+        def on_signal(signum: signal.Signals) -> None:
+            _log.info("%s: stopping", signum.name)
+            self.signum = signum
+            self._has_come.set()
+            release(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+
+        def take() -> None:
+            if self.signum is None:
+                for signum in _SIGNALS:
+                    loop.add_signal_handler(signum, on_signal, signum)
+
+        def release(handlers: Mapping[signal.Signals, Any]) -> None:
+            for signum, handler in handlers.items():
+                loop.remove_signal_handler(signum)
+                signal.signal(signum, handler)
+
+        take()
+        try:
+            yield take
+        finally:
+            release(previous)

@@ -106,6 +106,12 @@ class TrainingEngine:
 
     # ------------------------------------------------------------------ batches
 
+    def begin(self, epoch: int, incarnation: str) -> None:
+        """Drop everything of the last coordinator: it may be ahead of the next one's log."""
+        self._epoch, self._incarnation = epoch, incarnation
+        self._copies.clear()
+        self.sampler.reset()
+
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch to its end. Every item of a batch of an older epoch fails with OUT_OF_ORDER."""
         begin_s = time.perf_counter()
@@ -114,7 +120,7 @@ class TrainingEngine:
             results = [ItemResult(op_id=item.op_id, error=stale) for item in batch.items]
         else:
             if batch.epoch > self._epoch:
-                self._begin_epoch(batch.epoch)
+                self._enter(batch.epoch)
             for key in batch.removals:
                 self._copies.remove(key)
             for install in batch.installs:
@@ -134,13 +140,11 @@ class TrainingEngine:
             held_bytes=self.bank.host_bytes,
         )
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Drop everything of the coordinator's last epoch: it may be ahead of the new epoch's log."""
-        is_first, self._epoch = self._epoch == 0, epoch
-        if is_first:
-            return  # samples may have come before the first batch
-        self._copies.clear()
-        self.sampler.reset()
+    def _enter(self, epoch: int) -> None:
+        """Enter a batch's epoch. Samples of the first one may have come before it."""
+        if self._epoch:
+            self.begin(epoch, self._incarnation)
+        self._epoch = epoch
 
     def _running(self) -> AbstractContextManager[None]:
         """Compute with as many threads as there are free cores, if bits do not depend on the number."""

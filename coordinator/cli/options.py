@@ -196,6 +196,7 @@ _OPTIONS = (
     _Option(flag="--dtype", setting=(PoolConfig, "dtype")),
     _Option(flag="--exact", setting=(PoolConfig, "exact")),
     _Option(flag="--ray-address", setting=(PoolConfig, "ray_address")),
+    _Option(flag="--keep-workers", setting=(PoolConfig, "keep_workers")),
     _Option(
         flag="--cycle-tokens",
         setting=(CoordinatorConfig, "cycle_tokens_max"),

@@ -80,7 +80,7 @@ def stop(data_dir: Path, timeout_s: float) -> int | None:
     if pid is None:
         return None
     try:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)  # SIGTERM may leave workers for the next coordinator
     except PermissionError:
         raise CliError(f"the pool on {data_dir} (process {pid}) belongs to another user") from None
     except ProcessLookupError:

@@ -25,7 +25,7 @@ from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts
 from tinkerpool.serving import STAGES
-from workers.contract.protocols import Pool
+from workers.contract.protocols import Owner, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Core:
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
-        await self.pool.start()
+        await self.pool.start(Owner(pool_id=self.store.identity().name, epoch=self.epoch))
         for worker in self.pool.workers():
             self.fleet.add(worker)
         self.probation = Probation(self.store.probations, self.config.probation_s)
@@ -98,15 +98,18 @@ class Core:
         self.tasks.spawn(self._data_dir.keep_noting(self.time))
         self.started_at = self.time.monotonic()
 
-    async def stop(self) -> None:
-        """Refuse new operations, finish the running cycles, snapshot, stop the pool. Idempotent."""
+    async def stop(self, *, is_final: bool = False) -> None:
+        """Refuse new operations, finish the running cycles, snapshot, stop the pool. Idempotent.
+
+        `is_final`: no other coordinator is to follow soon, see `Pool.stop`.
+        """
         if self._is_stopping or self._data_dir is None:
             return
         self._is_stopping = True
         if self._runners is not None:
             await self._finish(self._runners)
         await self.tasks.stop()
-        await self.pool.stop()
+        await self.pool.stop(is_final=is_final)
         await self._data_dir.close()
 
     def weigh(self, tenant_id: str) -> None:

@@ -179,7 +179,7 @@ class History:
         random = world.random(f"loop {world.work['epochs']}")
         loop = SimLoop(random, world.now, world.now + EPOCH_S_MAX, self._files_start_s)
         time = SimTime(world)
-        front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
+        front = SimPoolFront(self._pool)
         seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only, mounts=str)
         coordinator = Coordinator(self._config, front, time, seams)
         self._kills.begin_epoch(coordinator)
@@ -559,6 +559,7 @@ def _draw_worker_faults(random: Random) -> WorkerFaults:
         no_replacement=some(0.1),
         reference_gone=some(0.1),
         survive=random.choice((0.0, 0.9)),
+        refused=random.choice((0.0, 0.3)),
     )
 
 

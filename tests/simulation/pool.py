@@ -4,8 +4,7 @@
 implements the `Pool` protocol; it ends with its coordinator. Batches of an earlier epoch may still arrive at a worker
 in the next epoch.
 
-A worker that outlives its coordinator receives the next epoch when the next coordinator starts: `start_sample` carries
-no epoch, so the first batch of a new epoch would drop a sample that arrived before it.
+A worker that outlives its coordinator is adopted by the next one, as a new incarnation, or is refused and ended.
 
 Does not depend on tenants or on the disk.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NoReturn
@@ -36,7 +35,7 @@ from workers.contract.messages import (
     StateReference,
     WorkerInfo,
 )
-from workers.contract.protocols import WorkerLost
+from workers.contract.protocols import Owner, WorkerLost
 
 NETWORK_S = 0.0005
 WORK_S = 0.004
@@ -66,6 +65,8 @@ class WorkerFaults:
     """Per copy that is installed: its state is sent by a reference that leads nowhere any more."""
     survive: float = 0.0
     """Per worker, when its coordinator is killed: the worker keeps running."""
+    refused: float = 0.0
+    """Per worker that has outlived its coordinator: the next one does not adopt it, as it runs other code."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +100,12 @@ class _Incarnation:
         """Return the operations that are quarantined if this incarnation is lost."""
         return self.operations | self.engine._done.keys()
 
-    def attach(self) -> None:
-        """Prepare for the event loop of a new coordinator."""
+    def adopt(self, epoch: int, incarnation: str) -> None:
+        """Serve a new coordinator, on its event loop, as a new incarnation."""
         self.events, self.changed, self.lock = asyncio.Queue(), asyncio.Event(), asyncio.Lock()
         self.is_decoding = self.is_paused = False
+        self.incarnation = incarnation
+        self.engine.begin(epoch, incarnation)
 
 
 class SimPool:
@@ -136,12 +139,16 @@ class SimPool:
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
         """Start a worker's next incarnation, without adapters."""
-        self._num_incarnations += 1
-        incarnation = f"{worker_id}-{self._num_incarnations}"
+        incarnation = self.new_incarnation(worker_id)
         self.workers[worker_id] = _Incarnation(
             incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max, costs=self._costs)
         )
         return self.workers[worker_id]
+
+    def new_incarnation(self, worker_id: str) -> str:
+        """Return a name for a worker's next incarnation."""
+        self._num_incarnations += 1
+        return f"{worker_id}-{self._num_incarnations}"
 
     def next_worker(self) -> int:
         """Return the number of a worker that joins."""
@@ -168,10 +175,8 @@ class SimPool:
     def end_epoch(self, outstanding: Sequence[tuple[_Incarnation, Batch]]) -> None:
         """Lose the workers that do not outlive their coordinator; keep batches on the network for the others."""
         for worker_id, worker in list(self.workers.items()):
-            # Without a batch, the worker would take the next epoch for its first, and keep samples of this one.
-            is_fresh = not worker.engine.batches
             has_joined = int(worker_id[1:]) >= self.num_workers
-            if worker.is_lost or is_fresh or has_joined or self.random.random() >= self.faults.survive:
+            if worker.is_lost or has_joined or self.random.random() >= self.faults.survive:
                 del self.workers[worker_id]
         for worker, batch in outstanding:
             if worker in self.workers.values():
@@ -184,9 +189,8 @@ class SimPool:
 class SimPoolFront:
     """Implements `workers.contract.protocols.Pool` for one coordinator."""
 
-    def __init__(self, pool: SimPool, epoch: Callable[[], int]) -> None:
+    def __init__(self, pool: SimPool) -> None:
         self._pool = pool
-        self._epoch = epoch
         self._world = pool.world
         self._random = pool.random
         self._workers = pool.workers
@@ -197,16 +201,20 @@ class SimPoolFront:
         self._num_gone = 0
         """References in a row that led nowhere."""
 
-    async def start(self) -> None:
+    async def start(self, owner: Owner) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
         for index in range(self._pool.num_workers):
             worker_id = f"w{index}"
             worker = self._workers.get(worker_id)
+            if worker is not None and self._random.random() < self._pool.faults.refused:
+                self._world.fault("worker refused", worker_id)
+                worker.is_lost = True
+                worker = None
             if worker is None:
                 self._pool.start_incarnation(worker_id)
                 continue
-            self._world.fault("worker survives its coordinator", worker_id)
-            worker.attach()
+            self._world.fault("worker adopted", worker_id)
+            worker.adopt(owner.epoch, self._pool.new_incarnation(worker_id))
             stale_batches, worker.stale_batches = worker.stale_batches, []
             for batch in stale_batches:
                 delay = self._random.choice((0.0, 0.005, 0.05, 0.3))
@@ -214,9 +222,8 @@ class SimPoolFront:
                     self._deliver_stale(worker, batch)
                 else:
                     asyncio.get_running_loop().call_later(delay, self._deliver_stale, worker, batch)
-            worker.engine.run(Batch(epoch=self._epoch(), cycle_id=0))
 
-    async def stop(self) -> None:
+    async def stop(self, *, is_final: bool = False) -> None:
         for task in self._tasks:
             task.cancel()
         self._workers.clear()

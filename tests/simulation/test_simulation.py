@@ -49,7 +49,8 @@ FAULTS = {
     "worker drained",
     "worker joins",
     "worker paused",
-    "worker survives its coordinator",
+    "worker adopted",
+    "worker refused",
 }
 
 

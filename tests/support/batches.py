@@ -17,6 +17,10 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
+from workers.contract.protocols import Owner
+
+OWNER = Owner(pool_id="0123456789abcdef", epoch=1)
+"""The coordinator of a pool that a test starts by itself."""
 
 
 @dataclass(frozen=True, slots=True)

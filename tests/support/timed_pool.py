@@ -23,6 +23,7 @@ from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import ToyPool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import Batch, BatchResult, PassItem, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.protocols import Owner
 
 T = TypeVar("T")
 STEP_S = 0.001
@@ -42,10 +43,10 @@ class TimedPool:
     _owed_s: float = 0.0
     _started: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self) -> None:
+    async def start(self, owner: Owner) -> None:
         pass
 
-    async def stop(self) -> None:
+    async def stop(self, *, is_final: bool = False) -> None:
         pass
 
     def workers(self) -> tuple[WorkerInfo, ...]:

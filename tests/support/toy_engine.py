@@ -215,7 +215,7 @@ class ToyEngine:
             results = tuple(ItemResult(op_id=item.op_id, error=error) for item in batch.items)
         else:
             if batch.epoch > self._epoch:
-                self._begin_epoch(batch.epoch)
+                self._enter(batch.epoch)
             for key in batch.removals:
                 self._remove(key)
             for install in batch.installs:
@@ -230,12 +230,15 @@ class ToyEngine:
             held_bytes=sum(toy_bytes(each.spec) for each in self.adapters.values()) + TOY_BYTES * len(self.versions),
         )
 
-    def _begin_epoch(self, epoch: int) -> None:
-        is_first, self._epoch = self._epoch == 0, epoch
-        if is_first:
-            return  # keep samples that arrived before the first batch
+    def begin(self, epoch: int, incarnation: str) -> None:
+        self._epoch, self.incarnation = epoch, incarnation
         for held in (self.adapters, self.versions, self._broken, self._running, self._done, self._events):
             held.clear()
+
+    def _enter(self, epoch: int) -> None:
+        if self._epoch:
+            self.begin(epoch, self.incarnation)
+        self._epoch = epoch  # samples that arrived before the first batch are kept
 
     def _remove(self, key: str) -> None:
         for held in (self.adapters, self.versions, self._broken):

@@ -492,3 +492,5 @@ class WorkerInfo:
     num_slots: int
     """Bank slots: adapters and sampler versions that are resident at a time; others are in host memory."""
     device: str
+    version: str = ""
+    """The code that it runs, for people; empty: the coordinator's own, in whose process it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from workers.contract.messages import Batch, BatchResult, ModelInfo, SampleEvent, SampleRequest, WorkerInfo
@@ -20,12 +21,25 @@ class PoolFailed(Exception):
     """No worker of the pool can start any more: the coordinator must stop. The next start continues."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The coordinator that workers serve."""
+
+    pool_id: str
+    """The same for all coordinators of a data directory."""
+    epoch: int
+    """Higher than those of all coordinators before it; batches and installs carry it."""
+
+
 class Engine(Protocol):
     """One warm base model. One thread only. A tenant's error is no exception but an `ItemResult.error`."""
 
     @property
     def info(self) -> ModelInfo:
         """Facts of the base model; they never change."""
+
+    def begin(self, epoch: int, incarnation: str) -> None:
+        """Serve the next coordinator, as a new incarnation: drop everything of the last one, samples too."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch to its end and return one result per item."""
@@ -50,11 +64,17 @@ EngineFactory = Callable[[str], Engine]
 class Pool(Protocol):
     """Workers, each with one warm base model. A pool restarts nothing by itself: the coordinator supervises."""
 
-    async def start(self) -> None:
-        """Start every configured worker; return when all base models are loaded. Raises PoolStartError."""
+    async def start(self, owner: Owner) -> None:
+        """Start every configured worker, or take over one that an earlier coordinator of the pool has left.
 
-    async def stop(self) -> None:
-        """End every worker, and release everything that `start` created. Idempotent."""
+        Returns when all base models are loaded. Raises PoolStartError.
+        """
+
+    async def stop(self, *, is_final: bool = False) -> None:
+        """End every worker, and release everything that `start` created. Idempotent.
+
+        Unless the stop is final, workers that are configured to outlive the coordinator stay for the next one.
+        """
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the current incarnations in a fixed order; a dead one stays listed until it is replaced."""

@@ -126,6 +126,11 @@ class PoolConfig:
     owner_file: Path | None = None
     """File in which a private Ray records its processes and folder, so that the next start with this file removes them
     if this process is killed; a stop removes the file. One pool at a time. None: a kill leaves them behind."""
+    keep_workers: bool = False
+    """Whether workers on a cluster outlive a stop by SIGTERM, as they outlive a crash: the next start on the data
+    directory takes them over, with their models loaded. Ctrl-C and `tinkerpool down` always end them."""
+    lease_s: float = 900.0
+    """Seconds after which a worker on a cluster ends if it hears from no coordinator."""
     start_timeout_s: float = 600.0
     """Most seconds for a worker to get its resources and load its model."""
     engine: str = ENGINE
@@ -147,8 +152,11 @@ class PoolConfig:
                 f"device is {self.device!r} and num_gpus is {self.num_gpus:g}; workers on cuda need num_gpus (a "
                 "fraction shares a GPU), and others need 0"
             )
-        if not self.start_timeout_s > 0:
-            raise ValueError(f"start_timeout_s is {self.start_timeout_s}; it must be above 0")
+        for name in ("start_timeout_s", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.keep_workers and self.ray_address is None:
+            raise ValueError("keep_workers is for workers on a cluster (ray_address); a private Ray ends with its pool")
         if self.ray_address is not None and self.ray_temp_dir is not None:
             raise ValueError("ray_temp_dir is for a private Ray; a cluster (ray_address) has its own")
         module, _, attribute = self.engine.partition(":")

@@ -3,17 +3,25 @@
 Does not depend on the meaning of a batch or on the caller. Batches, results and events cross between processes as
 pickles (`pack`): Ray's serializer takes up to twice as long for the many small objects of a batch.
 
-Main invariant: only the engine's thread computes. Calls in the group `control` return at once and in order, whatever
-the engine does. A `ping` does not queue behind them either, for they may have much to unpack. A call in `work` returns
-after its batch; the one call in `events` runs as long as the actor.
+On a cluster, an actor may outlive its coordinator. The next one adopts it: it takes it over as a new incarnation, with
+its model loaded and nothing else. One that hears from no coordinator for the time of its lease ends itself.
+
+Main invariants: only the engine's thread computes. A call names the incarnation that it is for, and fails once another
+coordinator has adopted the actor. Calls in the group `control` return at once and in order, whatever the engine does. A
+`ping` does not queue behind them either, for they may have much to unpack. A call in `work` returns after its batch; a
+call in `events` runs until the incarnation ends.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +31,9 @@ from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerI
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import EngineSettings
 from workers.pool.loop import EngineLoop, engine_factory
+from workers.pool.version import running_version
+
+logger = logging.getLogger(__name__)
 
 CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
 """Threads for each kind of call. A single thread for `control` keeps its calls in order."""
@@ -38,21 +49,40 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)  # noqa: S301 (see above)
 
 
-class EngineActor:
-    """One incarnation of a worker. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What an actor is started with. A coordinator adopts only actors on the terms on which it would start them."""
 
-    def __init__(self, engine: str, settings: EngineSettings, worker_id: str, incarnation: str) -> None:
-        """Begin to load the engine; `engine` is an import string as in `PoolConfig`."""
-        self._settings = settings
+    engine: str
+    """An import string as in `PoolConfig`."""
+    settings: EngineSettings
+    num_cpus: float
+    """That it claims from Ray, like `num_gpus`."""
+    num_gpus: float
+    lease_s: float | None
+    """Seconds after which it ends if it hears from no coordinator; None: it ends with its coordinator."""
+
+
+class EngineActor:
+    """A worker's process. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
+
+    def __init__(self, terms: Terms, worker_id: str, incarnation: str) -> None:
+        """Begin to load the engine."""
+        self._terms = terms
+        self._version = running_version()
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
-        self._loop = EngineLoop(engine_factory(engine, settings), incarnation, self._events)
+        self._loop = EngineLoop(engine_factory(terms.engine, terms.settings), incarnation, self._events)
+        self._heard_s = time.monotonic()
+        if terms.lease_s is not None:
+            threading.Thread(target=self._end_after, args=(terms.lease_s,), name="lease", daemon=True).start()
 
     # ---- work
 
-    def start(self) -> WorkerInfo:
+    def start(self, incarnation: str) -> WorkerInfo:
         """Wait until the base model is loaded. Raises WorkerLost with the reason if that fails."""
+        self._hear(incarnation)
         try:
             engine = self._loop.ready.result()
         except Exception as error:  # noqa: BLE001 (the caller may not have the exception's class)
@@ -63,44 +93,80 @@ class EngineActor:
             model=engine.info,
             pid=os.getpid(),
             node=ray.util.get_node_ip_address(),
-            num_slots=self._settings.num_slots,
-            device=self._settings.device,
+            num_slots=self._terms.settings.num_slots,
+            device=self._terms.settings.device,
+            version=self._version,
         )
 
-    def run(self, packed: bytes) -> bytes:
+    def run(self, incarnation: str, packed: bytes) -> bytes:
         """Run a packed `Batch`; return its `BatchResult`, packed. Raises WorkerLost."""
+        self._hear(incarnation)
         batch: Batch = unpack(packed)
         return pack(self._loop.submit(batch).result())
 
     # ---- ping
 
-    def ping(self) -> None:
+    def ping(self, incarnation: str) -> None:
         """Raise WorkerLost if the engine has failed."""
+        self._hear(incarnation)
         self._loop.check()
 
     # ---- control
 
-    def start_sample(self, packed: bytes) -> None:
+    def adopt(self, terms: Terms, version: str, epoch: int, incarnation: str) -> bool:
+        """Serve another coordinator from now on, as this incarnation; return False if the terms or the code differ.
+
+        The batch that runs is finished, and its result goes nowhere. Raises WorkerLost.
+        """
+        if (terms, version) != (self._terms, self._version):
+            return False
+        events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
+        self._loop.begin(epoch, incarnation, events)
+        self._incarnation, self._events = incarnation, events
+        self._heard_s = time.monotonic()
+        return True
+
+    def start_sample(self, incarnation: str, packed: bytes) -> None:
         """Hand over a packed `SampleRequest`. Raises WorkerLost."""
+        self._hear(incarnation)
         request: SampleRequest = unpack(packed)
         self._loop.start_sample(request)
 
-    def cancel_sample(self, op_id: str) -> None:
+    def cancel_sample(self, incarnation: str, op_id: str) -> None:
         """Stop a sample request. Raises WorkerLost."""
+        self._hear(incarnation)
         self._loop.cancel_sample(op_id)
 
     # ---- events
 
-    def events(self) -> Iterator[bytes]:
+    def events(self, incarnation: str) -> Iterator[bytes]:
         """Yield sample events as packed lists, each with all events so far. Raises WorkerLost at the end."""
-        while (first := self._events.get()) is not None:
+        self._hear(incarnation)
+        queue = self._events
+        while (first := queue.get()) is not None:
             gathered = list(first)
             more: Sequence[SampleEvent] | None = ()
             with suppress(Empty):
                 while more is not None:
                     gathered += more
-                    more = self._events.get_nowait()
+                    more = queue.get_nowait()
             yield pack(gathered)
             if more is None:
                 break
+        self._hear(incarnation)
         self._loop.check()
+
+    # ---- the coordinator
+
+    def _hear(self, incarnation: str) -> None:
+        """Renew the lease. Raises WorkerLost if the call is for an incarnation that has ended."""
+        if incarnation != self._incarnation:
+            raise WorkerLost(f"another coordinator has taken over {self._worker_id}, as {self._incarnation}")
+        self._heard_s = time.monotonic()
+
+    def _end_after(self, lease_s: float) -> None:
+        """End the process when no coordinator has called for that long; a call that runs does not count."""
+        while (left_s := self._heard_s + lease_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        logger.error("no coordinator has called for %g s: %s ends", lease_s, self._incarnation)
+        os._exit(1)

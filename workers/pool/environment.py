@@ -20,6 +20,11 @@ def new_incarnation(worker_id: str) -> str:
     return f"{worker_id}-{secrets.token_hex(6)}"
 
 
+def worker_of(incarnation: str) -> str:
+    """Return the worker whose incarnation has this name."""
+    return incarnation.rpartition("-")[0]
+
+
 def thread_environment(num_threads: int | None) -> dict[str, str]:
     """Return the environment of a worker process, to be set before torch is imported."""
     environment = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_MAX)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.contract.protocols import EngineFactory, PoolStartError, WorkerLost
+from workers.contract.protocols import EngineFactory, Owner, PoolStartError, WorkerLost
 from workers.pool.environment import new_incarnation
 from workers.pool.loop import EngineLoop
 
@@ -58,7 +58,7 @@ class LocalPool:
         self._device = device
         self._incarnations: dict[str, _Incarnation] = {}
 
-    async def start(self) -> None:
+    async def start(self, owner: Owner) -> None:
         """Make every engine. Raises PoolStartError."""
         STAGES.info("loading the base models of %s", ", ".join(self._factories))
         begun = await asyncio.gather(*(self._begin(worker_id) for worker_id in self._factories), return_exceptions=True)
@@ -69,7 +69,7 @@ class LocalPool:
                     raise PoolStartError(f"worker {worker_id} cannot start: {error}") from error
                 raise error
 
-    async def stop(self) -> None:
+    async def stop(self, *, is_final: bool = False) -> None:
         """End every engine's thread."""
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:

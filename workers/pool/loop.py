@@ -77,6 +77,14 @@ class EngineLoop:
                 self._changed.notify()
         return future
 
+    def begin(self, epoch: int, incarnation: str, events: EventSink) -> None:
+        """Serve the next coordinator from the next turn on; queued batches fail. Raises WorkerLost.
+
+        The events so far end with None, and later ones go to the new sink.
+        """
+        self._control(lambda engine: self._begin(engine, epoch, incarnation, events))
+        self._fail_queued("another coordinator has taken over the worker")
+
     def start_sample(self, request: SampleRequest) -> None:
         """Hand over a sample request, which joins at the next decode step. Raises WorkerLost."""
         self._control(lambda engine: engine.start_sample(request))
@@ -105,6 +113,12 @@ class EngineLoop:
     def _why_ended(self) -> WorkerLost:
         error = self.ended.exception() if self.ended.done() else None
         return WorkerLost(str(error or "the engine is stopping"))
+
+    def _begin(self, engine: Engine, epoch: int, incarnation: str, events: EventSink) -> None:
+        self._events.put(None)
+        self._events = events
+        self._owed_s = 0.0
+        engine.begin(epoch, incarnation)
 
     def _control(self, control: Callable[[Engine], None]) -> None:
         with self._changed:
@@ -189,13 +203,17 @@ class EngineLoop:
             return
         with self._changed:
             self._is_stopping = True
+        self._fail_queued(reason)
+        self.ended.set_exception(WorkerLost(reason))
+        self._events.put(None)
+
+    def _fail_queued(self, reason: str) -> None:
+        with self._changed:
             queued = list(self._batches)
             self._batches.clear()
         for _, future in queued:
             if future.set_running_or_notify_cancel():
                 future.set_exception(WorkerLost(reason))
-        self.ended.set_exception(WorkerLost(reason))
-        self._events.put(None)
 
 
 def engine_factory(path: str, settings: EngineSettings) -> EngineFactory:

@@ -1,11 +1,11 @@
 """The pool on Ray: every worker is an actor, a process of its own, on this machine or on a cluster.
 
 Does not depend on the meaning of a batch. Ray restarts and retries nothing: a call that fails ends that incarnation of
-its worker, and only `replace` starts another.
+its worker, and only `replace` starts another. On a cluster, actors have names and outlive a killed coordinator, with
+their models loaded: the next start adopts those that it would start in the same way, and ends the others.
 
 Main invariant: after an incarnation has ended, none of its results or events reaches a caller. Each incarnation has its
-own handle, its own stream of events, and a future of its end; every call waits for its reply or that future, and drops
-a late reply.
+own stream of events, and a future of its end; every call waits for its reply or that future, and drops a late reply.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.contract.protocols import PoolFailed, PoolStartError, WorkerLost
+from workers.contract.protocols import Owner, PoolFailed, PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, num_cores
-from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
-from workers.pool.environment import new_incarnation, thread_environment
+from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, Terms, pack, unpack
+from workers.pool.environment import new_incarnation, thread_environment, worker_of
 from workers.pool.processes import Process
 from workers.pool.ray_host import RayHost
+from workers.pool.version import running_version
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ REACH_TIMEOUT_S = 2.0
 """Seconds that a node of a cluster has to accept a connection before a new worker is placed elsewhere."""
 NODES_TIMEOUT_S = 10.0
 """Seconds that Ray has to list its nodes, in a process of its own, which starts with the pool."""
+ADOPT_TIMEOUT_S = 5.0
+"""Seconds that an actor of an earlier coordinator has to reply; it is ended otherwise."""
 PLACED_S = 5.0
 """Seconds after which the nodes are examined again for a worker whose process has not begun."""
 
@@ -55,20 +60,24 @@ class RayPool:
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
+        self._owner: Owner
         self._lister: Any = None
         self._listing: asyncio.Task[_Nodes] | None = None
 
-    async def start(self) -> None:
+    async def start(self, owner: Owner) -> None:
         """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
         assert self._host is None, "the pool has been started already"
+        self._owner = owner
         try:
             STAGES.info("starting Ray" if self._config.ray_address is None else "joining Ray's cluster")
             await self._start_ray()
             self._check_room()
-            STAGES.info("loading %s", self._config.summary)
+            adopted = await self._adopt_left() if self._config.ray_address is not None else {}
+            if len(adopted) < len(self._engines):
+                STAGES.info("loading %s", self._config.summary)
             async with asyncio.TaskGroup() as beginning:
                 for worker_id in self._engines:
-                    beginning.create_task(self._begin(worker_id))
+                    beginning.create_task(self._take_in(worker_id, adopted.get(worker_id)))
         except BaseExceptionGroup as group:
             await self.stop()
             error = group.exceptions[0]
@@ -79,12 +88,13 @@ class RayPool:
             await self.stop()
             raise
 
-    async def stop(self) -> None:
-        """End every worker, and a private Ray. Idempotent."""
+    async def stop(self, *, is_final: bool = False) -> None:
+        """End every worker unless they are kept for the next coordinator, and a private Ray. Idempotent."""
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
-        await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
+        if is_final or not self._config.keep_workers:
+            await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
             if self._host is not None:
                 await self._host.stop()
@@ -185,23 +195,76 @@ class RayPool:
                 raise WorkerLost(str(error)) from error
             logger.warning("Ray was started again")
 
-    async def _begin(self, worker_id: str) -> None:
+    @property
+    def _namespace(self) -> str:
+        """The namespace in Ray of the pool's actors."""
+        return f"tinkerpool-{self._owner.pool_id}"
+
+    async def _adopt_left(self) -> dict[str, _Actor]:
+        """Adopt actors that an earlier coordinator has left in the cluster, by worker id; end the others."""
+        host = self._host
+        assert host is not None
+        named = await asyncio.to_thread(list_named_actors, all_namespaces=True)
+        names = [each["name"] for each in named if each["namespace"] == self._namespace]
+        found = await asyncio.gather(*(self._adopt(name, host) for name in names))
+        adopted: dict[str, _Actor] = {}
+        for actor in filter(None, found):
+            if actor.worker_id in adopted:  # its coordinator was killed before it could end a lost incarnation
+                _kill(actor.handle, host)
+            adopted.setdefault(actor.worker_id, actor)
+        return adopted
+
+    async def _adopt(self, name: str, host: RayHost) -> _Actor | None:
+        """Adopt an actor by its name, which is its first incarnation's; end it if it is not what would be started."""
+        worker_id, why = worker_of(name), "it does not reply"
+        try:
+            handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+        except ValueError:  # it has died
+            return None
+        actor = _Actor(handle, worker_id, new_incarnation(worker_id))
+        try:
+            async with asyncio.timeout(ADOPT_TIMEOUT_S):
+                terms = self._terms(worker_id) if worker_id in self._engines else None
+                adopt = handle.adopt.options(concurrency_group="control")
+                asked = adopt.remote(terms, running_version(), self._owner.epoch, actor.incarnation)
+                if await _reply(asked, unless=host.ended):
+                    logger.info("worker %s was left by the last coordinator and goes on as %s", name, actor.incarnation)
+                    return actor
+                why = "its settings or its code are not those of this coordinator"
+        except (TimeoutError, RayError, _Ended) as error:
+            why = _reason(error) or why
+        logger.info("worker %s was left by the last coordinator and is ended: %s", name, why)
+        _kill(handle, host)
+        return None
+
+    async def _take_in(self, worker_id: str, adopted: _Actor | None) -> None:
+        """Begin a worker's incarnation with the actor that was adopted, or with a new one. Raises WorkerLost."""
+        try:
+            await self._begin(worker_id, adopted)
+        except WorkerLost as error:
+            if adopted is None:
+                raise
+            logger.warning("%s; another one is started", error)
+            await self._begin(worker_id)
+
+    async def _begin(self, worker_id: str, adopted: _Actor | None = None) -> None:
         """Start a worker's next incarnation. Raises WorkerLost."""
         settings, host = self._engines[worker_id], self._host
         assert host is not None
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                actor = await self._placed_actor(worker_id, host)
+                actor = adopted or await self._placed_actor(worker_id, host)
                 try:
-                    start = actor.start.options(concurrency_group="work")
-                    info: WorkerInfo = await _reply(start.remote(), unless=host.ended)
+                    start = actor.handle.start.options(concurrency_group="work")
+                    info: WorkerInfo = await _reply(start.remote(actor.incarnation), unless=host.ended)
+                    _check_version(info)
                     self._incarnations[worker_id] = _Incarnation(
-                        info, actor, host, is_on_this_machine=self._config.ray_address is None
+                        info, actor.handle, host, is_on_this_machine=self._config.ray_address is None
                     )
                 except BaseException:
-                    _kill(actor, host)
+                    _kill(actor.handle, host)
                     raise
-        except (TimeoutError, RayError, _Ended) as error:
+        except (TimeoutError, RayError, _Ended, _OtherVersion) as error:
             reason = _reason(error)
             if isinstance(error, TimeoutError):
                 reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}"
@@ -209,7 +272,7 @@ class RayPool:
                     reason += f", {_free()}"
             raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
 
-    async def _placed_actor(self, worker_id: str, host: RayHost) -> Any:
+    async def _placed_actor(self, worker_id: str, host: RayHost) -> _Actor:
         """Return a worker's new actor, whose process has begun.
 
         While it is pending, the nodes are examined every few seconds. If others are reachable now, a new actor takes
@@ -227,9 +290,9 @@ class RayPool:
                 else:
                     return actor
             except BaseException:
-                _kill(actor, host)
+                _kill(actor.handle, host)
                 raise
-            _kill(actor, host)
+            _kill(actor.handle, host)
 
     async def _nodes(self, host: RayHost) -> _Nodes:
         """Return the live nodes of a cluster; none if Ray does not list them. Concurrent calls share an answer."""
@@ -239,20 +302,32 @@ class RayPool:
             self._listing = asyncio.create_task(_listed(self._lister, host))
         return await asyncio.shield(self._listing)
 
-    def _new_actor(self, worker_id: str, host: RayHost, unreachable: Collection[str]) -> Any:
-        settings = self._engines[worker_id]
+    def _terms(self, worker_id: str) -> Terms:
+        is_private = self._config.ray_address is None
+        return Terms(
+            engine=self._config.engine,
+            settings=self._engines[worker_id],
+            num_cpus=0.0 if is_private else self._config.num_cpus,  # a private Ray has one node
+            num_gpus=self._config.num_gpus,
+            lease_s=None if is_private else self._config.lease_s,
+        )
+
+    def _new_actor(self, worker_id: str, host: RayHost, unreachable: Collection[str]) -> _Actor:
         if host.ended.done():
             raise _Ended(host.ended.result())
+        terms, incarnation = self._terms(worker_id), new_incarnation(worker_id)
+        lasting = {"name": incarnation, "namespace": self._namespace, "lifetime": "detached"}
         actor_class = self._actor_class.options(
-            num_cpus=0.0 if self._config.ray_address is None else self._config.num_cpus,  # a private Ray has one node
-            num_gpus=self._config.num_gpus,
+            **(lasting if terms.lease_s is not None else {}),
+            num_cpus=terms.num_cpus,
+            num_gpus=terms.num_gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
             label_selector={"ray.io/node-id": f"!in({','.join(unreachable)})"} if unreachable else None,
-            runtime_env={"env_vars": thread_environment(settings.num_threads)},
+            runtime_env={"env_vars": thread_environment(terms.settings.num_threads)},
         )
-        return actor_class.remote(self._config.engine, settings, worker_id, new_incarnation(worker_id))
+        return _Actor(actor_class.remote(terms, worker_id, incarnation), worker_id, incarnation)
 
     def _check_room(self) -> None:
         """Raise PoolStartError if the workers can never fit into a private Ray. A cluster may grow."""
@@ -282,6 +357,15 @@ class _NodeLister:
         return nodes
 
 
+@dataclass(frozen=True, slots=True)
+class _Actor:
+    """A worker's actor in Ray, and the incarnation as which it serves this coordinator."""
+
+    handle: Any
+    worker_id: str
+    incarnation: str
+
+
 class _Incarnation:
     """One incarnation of a worker: its actor, its stream of events, and its end."""
 
@@ -293,7 +377,7 @@ class _Incarnation:
         self._actor = actor
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process = Process.hold(info.pid) if is_on_this_machine else None
-        stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote()
+        stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote(info.incarnation)
         self._pump = asyncio.create_task(self._take_events(stream))
 
     async def call(self, method: str, *arguments: Any, group: str = "control") -> Any:
@@ -302,7 +386,7 @@ class _Incarnation:
             raise self.lost()
         try:
             method_in_group = getattr(self._actor, method).options(concurrency_group=group)
-            return await _reply(method_in_group.remote(*arguments), unless=self._ended)
+            return await _reply(method_in_group.remote(self.info.incarnation, *arguments), unless=self._ended)
         except RayError as error:
             self.end(_reason(error))
         except _Ended:
@@ -341,6 +425,10 @@ class _Incarnation:
         self.end(reason)
 
 
+class _OtherVersion(Exception):
+    """A worker runs other code than this process; the text names both."""
+
+
 class _Ended(Exception):
     """The incarnation, or its Ray, has ended; the text says why."""
 
@@ -374,11 +462,20 @@ def _reason(error: BaseException) -> str:
     return " ".join(lines).partition(" Some common causes")[0]
 
 
-async def _has_begun(actor: Any, host: RayHost) -> bool:
+def _check_version(info: WorkerInfo) -> None:
+    if info.version != running_version():
+        raise _OtherVersion(
+            f"the node at {info.node} runs {info.version}, and the coordinator {running_version()}: install the same "
+            "on every node"
+        )
+
+
+async def _has_begun(actor: _Actor, host: RayHost) -> bool:
     """Return whether the actor's process begins within `PLACED_S`. Raises RayError and _Ended."""
     try:
         async with asyncio.timeout(PLACED_S):
-            await _reply(actor.ping.options(concurrency_group="ping").remote(), unless=host.ended)
+            ping = actor.handle.ping.options(concurrency_group="ping")
+            await _reply(ping.remote(actor.incarnation), unless=host.ended)
     except TimeoutError:
         return False
     except RayTaskError:

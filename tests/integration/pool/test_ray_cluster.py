@@ -12,17 +12,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from coordinator.cli.options import RAY_FILE
-from tests.support.batches import batch
+from tests.support.batches import OWNER, batch, request
 from tests.support.serving import TOY_ON_RAY, Terminal
-from workers.contract.messages import WorkerInfo
-from workers.contract.protocols import PoolFailed, WorkerLost
+from workers.contract.messages import ErrorCode, WorkerInfo
+from workers.contract.protocols import Owner, PoolFailed, PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool import ray_head, ray_pool
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
@@ -36,6 +37,8 @@ NOTICED_S = 10.0
 """Seconds within which a lost worker must be detected: about 1 s, or 3 s if its node's Ray is lost too."""
 REPLACED_S = 40.0
 """Seconds within which it must run on another node: 1.5 s on idle cores."""
+ENDED_S = 20.0
+"""Seconds within which a process must end."""
 HEALTH_CHECK_MS = 20_000
 """Interval of Ray's checks, slower than its default, with which it would declare the node lost after only 12 s."""
 
@@ -92,9 +95,10 @@ def start_node(mark: str, *options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def new_pool(cluster: Cluster, *, num_workers: int) -> RayPool:
+def new_pool(cluster: Cluster, *, num_workers: int, **settings: Any) -> RayPool:
     return RayPool(
         PoolConfig(
+            **settings,
             models=(PoolModel(name="toy", path="toy", num_workers=num_workers),),
             engine="tests.support.toy_engine:toy_factory",
             num_cpus=0.5,
@@ -147,16 +151,124 @@ async def test_a_waiting_worker_gets_a_node_that_accepts_connections_again(
     pool = new_pool(cluster, num_workers=1)
     try:
         async with asyncio.timeout(REPLACED_S):  # and the worker has a minute
-            await pool.start()
+            await pool.start(OWNER)
         assert num_asked >= 4
     finally:
         await pool.stop()
 
 
+def has_ended(pid: int, timeout_s: float = ENDED_S) -> bool:
+    """Wait for the end of a process on this machine; return whether it came."""
+    process = Process.hold(pid)
+    if process is None:
+        return True
+    try:
+        return process.has_ended(timeout_s)
+    finally:
+        process.close()
+
+
+async def test_workers_that_a_stop_keeps_serve_the_next_coordinator_without_loading(cluster: Cluster) -> None:
+    settings = {"keep_workers": True}
+    first, second = (new_pool(cluster, num_workers=2, **settings) for _ in range(2))
+    try:
+        await first.start(OWNER)
+        before = {info.worker_id: info for info in first.workers()}
+        await first.run("w0", batch(1))
+        await first.start_sample("w1", request("endless", max_tokens=10**9))
+        await first.stop()
+        await second.start(replace(OWNER, epoch=2))
+        after = {info.worker_id: info for info in second.workers()}
+        assert {info.pid for info in after.values()} == {info.pid for info in before.values()}
+        assert all(after[worker_id].incarnation != before[worker_id].incarnation for worker_id in before)
+        stale = await second.run("w0", batch(2))  # of epoch 1
+        assert [result.error and result.error.code for result in stale.results] == [ErrorCode.OUT_OF_ORDER]
+        fresh = await second.run("w0", replace(batch(3), epoch=2))
+        assert fresh.incarnation == after["w0"].incarnation
+        assert [result.error for result in fresh.results] == [None]
+        await second.start_sample("w1", request("mine", max_tokens=1))
+        assert (await anext(second.sample_events("w1"))).op_id == "mine", "samples of the last coordinator are dropped"
+        await second.remove("w1")
+        assert has_ended(after["w1"].pid)
+    finally:
+        await first.stop(is_final=True)
+        await second.stop(is_final=True)
+    assert has_ended(after["w0"].pid), "no worker outlives a stop that is final"
+
+
+@pytest.mark.parametrize("difference", ["settings", "code", "owner"])
+async def test_only_workers_of_equal_settings_and_code_are_adopted(
+    cluster: Cluster, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = new_pool(cluster, num_workers=1, keep_workers=True)
+    second = new_pool(cluster, num_workers=1, num_slots=5 if difference == "settings" else 0)
+    try:
+        await first.start(OWNER)
+        [left] = first.workers()
+        await first.stop()
+        if difference == "code":
+            monkeypatch.setattr(ray_pool, "running_version", lambda: "of yesterday")
+            with pytest.raises(
+                PoolStartError, match=r"the node at .* runs tinkerpool .*, and the coordinator of yester"
+            ):
+                await second.start(OWNER)
+        else:
+            await second.start(OWNER if difference == "settings" else Owner(pool_id="fedcba9876543210", epoch=1))
+            [new] = second.workers()
+            assert new.pid != left.pid
+        if difference == "owner":
+            await second.stop()
+            assert not has_ended(left.pid, 0.0), "a pool ends no worker of another one"
+            await first.start(OWNER)
+            await first.stop(is_final=True)
+        assert has_ended(left.pid)
+    finally:
+        await first.stop(is_final=True)
+        await second.stop(is_final=True)
+
+
+async def test_a_worker_that_hears_from_no_coordinator_ends_when_its_lease_does(cluster: Cluster) -> None:
+    pool = new_pool(cluster, num_workers=1, keep_workers=True, lease_s=2.0)
+    try:
+        await pool.start(OWNER)
+        [info] = pool.workers()
+        for _ in range(6):
+            await asyncio.sleep(0.5)
+            await pool.ping("w0")  # renews it
+        await pool.stop()
+        assert has_ended(info.pid)
+    finally:
+        await pool.stop(is_final=True)
+
+
+@pytest.mark.parametrize("end", ["killed", "SIGTERM", "down"])
+def test_workers_of_serve_outlive_a_kill_and_with_keep_workers_sigterm_but_no_down(
+    cluster: Cluster, tmp_path: Path, end: str
+) -> None:
+    terminal = Terminal(tmp_path / "home")
+    options = [*TOY_ON_RAY, "--ray-address", cluster.address, "--keep-workers"]
+    with terminal.serve(*options) as (process, _):
+        if end == "killed":
+            process.kill()
+        elif end == "SIGTERM":
+            process.terminate()
+        else:
+            assert terminal.run("down").returncode == 0
+        process.wait(ENDED_S)
+    num_lines = len(terminal.log.read_text().splitlines())
+    with terminal.serve(*options):
+        terminal.train()
+        assert terminal.run("down").returncode == 0
+    lines = "\n".join(terminal.log.read_text().splitlines()[num_lines:])
+    is_adopted = "was left by the last coordinator and goes on as" in lines
+    assert is_adopted == (end != "down")
+    assert ("loading toy" in lines) != is_adopted
+
+
 async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_the_node_lost(cluster: Cluster) -> None:
     pool = new_pool(cluster, num_workers=2)
     try:
-        await pool.start()
+        await pool.start(OWNER)
         [old] = [info for info in pool.workers() if is_on(cluster.second, info)]
         [other] = [info for info in pool.workers() if is_on(cluster.head, info)]
         assert (await pool.run(old.worker_id, batch(1))).incarnation == old.incarnation
@@ -184,7 +296,7 @@ async def test_pool_fails_for_good_when_the_head_refuses_connections_for_too_lon
     monkeypatch.setattr(ray_head, "REFUSED_S", 1.0)
     pool = new_pool(cluster, num_workers=1)
     try:
-        await pool.start()
+        await pool.start(OWNER)
         with marked(cluster.head) as found:
             [gcs] = [process for process in found if process.name == "gcs_server"]
             gcs.kill()

@@ -22,7 +22,7 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.cli.options import RAY_FILE
-from tests.support.batches import batch
+from tests.support.batches import OWNER, batch
 from tests.support.serving import TOY_ON_RAY, Terminal
 from tests.support.waiting import wait_until
 from tinkerpool import types
@@ -54,7 +54,7 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayPoo
         owner_file=tmp_path_factory.mktemp("owner") / "ray.json",
     )
     pool = RayPool(config)
-    await pool.start()
+    await pool.start(OWNER)
     try:
         yield pool
     finally:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import ray
 
-from tests.support.batches import batch, request
+from tests.support.batches import OWNER, batch, request
 from tests.support.toy_engine import KILL_TOKEN
 from workers.contract.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
 from workers.contract.protocols import PoolStartError, WorkerLost
@@ -83,7 +83,7 @@ async def all_ended(timeout_s: float = 30.0) -> bool:
 async def test_model_that_cannot_be_loaded_fails_the_start_with_its_cause_and_leaves_no_process() -> None:
     pool = RayPool(pool_config(PoolModel(name="toy", path="toy"), PoolModel(name="gone", path="missing")))
     with pytest.raises(PoolStartError, match=r"worker w1 \(gone\) cannot start: there is no model in missing"):
-        await pool.start()
+        await pool.start(OWNER)
     assert pool.workers() == ()
     await pool.stop()
     assert await all_ended()
@@ -99,7 +99,7 @@ async def test_model_that_cannot_be_loaded_fails_the_start_with_its_cause_and_le
 async def test_machine_too_small_for_the_workers_fails_the_start_at_once(claim: dict[str, Any], message: str) -> None:
     pool = RayPool(pool_config(**claim))
     with pytest.raises(PoolStartError, match=message):
-        await pool.start()
+        await pool.start(OWNER)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -110,7 +110,7 @@ async def pool() -> AsyncIterator[RayPool]:
     )
     pool = make_pool(pool_config(*models, num_threads=3))
     assert isinstance(pool, RayPool)
-    await pool.start()
+    await pool.start(OWNER)
     try:
         yield pool
     finally:
@@ -293,7 +293,7 @@ async def test_unknown_worker_is_lost(pool: RayPool) -> None:
 async def test_second_pool_in_a_process_is_refused_and_the_first_keeps_running(pool: RayPool) -> None:
     second = RayPool(pool_config())
     with pytest.raises(PoolStartError, match="one pool at a time"):
-        await second.start()
+        await second.start(OWNER)
     await pool.ping("w0")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.batches import batch, request
+from tests.support.batches import OWNER, batch, request
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
 from workers.contract.messages import SampleEvent, SampleResult, TokenEvent
 from workers.contract.protocols import Pool, PoolStartError, WorkerLost
@@ -24,7 +24,7 @@ TOY_FACTORY = "tests.support.toy_engine:toy_factory"
 
 @asynccontextmanager
 async def started(pool: Pool) -> AsyncIterator[Pool]:
-    await pool.start()
+    await pool.start(OWNER)
     try:
         yield pool
     finally:
@@ -99,7 +99,7 @@ async def test_error_of_a_worker_that_cannot_start_names_it_and_the_cause() -> N
 
     pool = LocalPool({"w0": ToyEngine, "w1": broken})
     with pytest.raises(PoolStartError, match=r"w1.*no model there"):
-        await pool.start()
+        await pool.start(OWNER)
     assert pool.workers() == ()
 
 

@@ -22,6 +22,7 @@ from tests.support.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
 from tinkerpool.serving import READY_FILE, Serving, running_pid
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
+from workers.contract.protocols import Owner
 from workers.pool.local import LocalPool
 
 
@@ -239,7 +240,7 @@ async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Pa
 
 async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
     class SlowPool(LocalPool):
-        async def start(self) -> None:
+        async def start(self, owner: Owner) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(60)
 
@@ -251,7 +252,7 @@ async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
 
 async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:
     class BrokenPool(LocalPool):
-        async def start(self) -> None:
+        async def start(self, owner: Owner) -> None:
             raise OSError("no such model")
 
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
