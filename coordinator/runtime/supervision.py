@@ -60,9 +60,11 @@ class Supervisor:
         self._is_stopping = False
 
     def start(self) -> None:
-        """Follow and ping every worker, and replace the ones that are lost."""
+        """Follow and ping every worker, replace the ones that are lost, and take in the ones that are still missing."""
         for worker_id in self._fleet.worker_ids():
             self._join(worker_id)
+        for worker_id in self._pool.missing():
+            self._tasks.spawn(self._await_missing(worker_id))
         self._tasks.spawn(self._replace_lost())
 
     def stop(self) -> None:
@@ -72,9 +74,7 @@ class Supervisor:
     async def add(self, base_model: str) -> WorkerInfo:
         """Start another worker of a base model that the pool serves. Raises WorkerLost if it does not start."""
         worker = await self._pool.add(base_model)
-        logger.info("worker %s of %s joined", worker.incarnation, base_model)
-        self._fleet.add(worker)
-        self._join(worker.worker_id)
+        self._take_in(worker)
         return worker
 
     async def remove(self, worker_id: str) -> None:
@@ -92,6 +92,23 @@ class Supervisor:
         self._fleet.remove(worker_id)
         await self._pool.remove(worker_id)
         logger.info("worker %s was removed", worker_id)
+
+    def _take_in(self, worker: WorkerInfo) -> None:
+        logger.info("worker %s of %s joined", worker.incarnation, worker.model.name)
+        self._fleet.add(worker)
+        self._join(worker.worker_id)
+
+    async def _await_missing(self, worker_id: str) -> None:
+        """Take in a worker that was not ready when the pool was; start it again, with back-off, while it fails to."""
+        worker, num_failures = None, 0
+        while worker is None:
+            try:
+                worker = await self._pool.replace(worker_id)
+            except WorkerLost as error:
+                num_failures += 1
+                logger.error("worker %s does not start: %s; retrying", worker_id, error)
+                await self._time.sleep(backoff_s(BACKOFF_S, BACKOFF_S_MAX, num_failures))
+        self._take_in(worker)
 
     def _join(self, worker_id: str) -> None:
         self._samples.follow(self._fleet.worker(worker_id))

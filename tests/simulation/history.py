@@ -560,6 +560,7 @@ def _draw_worker_faults(random: Random) -> WorkerFaults:
         reference_gone=some(0.1),
         survive=random.choice((0.0, 0.9)),
         refused=random.choice((0.0, 0.3)),
+        late_join=some(0.1),
     )
 
 

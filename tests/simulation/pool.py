@@ -65,6 +65,8 @@ class WorkerFaults:
     """Per copy that is installed: its state is sent by a reference that leads nowhere any more."""
     survive: float = 0.0
     """Per worker, when its coordinator is killed: the worker keeps running."""
+    late_join: float = 0.0
+    """Per worker that is to start with its coordinator, while there is another one: it joins when the pool serves."""
     refused: float = 0.0
     """Per worker that has outlived its coordinator: the next one does not adopt it, as it runs other code."""
 
@@ -198,6 +200,7 @@ class SimPoolFront:
         self.outstanding: list[tuple[_Incarnation, Batch]] = []
         """Batches that were sent and have no reply yet."""
         self.num_replayed = 0
+        self._missing: list[str] = []
         self._num_gone = 0
         """References in a row that led nowhere."""
 
@@ -210,8 +213,12 @@ class SimPoolFront:
                 self._world.fault("worker refused", worker_id)
                 worker.is_lost = True
                 worker = None
+                del self._workers[worker_id]
             if worker is None:
-                self._pool.start_incarnation(worker_id)
+                if index > len(self._missing) and self._random.random() < self._pool.faults.late_join:
+                    self._missing.append(worker_id)
+                else:
+                    self._pool.start_incarnation(worker_id)
                 continue
             self._world.fault("worker adopted", worker_id)
             worker.adopt(owner.epoch, self._pool.new_incarnation(worker_id))
@@ -230,6 +237,9 @@ class SimPoolFront:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self._info(worker_id) for worker_id in sorted(self._workers))
+
+    def missing(self) -> tuple[str, ...]:
+        return tuple(self._missing)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         worker = self._worker(worker_id)
@@ -307,7 +317,10 @@ class SimPoolFront:
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         await asyncio.sleep(self._random.uniform(0, 0.05))
-        if (worker := self._workers.get(worker_id)) is not None:
+        if worker_id in self._missing:
+            self._world.fault("worker joins late", worker_id)
+            self._missing.remove(worker_id)
+        elif (worker := self._workers.get(worker_id)) is not None:
             self._pool.note_loss(worker)
             worker.is_replaced = worker.is_lost = True
             worker.events.put_nowait(None)

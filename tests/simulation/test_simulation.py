@@ -51,6 +51,7 @@ FAULTS = {
     "worker paused",
     "worker adopted",
     "worker refused",
+    "worker joins late",
 }
 
 

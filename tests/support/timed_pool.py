@@ -55,6 +55,9 @@ class TimedPool:
         )
         return (worker,)
 
+    def missing(self) -> tuple[str, ...]:
+        return ()
+
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         num_tokens = sum(len(d.tokens) for item in batch.items if isinstance(item, PassItem) for d in item.data)
         if num_tokens:

@@ -67,7 +67,7 @@ class Pool(Protocol):
     async def start(self, owner: Owner) -> None:
         """Start every configured worker, or take over one that an earlier coordinator of the pool has left.
 
-        Returns when all base models are loaded. Raises PoolStartError.
+        Returns when each base model has a worker; the others may be missing. Raises PoolStartError.
         """
 
     async def stop(self, *, is_final: bool = False) -> None:
@@ -78,6 +78,9 @@ class Pool(Protocol):
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the current incarnations in a fixed order; a dead one stays listed until it is replaced."""
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the configured workers that were not ready when `start` returned; `replace` waits for one."""
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch on one worker; a worker runs one batch at a time. Raises `WorkerLost`."""

@@ -80,6 +80,10 @@ class LocalPool:
         running = self._incarnations
         return tuple(running[worker_id].info for worker_id in self._factories if worker_id in running)
 
+    def missing(self) -> tuple[str, ...]:
+        """Return nothing: the start waits for all workers."""
+        return ()
+
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
         return await asyncio.wrap_future(self._incarnation(worker_id).loop.submit(batch))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ NODES_TIMEOUT_S = 10.0
 """Seconds that Ray has to list its nodes, in a process of its own, which starts with the pool."""
 ADOPT_TIMEOUT_S = 5.0
 """Seconds that an actor of an earlier coordinator has to reply; it is ended otherwise."""
+JOIN_GRACE_S = 10.0
+"""Most seconds that a cluster's other workers have to be ready with the first ones."""
 PLACED_S = 5.0
 """Seconds after which the nodes are examined again for a worker whose process has not begun."""
 
@@ -63,9 +66,14 @@ class RayPool:
         self._owner: Owner
         self._lister: Any = None
         self._listing: asyncio.Task[_Nodes] | None = None
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        """The first incarnations that have not begun yet, and those that failed to."""
 
     async def start(self, owner: Owner) -> None:
-        """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
+        """Start Ray, then all workers at once. Raises PoolStartError.
+
+        Waits until all are ready; on a cluster, until each base model has one, and a little for the others.
+        """
         assert self._host is None, "the pool has been started already"
         self._owner = owner
         try:
@@ -75,17 +83,13 @@ class RayPool:
             adopted = await self._adopt_left() if self._config.ray_address is not None else {}
             if len(adopted) < len(self._engines):
                 STAGES.info("loading %s", self._config.summary)
-            async with asyncio.TaskGroup() as beginning:
-                for worker_id in self._engines:
-                    beginning.create_task(self._take_in(worker_id, adopted.get(worker_id)))
-        except BaseExceptionGroup as group:
+            for worker_id in self._engines:
+                self._joining[worker_id] = asyncio.create_task(self._take_in(worker_id, adopted.get(worker_id)))
+            await self._until_served()
+        except BaseException as error:
             await self.stop()
-            error = group.exceptions[0]
             if isinstance(error, WorkerLost):
                 raise PoolStartError(str(error)) from error
-            raise error from None
-        except BaseException:
-            await self.stop()
             raise
 
     async def stop(self, *, is_final: bool = False) -> None:
@@ -93,6 +97,10 @@ class RayPool:
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
+        joining, self._joining = list(self._joining.values()), {}
+        for task in joining:
+            task.cancel()
+        await asyncio.gather(*joining, return_exceptions=True)
         if is_final or not self._config.keep_workers:
             await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
@@ -104,6 +112,10 @@ class RayPool:
         """Return the workers, in the order of the configuration."""
         running = self._incarnations
         return tuple(running[worker_id].info for worker_id in self._engines if worker_id in running)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the configured workers that were not ready when the pool was."""
+        return tuple(self._joining)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
@@ -147,13 +159,17 @@ class RayPool:
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
 
-        A private Ray that has died is started again first. Raises PoolFailed if a cluster is lost.
+        The first incarnation of a missing worker is waited for. A private Ray that has died is started again first. Raises
+        PoolFailed if a cluster is lost.
         """
-        incarnation = self._incarnation(worker_id)
-        incarnation.end("it was replaced")
-        await incarnation.kill()
-        await self._revive_ray()
-        await self._begin(worker_id)
+        if (joining := self._joining.pop(worker_id, None)) is not None:
+            await joining
+        else:
+            if (incarnation := self._incarnations.get(worker_id)) is not None:
+                incarnation.end("it was replaced")
+                await incarnation.kill()
+            await self._revive_ray()
+            await self._begin(worker_id)
         return self._incarnation(worker_id).info
 
     def _incarnation(self, worker_id: str) -> _Incarnation:
@@ -236,6 +252,27 @@ class RayPool:
         logger.info("worker %s was left by the last coordinator and is ended: %s", name, why)
         _kill(handle, host)
         return None
+
+    async def _until_served(self) -> None:
+        """Wait for every worker, or on a cluster for one of each base model. Raises WorkerLost.
+
+        Then the others of a cluster have as long again: adapters are spread over those that are there at the beginning.
+        """
+        begun_s = time.monotonic()
+        if self._config.ray_address is None:
+            done, _ = await asyncio.wait(self._joining.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        for model in self._config.models:
+            mine = [
+                each for worker_id, each in self._joining.items() if self._engines[worker_id].model_name == model.name
+            ]
+            await _any_of(mine)
+        await asyncio.wait(self._joining.values(), timeout=min(JOIN_GRACE_S, time.monotonic() - begun_s))
+        ready = {info.worker_id for info in self.workers()}
+        self._joining = {worker_id: task for worker_id, task in self._joining.items() if worker_id not in ready}
+        if self._joining:
+            logger.warning("the pool is ready without %s: they join when they are", ", ".join(self._joining))
 
     async def _take_in(self, worker_id: str, adopted: _Actor | None) -> None:
         """Begin a worker's incarnation with the actor that was adopted, or with a new one. Raises WorkerLost."""
@@ -460,6 +497,20 @@ def _reason(error: BaseException) -> str:
         return str(error.cause)
     lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
     return " ".join(lines).partition(" Some common causes")[0]
+
+
+async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Wait until one task has succeeded. Raises WorkerLost if all fail, and any other error at once."""
+    pending = set(tasks)
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        errors = [task.exception() for task in done]
+        if None in errors:
+            return
+        for error in filter(None, errors):
+            if not pending or not isinstance(error, WorkerLost):
+                raise error
+            logger.warning("%s; the pool waits for another one", error)
 
 
 def _check_version(info: WorkerInfo) -> None:

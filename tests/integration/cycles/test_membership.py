@@ -9,6 +9,9 @@ from coordinator.runtime import supervision
 from tests.support.toy_pool import ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import WorkerInfo
+from workers.contract.protocols import WorkerLost
+from workers.pool.local import LocalPool
 
 
 async def removing(pool: ToyPool, worker_id: str) -> asyncio.Task[None]:
@@ -93,6 +96,33 @@ async def test_a_worker_is_replaced_also_after_thousands_of_losses(
             pool.core.fleet.note_loss("w0")
         pool.lose_worker("w0")
         await until(lambda: len(pool.engines["w0"]) == 2)
+
+
+async def test_a_worker_that_is_missing_at_the_start_joins_when_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ready, failures = asyncio.Event(), ["its host is full"]
+
+    async def replace(self: LocalPool, worker_id: str) -> WorkerInfo:
+        await is_ready.wait()
+        if failures:
+            raise WorkerLost(failures.pop())
+        return await self.add("toy")
+
+    monkeypatch.setattr(LocalPool, "missing", lambda _: ("w1",))
+    monkeypatch.setattr(LocalPool, "replace", replace)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.submit(adapter, 1))
+        assert pool.core.fleet.worker_ids() == ["w0"]
+        is_ready.set()
+        await until(lambda: pool.core.fleet.worker_ids() == ["w0", "w1"])
+        assert not failures, "a start that failed is tried again"
+        await asyncio.wait_for(await removing(pool, "w0"), 30)
+        del pool.engines["w0"]
+        found = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 2)), 30)
+        assert found[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
+        assert pool.log_of(adapter).home == "w1"
 
 
 async def test_the_last_worker_of_a_model_is_not_removed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
@@ -238,4 +239,27 @@ def test_batch_whose_caller_was_cancelled_before_it_ran_is_skipped() -> None:
     assert last.result(TIMEOUT_S).cycle_id == 2
     assert first.done()
     assert running.engine.calls == ["batch 0", "batch 2"]
+    running.loop.stop()
+
+
+def test_the_next_coordinator_gets_no_batch_and_no_event_of_the_last_one() -> None:
+    running = Running()
+    running.loop.start_sample(request("old", max_tokens=10**9))
+    running.engine.gate.clear()
+    begun, queued = running.loop.submit(batch(0)), running.loop.submit(batch(1))
+    assert running.engine.has_begun.wait(TIMEOUT_S)
+    events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
+    running.loop.begin(7, "toy-2", events)
+    with pytest.raises(WorkerLost, match="another coordinator has taken over"):
+        queued.result(TIMEOUT_S)
+    running.loop.start_sample(request("new", max_tokens=1))
+    running.engine.gate.set()
+    assert begun.result(TIMEOUT_S).incarnation == "toy-1", "what runs is finished"
+    assert running.has_ended.wait(TIMEOUT_S), "the stream of the last coordinator ends"
+    first = events.get(timeout=TIMEOUT_S)
+    assert first is not None
+    assert {event.op_id for event in first} == {"new"}
+    stale, fresh = running.loop.submit(batch(2)), running.loop.submit(replace(batch(3), epoch=7))
+    assert stale.result(TIMEOUT_S).results[0].error is not None
+    assert (fresh.result(TIMEOUT_S).results[0].error, fresh.result().incarnation) == (None, "toy-2")
     running.loop.stop()
