@@ -262,7 +262,7 @@ def test_workers_of_serve_outlive_a_kill_and_with_keep_workers_sigterm_but_no_do
     lines = "\n".join(terminal.log.read_text().splitlines()[num_lines:])
     is_adopted = "was left by the last coordinator and goes on as" in lines
     assert is_adopted == (end != "down")
-    assert ("loading toy" in lines) != is_adopted
+    assert ("loading kjv-2m" in lines) != is_adopted
 
 
 async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_the_node_lost(cluster: Cluster) -> None:
