@@ -43,8 +43,8 @@ NODES_TIMEOUT_S = 10.0
 """Seconds that Ray has to list its nodes, in a process of its own, which starts with the pool."""
 ADOPT_TIMEOUT_S = 5.0
 """Seconds that an actor of an earlier coordinator has to reply; it is ended otherwise."""
-JOIN_GRACE_S = 10.0
-"""Most seconds that a cluster's other workers have to be ready with the first ones."""
+JOIN_GRACE_S, JOIN_GRACE_S_MAX = 1.0, 10.0
+"""Fewest and most seconds that a cluster's other workers have to be ready with the first ones."""
 PLACED_S = 5.0
 """Seconds after which the nodes are examined again for a worker whose process has not begun."""
 
@@ -268,7 +268,9 @@ class RayPool:
                 each for worker_id, each in self._joining.items() if self._engines[worker_id].model_name == model.name
             ]
             await _any_of(mine)
-        await asyncio.wait(self._joining.values(), timeout=min(JOIN_GRACE_S, time.monotonic() - begun_s))
+        await asyncio.wait(
+            self._joining.values(), timeout=min(JOIN_GRACE_S_MAX, max(JOIN_GRACE_S, time.monotonic() - begun_s))
+        )
         ready = {info.worker_id for info in self.workers()}
         self._joining = {worker_id: task for worker_id, task in self._joining.items() if worker_id not in ready}
         if self._joining:
