@@ -159,8 +159,8 @@ class RayPool:
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
 
-        The first incarnation of a missing worker is waited for. A private Ray that has died is started again first. Raises
-        PoolFailed if a cluster is lost.
+        The first incarnation of a missing worker is waited for. A private Ray that has died is started again first.
+        Raises PoolFailed if a cluster is lost.
         """
         if (joining := self._joining.pop(worker_id, None)) is not None:
             await joining
@@ -264,13 +264,10 @@ class RayPool:
             for task in done:
                 task.result()
         for model in self._config.models:
-            mine = [
-                each for worker_id, each in self._joining.items() if self._engines[worker_id].model_name == model.name
-            ]
-            await _any_of(mine)
-        await asyncio.wait(
-            self._joining.values(), timeout=min(JOIN_GRACE_S_MAX, max(JOIN_GRACE_S, time.monotonic() - begun_s))
-        )
+            mine = [worker_id for worker_id, engine in self._engines.items() if engine.model_name == model.name]
+            await _any_of([self._joining[worker_id] for worker_id in mine])
+        grace_s = min(JOIN_GRACE_S_MAX, max(JOIN_GRACE_S, time.monotonic() - begun_s))
+        await asyncio.wait(self._joining.values(), timeout=grace_s)
         ready = {info.worker_id for info in self.workers()}
         self._joining = {worker_id: task for worker_id, task in self._joining.items() if worker_id not in ready}
         if self._joining:
