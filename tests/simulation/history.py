@@ -553,7 +553,7 @@ def _draw_worker_faults(random: Random) -> WorkerFaults:
         crash_before=some(0.02),
         crash_after=some(0.02),
         crash_sampling=some(0.02),
-        pause=some(0.02),
+        pause=some(0.04),
         twice=some(0.03),
         slow_ping=some(0.03),
         no_replacement=some(0.1),

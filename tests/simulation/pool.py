@@ -426,7 +426,7 @@ class SimPoolFront:
 
     async def _pause(self, worker: _Incarnation, batch: Batch, what: str, *, may_be_late: bool = False) -> bool:
         """Stop the worker for a while. Return True if it was replaced meanwhile and its reply arrives nevertheless."""
-        seconds = self._random.choice((0.1, 1.0, 10.0, 20.0)) * self._random.random()
+        seconds = self._random.choice((0.1, 1.0, 20.0)) * self._random.random()
         self._world.fault("worker paused", f"{worker.incarnation} when {what}: {batch.cycle_id}")
         worker.is_paused = True
         asyncio.get_running_loop().call_later(seconds, self._resume, worker)
