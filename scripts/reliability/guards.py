@@ -624,6 +624,41 @@ GUARDS = (
         after='        " SELECT ?, ?, 1, ?, ? WHERE ? != 0"\n',
         tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "usage"),
     ),
+    Guard(
+        name="an adopted worker drops what its last coordinator left",
+        file="workers/pool/loop.py",
+        before="        engine.begin(epoch, incarnation)\n",
+        after="",
+        tests=("tests/unit/pool/test_loop.py", "-k", "next_coordinator"),
+    ),
+    Guard(
+        name="an adopted worker sends the events of old samples to nobody",
+        file="workers/pool/loop.py",
+        before="        self._events = events\n        self._owed_s = 0.0\n",
+        after="        self._owed_s = 0.0\n",
+        tests=("tests/unit/pool/test_loop.py", "-k", "next_coordinator", "--timeout", "60"),
+    ),
+    Guard(
+        name="only workers of equal settings and code are adopted",
+        file="workers/pool/actor.py",
+        before="        if (terms, version) != (self._terms, self._version):\n            return False\n",
+        after="",
+        tests=("tests/integration/pool/test_ray_cluster.py", "-k", "equal_settings"),
+    ),
+    Guard(
+        name="a worker without a coordinator ends",
+        file="workers/pool/actor.py",
+        before="        os._exit(1)",
+        after="",
+        tests=("tests/integration/pool/test_ray_cluster.py", "-k", "lease"),
+    ),
+    Guard(
+        name="workers end with a stop that is final",
+        file="workers/pool/ray_pool.py",
+        before="        if is_final or not self._config.keep_workers:\n",
+        after="        if not self._config.keep_workers:\n",
+        tests=("tests/integration/pool/test_ray_cluster.py", "-k", "stop_keeps"),
+    ),
 )
 
 
