@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NoReturn
@@ -42,6 +42,7 @@ NETWORK_S = 0.0005
 WORK_S = 0.004
 DECODE_S = 0.001
 """Mean delays: of a message on the network, of a batch, of a decode step."""
+BASE_MODEL = "toy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,10 @@ class SimPool:
         self.faults = faults
         self.random: Random = world.random("pool")
         self.workers: dict[str, _Incarnation] = {}
+        self.prepared: dict[str, _Incarnation] = {}
+        """The next incarnations of workers whose hosts leave."""
+        self.notices: dict[str, float] = {}
+        """Incarnation to the virtual time at which its host leaves."""
         self.solo_losses: Counter[str] = Counter()
         """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
         operation is poison, so no fault is injected into a worker that runs such an operation."""
@@ -135,13 +140,16 @@ class SimPool:
         self._num_incarnations = 0
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
-        """Start a worker's next incarnation, without adapters."""
+        """Start a worker's next incarnation, without adapters, or take the prepared one."""
+        self.workers[worker_id] = self.prepared.pop(worker_id, None) or self.new_incarnation(worker_id)
+        return self.workers[worker_id]
+
+    def new_incarnation(self, worker_id: str) -> _Incarnation:
+        """Return a process that no call reaches yet."""
         self._num_incarnations += 1
         incarnation = f"{worker_id}-{self._num_incarnations}"
-        self.workers[worker_id] = _Incarnation(
-            incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max, costs=self._costs)
-        )
-        return self.workers[worker_id]
+        engine = ToyEngine(incarnation, host_bytes_max=self._host_bytes_max, costs=self._costs)
+        return _Incarnation(incarnation, engine)
 
     def next_worker(self) -> int:
         """Return the number of a worker that joins."""
@@ -167,6 +175,7 @@ class SimPool:
 
     def end_epoch(self, outstanding: Sequence[tuple[_Incarnation, Batch]]) -> None:
         """Lose the workers that do not outlive their coordinator; keep batches on the network for the others."""
+        self.prepared.clear()
         for worker_id, worker in list(self.workers.items()):
             # Without a batch, the worker would take the next epoch for its first, and keep samples of this one.
             is_fresh = not worker.engine.batches
@@ -197,10 +206,15 @@ class SimPoolFront:
         self._num_gone = 0
         """References in a row that led nowhere."""
 
-    async def start(self) -> None:
+    def base_models(self) -> Mapping[str, str]:
+        return {f"w{index}": BASE_MODEL for index in range(self._pool.num_workers)}
+
+    async def start(self, drained: Collection[str] = ()) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
-        for index in range(self._pool.num_workers):
-            worker_id = f"w{index}"
+        for worker_id in self.base_models():
+            if worker_id in drained:
+                self._workers.pop(worker_id, None)
+                continue
             worker = self._workers.get(worker_id)
             if worker is None:
                 self._pool.start_incarnation(worker_id)
@@ -291,12 +305,26 @@ class SimPoolFront:
 
     async def remove(self, worker_id: str) -> None:
         self._pool.kills.replaced(worker_id)
-        worker = self._workers.pop(worker_id)
+        self._pool.prepared.pop(worker_id, None)
+        if (worker := self._workers.pop(worker_id, None)) is None:
+            return
         if worker.is_lost:
             self._world.fault("drained worker lost", worker.incarnation)
         worker.is_replaced = worker.is_lost = True
         worker.events.put_nowait(None)
         worker.change()
+
+    async def prepare(self, worker_id: str) -> None:
+        await asyncio.sleep(self._random.choice((0.05, 2.0, 10.0)) * self._random.random())
+        if self._random.random() < self._pool.faults.no_replacement:
+            self._world.fault("no successor", worker_id)
+            raise WorkerLost(f"{worker_id} does not start")
+        self._pool.prepared[worker_id] = self._pool.new_incarnation(worker_id)
+
+    async def leaving(self) -> Mapping[str, float]:
+        notices, now = self._pool.notices, self._world.time()
+        found = [(worker_id, notices.get(worker.incarnation)) for worker_id, worker in self._workers.items()]
+        return {worker_id: at - now for worker_id, at in found if at is not None}
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         await asyncio.sleep(self._random.uniform(0, 0.05))

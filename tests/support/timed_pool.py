@@ -9,7 +9,7 @@ For promises about waiting times, which are exact here. Faults are tested in the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -42,7 +42,10 @@ class TimedPool:
     _owed_s: float = 0.0
     _started: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self) -> None:
+    def base_models(self) -> Mapping[str, str]:
+        return {"w0": "toy"}
+
+    async def start(self, drained: Collection[str] = ()) -> None:
         pass
 
     async def stop(self) -> None:
@@ -90,8 +93,14 @@ class TimedPool:
     async def remove(self, worker_id: str) -> None:
         raise AssertionError("there is one worker")
 
+    async def prepare(self, worker_id: str) -> None:
+        raise AssertionError("its host never leaves")
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         raise AssertionError("this worker is never lost")
+
+    async def leaving(self) -> Mapping[str, float]:
+        return {}
 
 
 def in_virtual_time(

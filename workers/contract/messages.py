@@ -492,3 +492,5 @@ class WorkerInfo:
     num_slots: int
     """Bank slots: adapters and sampler versions that are resident at a time; others are in host memory."""
     device: str
+    node_id: str = ""
+    """Ray's id of its node; empty in a local pool."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from workers.contract.messages import Batch, BatchResult, ModelInfo, SampleEvent, SampleRequest, WorkerInfo
@@ -50,8 +50,14 @@ EngineFactory = Callable[[str], Engine]
 class Pool(Protocol):
     """Workers, each with one warm base model. A pool restarts nothing by itself: the coordinator supervises."""
 
-    async def start(self) -> None:
-        """Start every configured worker; return when all base models are loaded. Raises PoolStartError."""
+    def base_models(self) -> Mapping[str, str]:
+        """Return the base model of each configured worker, by its id; also before the start."""
+
+    async def start(self, drained: Collection[str] = ()) -> None:
+        """Start the configured workers but the drained ones; return when all base models are loaded.
+
+        Raises PoolStartError.
+        """
 
     async def stop(self) -> None:
         """End every worker, and release everything that `start` created. Idempotent."""
@@ -78,10 +84,19 @@ class Pool(Protocol):
         """Start another worker of a configured base model, with an id of its own. Raises `WorkerLost`."""
 
     async def remove(self, worker_id: str) -> None:
-        """End a worker for good."""
+        """End a worker's process. Only `replace` starts it again."""
+
+    async def prepare(self, worker_id: str) -> None:
+        """Start a worker's next incarnation beside the present one, for the next `replace`; return when it is ready.
+
+        Raises `WorkerLost` if it does not start.
+        """
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill the worker's process, if it lives, and start the next incarnation, empty.
+        """Kill the worker's process, if it lives, and start the next incarnation, empty, or take the prepared one.
 
         Raises `WorkerLost`, and `PoolFailed`.
         """
+
+    async def leaving(self) -> Mapping[str, float]:
+        """Return the workers whose hosts are about to leave, with the seconds until then; infinite: not known."""

@@ -65,6 +65,7 @@ class EngineActor:
             node=ray.util.get_node_ip_address(),
             num_slots=self._settings.num_slots,
             device=self._settings.device,
+            node_id=ray.get_runtime_context().get_node_id(),
         )
 
     def run(self, packed: bytes) -> bytes:

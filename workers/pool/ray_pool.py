@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -52,14 +54,22 @@ class RayPool:
         self._config = config
         self._engines = config.engines()
         self._incarnations: dict[str, _Incarnation] = {}
+        self._prepared: dict[str, asyncio.Task[_Incarnation]] = {}
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
         self._lister: Any = None
         self._listing: asyncio.Task[_Nodes] | None = None
 
-    async def start(self) -> None:
-        """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
+    def base_models(self) -> Mapping[str, str]:
+        """Return the base model of each configured worker."""
+        return {worker_id: settings.model_name for worker_id, settings in self._engines.items()}
+
+    async def start(self, drained: Collection[str] = ()) -> None:
+        """Start Ray, then all workers at once but the drained ones, and wait until they are ready.
+
+        Raises PoolStartError.
+        """
         assert self._host is None, "the pool has been started already"
         try:
             STAGES.info("starting Ray" if self._config.ray_address is None else "joining Ray's cluster")
@@ -67,7 +77,7 @@ class RayPool:
             self._check_room()
             STAGES.info("loading %s", self._config.summary)
             async with asyncio.TaskGroup() as beginning:
-                for worker_id in self._engines:
+                for worker_id in [each for each in self._engines if each not in drained]:
                     beginning.create_task(self._begin(worker_id))
         except BaseExceptionGroup as group:
             await self.stop()
@@ -84,7 +94,8 @@ class RayPool:
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
-        await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
+        prepared = [self._drop_prepared(worker_id) for worker_id in list(self._prepared)]
+        await asyncio.gather(*(incarnation.kill() for incarnation in incarnations), *prepared)
         async with self._reviving:
             if self._host is not None:
                 await self._host.stop()
@@ -129,22 +140,53 @@ class RayPool:
         return self._incarnation(worker_id).info
 
     async def remove(self, worker_id: str) -> None:
-        """End a worker's process."""
-        incarnation = self._incarnations.pop(worker_id)
-        incarnation.end("it was removed")
-        await incarnation.kill()
+        """End a worker's process, and that of a prepared incarnation."""
+        if (incarnation := self._incarnations.pop(worker_id, None)) is not None:
+            incarnation.end("it was removed")
+            await incarnation.kill()
+        await self._drop_prepared(worker_id)
+
+    async def prepare(self, worker_id: str) -> None:
+        """Start a worker's next incarnation beside the present one. Raises WorkerLost."""
+        preparing = self._prepared[worker_id] = asyncio.create_task(self._started(worker_id))
+        try:
+            await asyncio.shield(preparing)
+        except WorkerLost:
+            self._prepared.pop(worker_id, None)
+            raise
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
+        """Kill a worker's process, whatever state it is in, and start its next incarnation, or take the prepared one.
 
-        A private Ray that has died is started again first. Raises PoolFailed if a cluster is lost.
+        A private Ray that has died is started again first. Raises WorkerLost, and PoolFailed if a cluster is lost.
         """
-        incarnation = self._incarnation(worker_id)
-        incarnation.end("it was replaced")
-        await incarnation.kill()
+        if (incarnation := self._incarnations.get(worker_id)) is not None:
+            incarnation.end("it was replaced")
+            await incarnation.kill()
         await self._revive_ray()
-        await self._begin(worker_id)
+        if (preparing := self._prepared.pop(worker_id, None)) is not None:
+            self._incarnations[worker_id] = await preparing
+        else:
+            await self._begin(worker_id)
         return self._incarnation(worker_id).info
+
+    async def leaving(self) -> Mapping[str, float]:
+        """Return the workers on nodes that Ray drains, with the seconds until then; none on a private Ray."""
+        if self._config.ray_address is None or self._host is None:
+            return {}
+        left_s = await _drained(self._lister, self._host)
+        found = [(worker_id, each.info.node_id) for worker_id, each in self._incarnations.items()]
+        return {worker_id: left_s[node_id] for worker_id, node_id in found if node_id in left_s}
+
+    async def _drop_prepared(self, worker_id: str) -> None:
+        """End the process of a prepared incarnation, also while it starts."""
+        if (preparing := self._prepared.pop(worker_id, None)) is None:
+            return
+        preparing.cancel()
+        [prepared] = await asyncio.gather(preparing, return_exceptions=True)
+        if isinstance(prepared, _Incarnation):
+            prepared.end("it was removed")
+            await prepared.kill()
 
     def _incarnation(self, worker_id: str) -> _Incarnation:
         incarnation = self._incarnations.get(worker_id)
@@ -187,6 +229,10 @@ class RayPool:
 
     async def _begin(self, worker_id: str) -> None:
         """Start a worker's next incarnation. Raises WorkerLost."""
+        self._incarnations[worker_id] = await self._started(worker_id)
+
+    async def _started(self, worker_id: str) -> _Incarnation:
+        """Return a worker's next incarnation, when it is ready. Raises WorkerLost."""
         settings, host = self._engines[worker_id], self._host
         assert host is not None
         try:
@@ -195,9 +241,7 @@ class RayPool:
                 try:
                     start = actor.start.options(concurrency_group="work")
                     info: WorkerInfo = await _reply(start.remote(), unless=host.ended)
-                    self._incarnations[worker_id] = _Incarnation(
-                        info, actor, host, is_on_this_machine=self._config.ray_address is None
-                    )
+                    return _Incarnation(info, actor, host, is_on_this_machine=self._config.ray_address is None)
                 except BaseException:
                     _kill(actor, host)
                     raise
@@ -280,6 +324,12 @@ class _NodeLister:
     def nodes(self) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = ray.nodes()
         return nodes
+
+    def draining(self) -> dict[str, float]:
+        """Return the nodes that are drained (preempted, scaled down), with the seconds until they end."""
+        now_s = time.time()
+        deadlines_ms: dict[str, int] = ray._private.state.state.get_draining_nodes()  # Ray's own libraries poll it too
+        return {node: ms / 1000 - now_s if ms else math.inf for node, ms in deadlines_ms.items()}
 
 
 class _Incarnation:
@@ -394,6 +444,17 @@ async def _listed(lister: Any, host: RayHost) -> _Nodes:
         logger.warning("Ray does not list its nodes: %s", _reason(error) or "time-out")
         return {}
     return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes if node["Alive"]}
+
+
+async def _drained(lister: Any, host: RayHost) -> dict[str, float]:
+    """Return the nodes that Ray drains, with the seconds until they end; none if Ray does not tell."""
+    try:
+        async with asyncio.timeout(NODES_TIMEOUT_S):
+            drained: dict[str, float] = await _reply(lister.draining.remote(), unless=host.ended)
+    except (TimeoutError, RayError, _Ended) as error:
+        logger.debug("Ray does not tell which nodes it drains: %s", _reason(error) or "time-out")
+        return {}
+    return drained
 
 
 async def _unreachable(nodes: _Nodes) -> frozenset[str]:

@@ -97,7 +97,7 @@ async def test_a_worker_is_replaced_also_after_thousands_of_losses(
 
 async def test_the_last_worker_of_a_model_is_not_removed(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        with pytest.raises(ValueError, match="w0 is the last worker of toy: add another one first"):
+        with pytest.raises(ValueError, match="w0 is the last worker of toy that takes work: undrain another one first"):
             await pool.core.supervisor.remove("w0")
         adapter = await pool.adapter()
         assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
