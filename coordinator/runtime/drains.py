@@ -23,7 +23,9 @@ async def keep_drained(drained: DrainedWorkers, base_models: Mapping[str, str]) 
     for base_model in dict.fromkeys(base_models.values()):
         workers = [worker_id for worker_id, each in base_models.items() if each == base_model]
         if all(worker_id in kept for worker_id in workers):
-            logger.warning("worker %s is started: it is drained, but no other worker has %s now", workers[0], base_model)
+            logger.warning(
+                "worker %s is started: it is drained, but no other worker has %s now", workers[0], base_model
+            )
             kept.remove(workers[0])
     await drained.forget([row.worker_id for row in rows if row.worker_id not in kept])
     return kept

@@ -180,7 +180,8 @@ class Supervisor:
                 is_new, at_s = worker.name not in self._notices, self._time.monotonic() + seconds
                 self._notices[worker.name] = min(at_s, self._notices.get(worker.name, math.inf))
                 if is_new:
-                    logger.warning("the host %s of worker %s leaves in %.0f s", worker.info.node, worker.name, seconds)
+                    when = "" if math.isinf(seconds) else f" in {seconds:.0f} s"
+                    logger.warning("%s, the host of worker %s, leaves%s", worker.info.node, worker.name, when)
                     self._tasks.spawn(self._leave(worker))
             await self._time.sleep(NOTICE_POLL_S)
 

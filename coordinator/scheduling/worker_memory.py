@@ -88,7 +88,9 @@ class WorkerMemory:
         Copies that do not count any more go in any case.
         """
         waiting, self._waiting, self._due, self._asked = self._waiting, {}, [], set()
-        has_dropped = any([self._vacate(worker) for worker in self._fleet.drained(self._base_model)])
+        has_dropped = False
+        for worker in self._fleet.drained(self._base_model):
+            has_dropped |= self._vacate(worker)
         for worker in self._available():
             for adapter_id in self._group.residency.take_left(worker.info.worker_id):
                 worker.drop(adapter_id)

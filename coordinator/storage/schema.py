@@ -24,7 +24,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
-| drained_workers | a worker that an administrator has drained | it is drained or undrained, or is no worker of a start |
+| drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 

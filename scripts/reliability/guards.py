@@ -119,8 +119,8 @@ GUARDS = (
     Guard(
         name="adapters leave a worker that is drained",
         file="coordinator/scheduling/worker_memory.py",
-        before="for worker in self._fleet.drained(self._base_model)])",
-        after="for worker in []])",
+        before="        for worker in self._fleet.drained(self._base_model):\n",
+        after="        for worker in []:\n",
         tests=("tests/integration/cycles/test_membership.py", "-k", "go_on_elsewhere", "--timeout", "60"),
     ),
     Guard(

@@ -102,7 +102,7 @@ class Membership:
         self._crash_some(worker_id, is_last=is_last)
         if self._random.random() < 0.5:
             async with self._soon(worker_id):
-                while worker_id in coordinator.core.fleet.worker_ids():
+                while worker_id in coordinator.core.fleet.worker_ids():  # noqa: ASYNC110 (no event for it)
                     await asyncio.sleep(0.1)
 
     async def _undrain(self, coordinator: Coordinator, worker_id: str) -> None:

@@ -17,7 +17,9 @@ from tinkerpool.v1 import pool_pb2
 
 app = typer.Typer(no_args_is_help=True)
 
-WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id, as in `tinkerpool worker list`.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(metavar="WORKER", help="The worker's id, as in `tinkerpool worker list`.")
+]
 
 
 @app.command("list")

@@ -172,7 +172,7 @@ class RayPool:
 
     async def leaving(self) -> Mapping[str, float]:
         """Return the workers on nodes that Ray drains, with the seconds until then; none on a private Ray."""
-        if self._config.ray_address is None or self._host is None:
+        if self._config.ray_address is None or self._host is None or self._host.ended.done():
             return {}
         left_s = await _drained(self._lister, self._host)
         found = [(worker_id, each.info.node_id) for worker_id, each in self._incarnations.items()]

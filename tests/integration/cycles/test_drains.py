@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,18 +23,23 @@ SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
 @asynccontextmanager
 async def noticing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int = 2, **config: Any
-) -> AsyncIterator[tuple[ToyPool, dict[str, float]]]:
-    """Run a pool; yield it with its notices: worker to the seconds until its host leaves."""
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int = 2
+) -> AsyncIterator[tuple[ToyPool, Callable[[str, float], None]]]:
+    """Run a pool; yield it, and a function that announces in how many seconds the host of a worker leaves."""
     monkeypatch.setattr(supervision, "NOTICE_POLL_S", 0.01)
     notices: dict[str, float] = {}
 
-    async def leaving() -> dict[str, float]:
-        return notices
+    async with running_pool(tmp_path, num_workers=num_workers) as pool:
 
-    async with running_pool(tmp_path, num_workers=num_workers, **config) as pool:
+        async def leaving() -> dict[str, float]:
+            infos = [info for info in pool.core.pool.workers() if info.incarnation in notices]
+            return {info.worker_id: notices[info.incarnation] for info in infos}
+
+        def announce(worker_id: str, seconds: float) -> None:
+            notices[pool.core.fleet.worker(worker_id).name] = seconds
+
         monkeypatch.setattr(pool.core.pool, "leaving", leaving)  # the host of a local pool never leaves
-        yield pool, notices
+        yield pool, announce
 
 
 async def adapter_on(pool: ToyPool, worker_id: str) -> str:
@@ -51,7 +55,9 @@ async def replaced(pool: ToyPool, worker_id: str, num_incarnations: int = 2) -> 
     """Wait until the worker's next incarnation takes work."""
     await until(lambda: len(pool.engines[worker_id]) == num_incarnations)
     last = pool.engines[worker_id][-1]
-    await until(lambda: pool.core.fleet.is_live(worker_id) and pool.core.fleet.worker(worker_id).name == last.incarnation)
+    await until(
+        lambda: pool.core.fleet.is_live(worker_id) and pool.core.fleet.worker(worker_id).name == last.incarnation
+    )
     assert not pool.core.fleet.worker(worker_id).is_draining
 
 
@@ -75,11 +81,10 @@ async def undrain(pool: ToyPool, worker_id: str) -> None:
 async def test_a_worker_leaves_its_host_before_that_does_and_its_adapters_go_on_elsewhere_without_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with noticing(tmp_path, monkeypatch) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch) as (pool, announce):
         adapter = await adapter_on(pool, "w0")
-        notices["w0"] = 60.0
+        announce("w0", 60.0)
         await replaced(pool, "w0")
-        notices.clear()
         log = pool.log_of(adapter)
         assert log.snapshot_seq == 3, "its copy was snapshotted before it left"
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)])
@@ -90,12 +95,12 @@ async def test_a_worker_leaves_its_host_before_that_does_and_its_adapters_go_on_
 async def test_samples_run_again_elsewhere_if_they_would_not_end_before_their_host_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with noticing(tmp_path, monkeypatch) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch) as (pool, announce):
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         samples = [await pool.sample(sampler, seq) for seq in (1, 2)]
         await until(lambda: (pool.samples_on("w0"), pool.samples_on("w1")) == ([samples[0]], [samples[1]]))
-        notices["w0"] = 3.0  # a second is kept for the end of the process
+        announce("w0", 3.0)  # a second is kept for the end of the process
         await until(lambda: set(pool.samples_on("w1")) == set(samples))
         await pool.release()
         found = await asyncio.wait_for(pool.wait(*samples), 30)
@@ -103,12 +108,12 @@ async def test_samples_run_again_elsewhere_if_they_would_not_end_before_their_ho
 
 
 async def test_a_sample_that_ends_in_time_ends_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with noticing(tmp_path, monkeypatch) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch) as (pool, announce):
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         sample = await pool.sample(sampler, 1)
         await until(lambda: pool.samples_on("w0") == [sample])
-        notices["w0"] = 600.0
+        announce("w0", 600.0)
         await until(lambda: pool.core.fleet.worker("w0").is_draining)
         await asyncio.sleep(0.2)
         assert (pool.samples_on("w0"), pool.samples_on("w1")) == ([sample], [])
@@ -121,7 +126,7 @@ async def test_a_sample_that_ends_in_time_ends_where_it_is(tmp_path: Path, monke
 async def test_the_only_worker_works_on_until_its_next_incarnation_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with noticing(tmp_path, monkeypatch, num_workers=1) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch, num_workers=1) as (pool, announce):
         adapter = await adapter_on(pool, "w0")
         prepare, may_start = pool.core.pool.prepare, asyncio.Event()
 
@@ -131,13 +136,12 @@ async def test_the_only_worker_works_on_until_its_next_incarnation_is_ready(
 
         monkeypatch.setattr(pool.core.pool, "prepare", prepared)
         old = pool.core.fleet.worker("w0")
-        notices["w0"] = 600.0
+        announce("w0", 600.0)
         await until(lambda: (pool.core.supervisor.host_leaves_in_s(old) or 0.0) > 0.0)
         assert (await pool.wait(await pool.submit(adapter, 4)))[0].state == SUCCEEDED
         assert pool.core.fleet.worker("w0") is old
         may_start.set()
         await replaced(pool, "w0")
-        notices.clear()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (5, 6)])
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
 
@@ -147,7 +151,7 @@ async def test_the_only_worker_works_on_until_its_host_is_about_to_leave_if_no_o
 ) -> None:
     monkeypatch.setattr(supervision, "NEAR_S", 0.5)
     monkeypatch.setattr(supervision, "END_S", 0.1)
-    async with noticing(tmp_path, monkeypatch, num_workers=1) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch, num_workers=1) as (pool, announce):
         adapter = await adapter_on(pool, "w0")
 
         async def refused(worker_id: str) -> None:
@@ -155,13 +159,12 @@ async def test_the_only_worker_works_on_until_its_host_is_about_to_leave_if_no_o
 
         monkeypatch.setattr(pool.core.pool, "prepare", refused)
         old = pool.core.fleet.worker("w0")
-        notices["w0"] = 1.0
+        announce("w0", 1.0)
         await until(lambda: pool.core.supervisor.host_leaves_in_s(old) is not None)
         names = [await pool.submit(adapter, 4)]
         await pool.wait(*names)
         assert pool.core.fleet.worker("w0") is old
         await replaced(pool, "w0")
-        notices.clear()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (5, 6)])
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
 
@@ -170,16 +173,15 @@ async def test_a_batch_that_does_not_end_in_time_runs_again_elsewhere_and_is_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "END_S", 0.1)
-    async with noticing(tmp_path, monkeypatch) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch) as (pool, announce):
         adapter = await adapter_on(pool, "w0")
         pool.engines["w0"][-1].may_run.clear()
         names = [await pool.submit(adapter, seq) for seq in (4, 5, 6)]
         await until(lambda: pool.core.fleet.worker("w0").training)
-        notices["w0"] = 0.3
+        announce("w0", 0.3)
         await until(lambda: not pool.core.fleet.is_live("w0"))
         assert pool.log_of(adapter).quarantined == (0, -1)
         pool.engines["w0"][-1].may_run.set()
-        notices.clear()
         assert {each.state for each in await asyncio.wait_for(pool.wait(*names), 30)} == {SUCCEEDED}
         await replaced(pool, "w0")
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
@@ -188,15 +190,14 @@ async def test_a_batch_that_does_not_end_in_time_runs_again_elsewhere_and_is_not
 async def test_a_host_that_ends_before_its_time_is_an_ordinary_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with noticing(tmp_path, monkeypatch) as (pool, notices):
+    async with noticing(tmp_path, monkeypatch) as (pool, announce):
         adapter = await adapter_on(pool, "w0")
         pool.engines["w0"][-1].may_run.clear()
         names = [await pool.submit(adapter, seq) for seq in (4, 5, 6)]
         await until(lambda: pool.core.fleet.worker("w0").training)
-        notices["w0"] = 600.0
+        announce("w0", 600.0)
         await until(lambda: pool.core.fleet.worker("w0").is_draining)
         pool.lose_worker("w0")
-        notices.clear()
         pool.engines["w0"][-1].may_run.set()
         assert {each.state for each in await asyncio.wait_for(pool.wait(*names), 30)} == {SUCCEEDED}
         await replaced(pool, "w0")

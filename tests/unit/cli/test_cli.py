@@ -96,12 +96,21 @@ def test_worker_list_shows_where_workers_are_what_they_hold_and_what_they_do(run
     service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(
         workers=[
             pool_pb2.Worker(
-                worker_id="w0", node="10.0.0.1", num_adapters=3, held_bytes=12_000_000, is_live=True,
-                state=pool_pb2.WORKER_STATE_READY, **worker,
+                worker_id="w0",
+                node="10.0.0.1",
+                num_adapters=3,
+                held_bytes=12_000_000,
+                is_live=True,
+                state=pool_pb2.WORKER_STATE_READY,
+                **worker,
             ),
             pool_pb2.Worker(
-                worker_id="w1", node="10.0.0.2", is_live=True, state=pool_pb2.WORKER_STATE_DRAINING,
-                host_leaves_in_seconds=90, **worker,
+                worker_id="w1",
+                node="10.0.0.2",
+                is_live=True,
+                state=pool_pb2.WORKER_STATE_DRAINING,
+                host_leaves_in_seconds=90,
+                **worker,
             ),
             pool_pb2.Worker(worker_id="w2", state=pool_pb2.WORKER_STATE_DRAINED, base_model="kjv-2m"),
             pool_pb2.Worker(worker_id="w3", state=pool_pb2.WORKER_STATE_LATE, is_live=True, **worker),
