@@ -78,7 +78,7 @@ class PoolUseCases(UseCases):
         worker_id, supervisor = request.worker_id, self._core.supervisor
         self._check_worker(worker_id)
         if not supervisor.is_drained(worker_id):
-            row = DrainedWorkerRow(worker_id=worker_id, base_model=self._base_model(worker_id))
+            row = DrainedWorkerRow(worker_id=worker_id, base_model=self._model_of(worker_id))
             try:
                 supervisor.drain(worker_id)
             except ValueError as error:
@@ -111,17 +111,17 @@ class PoolUseCases(UseCases):
         if worker_id not in self._worker_ids():
             raise not_found("worker", worker_id)
 
-    def _base_model(self, worker_id: str) -> str:
+    def _model_of(self, worker_id: str) -> str:
         if worker_id in self._core.fleet.worker_ids():
             return self._core.fleet.worker(worker_id).info.model.name
         return self._core.pool.base_models()[worker_id]
 
     def _worker(self, principal: Principal, worker_id: str) -> pb.Worker:
         core, is_admin = self._core, principal.is_admin
-        shown = pb.Worker(worker_id=worker_id, base_model=self._base_model(worker_id))
+        shown = pb.Worker(worker_id=worker_id, base_model=self._model_of(worker_id))
         if worker_id not in core.fleet.worker_ids():
-            is_drained = core.supervisor.is_drained(worker_id)
-            shown.state = pb.WORKER_STATE_DRAINED if is_drained else pb.WORKER_STATE_LOST
+            has_ended = core.supervisor.is_drained(worker_id)
+            shown.state = pb.WORKER_STATE_DRAINED if has_ended else pb.WORKER_STATE_LOST
             return shown
         worker = core.fleet.worker(worker_id)
         shown.incarnation, shown.device = worker.name, worker.info.device
@@ -177,7 +177,7 @@ class PoolUseCases(UseCases):
         return row.name if row is not None else ""
 
 
-def _state(worker: Incarnation) -> pb.WorkerState:
+def _state(worker: Incarnation) -> pb.WorkerState.ValueType:
     if worker.is_draining:
         return pb.WORKER_STATE_DRAINING
     if not worker.is_live:

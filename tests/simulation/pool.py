@@ -141,7 +141,9 @@ class SimPool:
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
         """Start a worker's next incarnation, without adapters, or take the prepared one."""
-        self.workers[worker_id] = self.prepared.pop(worker_id, None) or self.new_incarnation(worker_id)
+        if worker_id not in self.prepared:
+            self.prepared[worker_id] = self.new_incarnation(worker_id)
+        self.workers[worker_id] = self.prepared.pop(worker_id)
         return self.workers[worker_id]
 
     def new_incarnation(self, worker_id: str) -> _Incarnation:

@@ -297,7 +297,7 @@ class ToyPool:
 
     async def release(self) -> None:
         """Unblock batches and samples."""
-        for engine in self._present():
+        for engine in itertools.chain(*self.engines.values()):  # a worker may have two for a while
             engine.may_run.set()
             engine.may_decode = True
         for worker_id in self.engines:

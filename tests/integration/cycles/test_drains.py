@@ -64,8 +64,8 @@ async def replaced(pool: ToyPool, worker_id: str, num_incarnations: int = 2) -> 
 async def shown(pool: ToyPool, worker_id: str) -> pool_pb2.Worker:
     """Return a worker as an administrator sees it."""
     status = await pool.service.get_pool_status(await pool.administrator(), pool_pb2.GetPoolStatusRequest())
-    [worker] = [each for each in status.workers if each.worker_id == worker_id]
-    return worker
+    workers: dict[str, pool_pb2.Worker] = {each.worker_id: each for each in status.workers}
+    return workers[worker_id]
 
 
 async def drain(pool: ToyPool, worker_id: str) -> None:

@@ -92,30 +92,17 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
 
 
 def test_worker_list_shows_where_workers_are_what_they_hold_and_what_they_do(run: Run, service: FakeService) -> None:
-    worker = {"base_model": "kjv-2m", "device": "cpu", "num_slots": 16}
-    service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(
-        workers=[
-            pool_pb2.Worker(
-                worker_id="w0",
-                node="10.0.0.1",
-                num_adapters=3,
-                held_bytes=12_000_000,
-                is_live=True,
-                state=pool_pb2.WORKER_STATE_READY,
-                **worker,
-            ),
-            pool_pb2.Worker(
-                worker_id="w1",
-                node="10.0.0.2",
-                is_live=True,
-                state=pool_pb2.WORKER_STATE_DRAINING,
-                host_leaves_in_seconds=90,
-                **worker,
-            ),
-            pool_pb2.Worker(worker_id="w2", state=pool_pb2.WORKER_STATE_DRAINED, base_model="kjv-2m"),
-            pool_pb2.Worker(worker_id="w3", state=pool_pb2.WORKER_STATE_LATE, is_live=True, **worker),
-        ]
+    ready = pool_pb2.Worker(
+        worker_id="w0", node="10.0.0.1", num_adapters=3, held_bytes=12_000_000, state=pool_pb2.WORKER_STATE_READY
     )
+    draining = pool_pb2.Worker(
+        worker_id="w1", node="10.0.0.2", state=pool_pb2.WORKER_STATE_DRAINING, host_leaves_in_seconds=90
+    )
+    late = pool_pb2.Worker(worker_id="w3", state=pool_pb2.WORKER_STATE_LATE)
+    for each in (ready, draining, late):
+        each.MergeFrom(pool_pb2.Worker(base_model="kjv-2m", device="cpu", num_slots=16, is_live=True))
+    drained = pool_pb2.Worker(worker_id="w2", state=pool_pb2.WORKER_STATE_DRAINED, base_model="kjv-2m")
+    service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(workers=[ready, draining, drained, late])
     done = run("worker", "list")
     assert done.code == 0, done.err
     rows = [" ".join(line.split()) for line in done.out.splitlines()]

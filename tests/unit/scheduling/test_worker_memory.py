@@ -214,7 +214,7 @@ def test_a_copy_that_cannot_be_snapshotted_leaves_a_drained_worker_at_once() -> 
     bench = Bench(9, 9)
     failing, held = bench.put("failing", has_run=True), bench.put("held", has_run=True)
     bench.files.failing.add("failing")
-    bench.quarantine.record_loss(["other", "held"], ["other:1", "held:1"])
+    bench.quarantine.record_loss(["first", "held"], ["first:1", "held:1"])
     bench.fleet.drain("w0", is_ending=False)
     assert bench.memory.make_room()
     assert (failing.home, held.home, bench.memory.take_due()) == ("", "", [])
