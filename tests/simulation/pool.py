@@ -201,6 +201,8 @@ class SimPoolFront:
         self._world = pool.world
         self._random = pool.random
         self._workers = pool.workers
+        self._worker_ids = [f"w{index}" for index in range(pool.num_workers)]
+        """Of all workers that were configured or joined."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.outstanding: list[tuple[_Incarnation, Batch]] = []
         """Batches that were sent and have no reply yet."""
@@ -209,11 +211,11 @@ class SimPoolFront:
         """References in a row that led nowhere."""
 
     def base_models(self) -> Mapping[str, str]:
-        return {f"w{index}": BASE_MODEL for index in range(self._pool.num_workers)}
+        return dict.fromkeys(self._worker_ids, BASE_MODEL)
 
     async def start(self, drained: Collection[str] = ()) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
-        for worker_id in self.base_models():
+        for worker_id in self._worker_ids:
             if worker_id in drained:
                 self._workers.pop(worker_id, None)
                 continue
@@ -302,6 +304,7 @@ class SimPoolFront:
         if self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no new worker", worker_id)
             raise WorkerLost(f"{worker_id} does not start")
+        self._worker_ids.append(worker_id)
         self._pool.start_incarnation(worker_id)
         return self._info(worker_id)
 
