@@ -196,6 +196,7 @@ async def test_a_worker_on_a_node_that_ray_drains_is_named_and_its_next_incarnat
         await pool.start()
         assert await pool.leaving() == {}
         [old] = [info for info in pool.workers() if is_on(cluster.second, info)]
+        [other] = [info for info in pool.workers() if is_on(cluster.head, info)]
         drain_node(cluster, old.node_id, seconds=30)
         [(worker_id, left_s)] = (await pool.leaving()).items()
         assert worker_id == old.worker_id
@@ -207,6 +208,8 @@ async def test_a_worker_on_a_node_that_ray_drains_is_named_and_its_next_incarnat
         assert is_on(cluster.head, new)
         assert (await pool.run(old.worker_id, batch(2))).incarnation == new.incarnation
         assert await pool.leaving() == {}
+        again = await pool.replace(other.worker_id)  # Ray alternates between nodes
+        assert is_on(cluster.head, again), "nothing is placed on a node that is drained"
     finally:
         await pool.stop()
         kill_marked(cluster.second, 10.0)
