@@ -134,16 +134,15 @@ class CycleLoop:
         if self._is_over:
             return True
         self._snapshots.settle(self._group.logs)
-        for worker in self.planning.drained():
-            self._group.lose_copies(worker.info.worker_id)
         if self._phases.has_reports:
             return True
-        if not self.planning.has_workers():
-            return False
-        is_ready = self.planning.ready.refresh()
+        is_ready = self._refresh()
         if self.planning.memory.make_room():
-            is_ready = self.planning.ready.refresh()
+            is_ready = self._refresh()
         return is_ready or self.planning.memory.needs_cycle
+
+    def _refresh(self) -> bool:
+        return self.planning.has_workers() and self.planning.ready.refresh()
 
     def tenants(self) -> frozenset[str]:
         """Return the tenants that are ready."""

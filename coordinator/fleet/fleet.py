@@ -1,9 +1,10 @@
 """The workers of a pool: incarnations with flights and versions held, adapter copies, facts of the base models.
 
-Workers join and leave while a pool runs. A worker that is to leave is drained first: it gets nothing new. In memory.
-Does not depend on schedules or storage, nor on what operations mean: flights are opaque records. Main invariants: an
-incarnation that was marked lost never becomes live again, and has nothing in flight; its replacement is a new
-incarnation of the same worker; a worker is removed only when nothing is in flight there.
+Workers join and leave while a pool runs. A worker that is to leave is drained first: it gets nothing new. Either it is
+replaced then, because its host leaves, or it ends. In memory. Does not depend on schedules or storage, nor on what
+operations mean: flights are opaque records. Main invariants: an incarnation that was marked lost never becomes live
+again, and has nothing in flight; its replacement is a new incarnation of the same worker; a worker is removed only when
+nothing is in flight there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Incarnation:
     info: WorkerInfo
     is_live: bool = True
     is_draining: bool = False
-    """It gets nothing new, because the worker is to be removed."""
+    """It gets nothing new: its host leaves, or the worker is to end."""
+    is_ending: bool = False
+    """It is drained, and no incarnation follows."""
     is_late: bool = False
     """It has not replied to a ping for long, and is not lost yet."""
     is_apart: bool = False
@@ -105,9 +108,13 @@ class Incarnation:
         """Record that the worker no longer has this sample; return whether it had it."""
         return self.samples.pop(name, None) is not None
 
-    def drain(self) -> None:
-        """Get nothing new from now on."""
-        self.is_draining = True
+    def drain(self, *, is_ending: bool) -> None:
+        """Get nothing new from now on. `is_ending`: no incarnation follows."""
+        self.is_draining, self.is_ending = True, self.is_ending or is_ending
+
+    def undrain(self) -> None:
+        """Get work again."""
+        self.is_draining = self.is_ending = False
 
     def be_late(self, *, is_late: bool) -> None:
         """Record that a ping is overdue, or was replied to."""
@@ -223,6 +230,8 @@ class Fleet:
         """Other workers take work than before."""
         self.away: frozenset[str] = frozenset()
         """The live workers that are late, or whose part of a cycle was split off: their adapters wait for them."""
+        self.leaving: frozenset[str] = frozenset()
+        """The workers that are drained: nothing runs there any more."""
         self.models: dict[str, ModelInfo] = {}
         """Base model to its facts: the memory of the worker with the least to train, of the one with the most to
         sample."""
@@ -237,17 +246,23 @@ class Fleet:
         self._workers[info.worker_id] = Incarnation(info)
         self.models.setdefault(info.model.name, info.model)
         self._note_memory()
+        self._note_away()
         self.changed.notify()
 
-    def drain(self, worker_id: str) -> None:
-        """Give a worker nothing new, so that it can be removed."""
-        self._workers[worker_id].drain()
-        self.changed.notify()
+    def drain(self, worker_id: str, *, is_ending: bool) -> None:
+        """Give a worker nothing new. `is_ending`: it is not replaced."""
+        self._workers[worker_id].drain(is_ending=is_ending)
+        self._note_away()
+
+    def undrain(self, worker_id: str) -> None:
+        """Let a drained worker that has not ended take work again."""
+        self._workers[worker_id].undrain()
+        self._note_away()
 
     def remove(self, worker_id: str) -> None:
         """Remove a drained worker that has nothing in flight. The facts of its base model stay."""
         worker = self._workers.pop(worker_id)
-        assert worker.is_draining
+        assert worker.is_ending
         assert worker.is_clear
         worker.end()
         self._num_losses.pop(worker_id, None)
@@ -280,12 +295,17 @@ class Fleet:
         return sum(w.is_live and not w.is_draining for w in self._of(base_model))
 
     def drained(self, base_model: str) -> list[Incarnation]:
-        """Return the workers of a base model that are to be removed, live or not."""
+        """Return the workers of a base model that are drained, live or not."""
         return [w for w in self._of(base_model) if w.is_draining]
+
+    def is_ending(self, worker_id: str) -> bool:
+        """Return whether a worker is drained and not replaced."""
+        found = self._workers.get(worker_id)
+        return found is not None and found.is_ending
 
     def has_lost(self, base_model: str) -> bool:
         """Return whether a worker of this base model is lost and to be replaced."""
-        return any(not w.is_live and not w.is_draining for w in self._of(base_model))
+        return any(not w.is_live and not w.is_ending for w in self._of(base_model))
 
     def lose(self, worker_id: str, incarnation: str) -> tuple[tuple[Flight, ...], tuple[Flight, ...]] | None:
         """Mark an incarnation lost; return its training operations and samples in flight.
@@ -345,8 +365,9 @@ class Fleet:
 
     def _note_away(self) -> None:
         away = frozenset(worker_id for worker_id, each in self._workers.items() if each.is_away)
-        if away != self.away:
-            self.away = away
+        leaving = frozenset(worker_id for worker_id, each in self._workers.items() if each.is_draining)
+        if (away, leaving) != (self.away, self.leaving):
+            self.away, self.leaving = away, leaving
             self.changed.notify()
 
     def _of(self, base_model: str) -> list[Incarnation]:

@@ -66,11 +66,14 @@ def make_runners(
     deletions = Deletions(
         store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
     )
+    drained = [row.worker_id for row in store.drained_workers.all()]
     housekeeping = Housekeeping(context.config, time, store, registers, states, samples, scheduling.accounts)
     return Runners(
         cycles=cycles,
         samples=samples,
-        supervisor=Supervisor(context.config, pool, time, fleet, registers.registry, scheduling.losses, samples, tasks),
+        supervisor=Supervisor(
+            context.config, pool, time, fleet, registers.registry, scheduling.losses, samples, tasks, drained
+        ),
         deletions=deletions,
         housekeeping=housekeeping,
         tenant_deletions=TenantDeletions(

@@ -19,6 +19,7 @@ from coordinator.limits.turns import Turns
 from coordinator.operations.epoch import Context, Registers, open_registers
 from coordinator.runtime.assembly import Runners, make_runners
 from coordinator.runtime.data_dir import DataDir, Seams
+from coordinator.runtime.drains import keep_drained
 from coordinator.runtime.recovery import Recovery, load_fair_state
 from coordinator.runtime.tasks import Tasks
 from coordinator.scheduling.probation import Probation
@@ -75,7 +76,8 @@ class Core:
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
-        await self.pool.start(Owner(pool_id=self.store.identity().name, epoch=self.epoch))
+        owner = Owner(pool_id=self.store.identity().name, epoch=self.epoch)
+        await self.pool.start(owner, await keep_drained(self.store.drained_workers, self.pool.base_models()))
         for worker in self.pool.workers():
             self.fleet.add(worker)
         self.probation = Probation(self.store.probations, self.config.probation_s)

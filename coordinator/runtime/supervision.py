@@ -1,15 +1,18 @@
-"""Supervises the workers: pings them, replaces lost ones with back-off, adds and removes workers.
+"""Supervises the workers: pings them, replaces lost ones with back-off, adds workers, drains and removes them.
 
 Ray restarts no worker by itself. The part that notices a loss reports it to the recorder of losses; the supervisor
-reads the event and starts the worker's next incarnation. A worker is removed once its adapters have left it, which
-happens between two cycles, and its samples have ended. Does not depend on what workers run. Main invariant: a lost
-worker is replaced until a replacement starts, or it is removed, or the coordinator stops.
+reads the event and starts the worker's next incarnation. A drained worker ends once its adapters have left it, which
+happens between two cycles, and its samples have ended. A worker whose host is about to leave is drained too, and ended
+before its host; its next incarnation starts meanwhile. Does not depend on what workers run. Main invariant: a lost
+worker is replaced until a replacement starts, or it is drained for good, or the coordinator stops.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Collection
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time, backoff_s, within
@@ -26,7 +29,13 @@ logger = logging.getLogger(__name__)
 LATE_S = 1.0
 """Seconds after a ping from which on only its own adapters wait for the worker."""
 DRAIN_POLL_S = 0.05
-"""Interval at which a worker that is to be removed is examined."""
+"""Interval at which a worker that is drained is examined."""
+NOTICE_POLL_S = 1.0
+"""Interval at which the pool is asked which hosts leave."""
+NEAR_S = 5.0
+"""Seconds before the end of its host at which a worker is drained that no other worker can stand in for."""
+END_S = 1.0
+"""Seconds before the end of its host at which a worker is ended, whatever it does."""
 BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0
 """First and longest pause before the replacement of an incarnation that was lost before its first reply to a batch,
 from the second loss on; each pause is twice the one before."""
@@ -45,7 +54,9 @@ class Supervisor:
         losses: LossRecorder,
         samples: SampleScheduler,
         tasks: Tasks,
+        drained: Collection[str] = (),
     ) -> None:
+        """`drained`: workers that were not started, because an administrator has drained them."""
         self._config = config
         self._pool = pool
         self._time = time
@@ -57,15 +68,25 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._lost = losses.subscribe(self._wake)
         self._replacing: set[str] = set()
+        self._ending: set[str] = set(drained)
+        """Workers that end, or have ended, and are not replaced."""
+        self._pinged: set[str] = set()
+        self._notices: dict[str, float] = {}
+        """Incarnation to the service time at which its host leaves."""
+        self._prepared: set[str] = set()
+        """Incarnations whose next one is ready."""
         self._is_stopping = False
 
     def start(self) -> None:
-        """Follow and ping every worker, replace the ones that are lost, and take in the ones that are still missing."""
+        """Follow and ping every worker, replace the lost and missing ones, and obey notices of hosts that leave."""
         for worker_id in self._fleet.worker_ids():
             self._join(worker_id)
-        for worker_id in self._pool.missing():
-            self._tasks.spawn(self._await_missing(worker_id))
+        for worker_id in self._pool.base_models():
+            if worker_id not in self._fleet.worker_ids() and worker_id not in self._ending:
+                self._replacing.add(worker_id)
+                self._tasks.spawn(self._replace(worker_id, is_at_once=True))
         self._tasks.spawn(self._replace_lost())
+        self._tasks.spawn(self._obey_notices())
 
     def stop(self) -> None:
         """Replace no more workers: losses are still recorded."""
@@ -74,7 +95,9 @@ class Supervisor:
     async def add(self, base_model: str) -> WorkerInfo:
         """Start another worker of a base model that the pool serves. Raises WorkerLost if it does not start."""
         worker = await self._pool.add(base_model)
-        self._take_in(worker)
+        logger.info("worker %s of %s joined", worker.incarnation, base_model)
+        self._fleet.add(worker)
+        self._join(worker.worker_id)
         return worker
 
     async def remove(self, worker_id: str) -> None:
@@ -82,41 +105,143 @@ class Supervisor:
 
         Raises ValueError if no other worker of its base model would take work.
         """
-        base_model = self._fleet.worker(worker_id).info.model.name
-        if all(each.info.worker_id == worker_id for each in self._fleet.available(base_model)):
-            raise ValueError(f"{worker_id} is the last worker of {base_model}: add another one first")
-        self._fleet.drain(worker_id)
-        while not self._is_vacant(worker_id):
+        self._begin_end(worker_id)
+        await self._end(worker_id)
+
+    def drain(self, worker_id: str) -> None:
+        """Do in the background what `remove` does, until `undrain`. Idempotent. Raises ValueError as it does."""
+        if worker_id not in self._ending:
+            self._begin_end(worker_id)
+            self._tasks.spawn(self._end(worker_id))
+
+    def undrain(self, worker_id: str) -> None:
+        """Let a drained worker take work again; start it again, in the background, if it has ended. Idempotent."""
+        if worker_id not in self._ending:
+            return
+        self._ending.discard(worker_id)
+        worker = self._fleet.find(worker_id)
+        if worker_id in self._fleet.worker_ids():
+            self._fleet.undrain(worker_id)
+        if worker is not None and worker.name in self._notices:
+            self._fleet.drain(worker_id, is_ending=False)  # it is replaced
+        if worker is None and worker_id not in self._replacing:
+            self._replacing.add(worker_id)
+            self._tasks.spawn(self._replace(worker_id, is_at_once=True))
+
+    def is_drained(self, worker_id: str) -> bool:
+        """Return whether a worker ends or has ended, and is not replaced."""
+        return worker_id in self._ending
+
+    def host_leaves_in_s(self, worker: Incarnation) -> float | None:
+        """Return the seconds until a worker's host leaves, infinite if that is not known; None: there is no notice."""
+        at_s = self._notices.get(worker.name)
+        return None if at_s is None else max(0.0, at_s - self._time.monotonic())
+
+    def _begin_end(self, worker_id: str) -> None:
+        if worker_id in self._fleet.worker_ids():
+            base_model = self._fleet.worker(worker_id).info.model.name
+            if all(each.info.worker_id == worker_id for each in self._fleet.available(base_model)):
+                raise ValueError(
+                    f"{worker_id} is the last worker of {base_model} that takes work: undrain another one first, or "
+                    "start the pool with more workers (--workers)"
+                )
+            self._fleet.drain(worker_id, is_ending=True)
+        self._ending.add(worker_id)
+
+    async def _end(self, worker_id: str) -> None:
+        """End a drained worker once it has nothing any more, or its host is about to end; unless it is undrained."""
+        while worker_id in self._ending and not self._is_vacant(worker_id):
+            if (worker := self._fleet.find(worker_id)) is not None:
+                self._hurry(worker)
             await self._time.sleep(DRAIN_POLL_S)
-        self._losses.settled(worker_id)
-        self._fleet.remove(worker_id)
+        if worker_id not in self._ending:
+            return
+        if worker_id in self._fleet.worker_ids():
+            self._losses.settled(worker_id)
+            self._fleet.remove(worker_id)
         await self._pool.remove(worker_id)
-        logger.info("worker %s was removed", worker_id)
-
-    def _take_in(self, worker: WorkerInfo) -> None:
-        logger.info("worker %s of %s joined", worker.incarnation, worker.model.name)
-        self._fleet.add(worker)
-        self._join(worker.worker_id)
-
-    async def _await_missing(self, worker_id: str) -> None:
-        """Take in a worker that was not ready when the pool was; start it again, with back-off, while it fails to."""
-        worker, num_failures = None, 0
-        while worker is None:
-            try:
-                worker = await self._pool.replace(worker_id)
-            except WorkerLost as error:
-                num_failures += 1
-                logger.error("worker %s does not start: %s; retrying", worker_id, error)
-                await self._time.sleep(backoff_s(BACKOFF_S, BACKOFF_S_MAX, num_failures))
-        self._take_in(worker)
+        logger.info("worker %s was drained and has ended", worker_id)
 
     def _join(self, worker_id: str) -> None:
         self._samples.follow(self._fleet.worker(worker_id))
-        self._tasks.spawn(self._ping(worker_id))
+        if worker_id not in self._pinged:
+            self._pinged.add(worker_id)
+            self._tasks.spawn(self._ping(worker_id))
 
     def _is_vacant(self, worker_id: str) -> bool:
-        has_copies = self._registry.num_on(worker_id) > 0
-        return self._fleet.worker(worker_id).is_clear and not has_copies and worker_id not in self._replacing
+        if worker_id in self._replacing:
+            return False
+        is_known = worker_id in self._fleet.worker_ids()
+        return not is_known or (self._fleet.worker(worker_id).is_clear and not self._registry.num_on(worker_id))
+
+    # ---- hosts that leave
+
+    async def _obey_notices(self) -> None:
+        while True:
+            for worker_id, seconds in (await self._pool.leaving()).items():
+                if (worker := self._fleet.find(worker_id)) is None or self._is_stopping:
+                    continue
+                is_new, at_s = worker.name not in self._notices, self._time.monotonic() + seconds
+                self._notices[worker.name] = min(at_s, self._notices.get(worker.name, math.inf))
+                if is_new:
+                    when = "" if math.isinf(seconds) else f" in {seconds:.0f} s"
+                    logger.warning("%s, the host of worker %s, leaves%s", worker.info.node, worker.name, when)
+                    self._tasks.spawn(self._leave(worker))
+            await self._time.sleep(NOTICE_POLL_S)
+
+    async def _leave(self, worker: Incarnation) -> None:
+        """Move a worker away from a host that leaves: what it has goes on elsewhere, and it is replaced.
+
+        Nothing leaves a worker that no other one can stand in for before its next incarnation is ready, or the end of
+        its host is near.
+        """
+        worker_id = worker.info.worker_id
+        if not worker.is_ending:
+            self._tasks.spawn(self._prepare(worker))
+        while worker.is_live and not self._may_leave(worker):
+            await self._time.sleep(DRAIN_POLL_S)
+        if worker.is_live:
+            self._fleet.drain(worker_id, is_ending=False)
+        while worker.is_live and not self._has_left(worker):
+            self._hurry(worker)
+            await self._time.sleep(DRAIN_POLL_S)
+        self._losses.record(worker_id, worker.name, LossKind.LEFT, "its host leaves")
+        del self._notices[worker.name]
+        self._prepared.discard(worker.name)
+
+    async def _prepare(self, worker: Incarnation) -> None:
+        """Start the next incarnation of a worker that goes on meanwhile."""
+        while worker.is_live and worker.name not in self._prepared:
+            try:
+                await self._pool.prepare(worker.info.worker_id)
+            except WorkerLost as error:
+                logger.error("worker %s does not start on another host: %s; retrying", worker.info.worker_id, error)
+                await self._time.sleep(BACKOFF_S_MAX)
+            else:
+                self._prepared.add(worker.name)
+
+    def _may_leave(self, worker: Incarnation) -> bool:
+        is_near = self._time.monotonic() >= self._notices[worker.name] - NEAR_S
+        return is_near or worker.name in self._prepared or self._has_others(worker)
+
+    def _has_others(self, worker: Incarnation) -> bool:
+        """Return whether workers that stay take work of the same base model."""
+        return any(each.name not in self._notices for each in self._fleet.available(worker.info.model.name))
+
+    def _has_left(self, worker: Incarnation) -> bool:
+        """Return whether a drained worker has nothing any more; if no other one takes work, samples do not count."""
+        has_work = bool(worker.training) or (bool(worker.samples) and self._has_others(worker))
+        return not has_work and not self._registry.num_on(worker.info.worker_id)
+
+    def _hurry(self, worker: Incarnation) -> None:
+        """See to it that a drained worker has nothing any more when its host leaves."""
+        end_s = self._notices.get(worker.name, math.inf) - END_S
+        if self._time.monotonic() >= end_s:
+            self._losses.record(worker.info.worker_id, worker.name, LossKind.LEFT, "its host leaves now")
+        elif self._has_others(worker):
+            self._samples.leave(worker, end_s)
+
+    # ---- losses
 
     async def _ping(self, worker_id: str) -> None:
         while worker_id in self._fleet.worker_ids():
@@ -125,6 +250,7 @@ class Supervisor:
             if worker is None:
                 continue
             await self._ping_once(worker)
+        self._pinged.discard(worker_id)
 
     async def _ping_once(self, worker: Incarnation) -> None:
         """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after."""
@@ -153,26 +279,33 @@ class Supervisor:
             for loss in self._lost.take():
                 if not self._is_stopping:
                     self._replacing.add(loss.worker_id)
-                    self._tasks.spawn(self._replace(loss.worker_id, is_at_once=loss.had_turn))
+                    self._tasks.spawn(self._replace(loss.worker_id, is_at_once=loss.is_blameless))
 
     async def _replace(self, worker_id: str, *, is_at_once: bool) -> None:
-        """Replace a lost worker. `is_at_once`: the loss was not its fault, so the first attempt has no back-off."""
+        """Start the next incarnation of a worker that is lost, missing since the start, or drained and ended.
+
+        `is_at_once`: a loss was not its fault, so the first attempt has no back-off.
+        """
         worker = None
         while worker is None:
             num_losses = 1 if is_at_once else self._fleet.note_loss(worker_id)
             await self._time.sleep(backoff_s(BACKOFF_S, BACKOFF_S_MAX, num_losses - 2) if num_losses > 1 else 0.0)
             is_at_once = False
-            if self._fleet.worker(worker_id).is_draining:
+            if worker_id in self._ending:
                 break
             try:
                 worker = await self._pool.replace(worker_id)
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; retrying", worker_id, error)
-                self._losses.not_replaced(worker_id)
+                if worker_id in self._fleet.worker_ids():
+                    self._losses.not_replaced(worker_id)
         self._replacing.discard(worker_id)
-        if worker is None or self._fleet.worker(worker_id).is_draining:
-            return  # `remove` ends it
-        logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
+        if worker is None or worker_id in self._ending:
+            return  # `_end` ends it
+        if worker_id in self._fleet.worker_ids():
+            logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
+        else:
+            logger.info("worker %s of %s joined", worker.incarnation, worker.model.name)
         self._fleet.add(worker)
         self._losses.settled(worker_id)
-        self._samples.follow(self._fleet.worker(worker_id))
+        self._join(worker_id)

@@ -34,6 +34,7 @@ def make_sample_scheduler(
         streams,
         scheduling.losses,
         context.failure,
+        context.time,
     )
     fleet.changed.subscribe(samples.wake)
     for quarantine in scheduling.quarantines.values():

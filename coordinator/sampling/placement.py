@@ -55,9 +55,9 @@ class Placement:
         """Return the slots that a request for `num_samples` samples counts for."""
         return min(num_samples, max(1, self._slots_max // SLOTS_FRACTION))
 
-    def take(self, sample: Sample, worker: Incarnation) -> None:
-        """Take slots of the worker for the sample."""
-        sample.start_on(worker)
+    def take(self, sample: Sample, worker: Incarnation, now: float) -> None:
+        """Take slots of the worker for the sample, at this service time."""
+        sample.start_on(worker, now)
         worker.begin_sample(sample.flight)
         self._taken[worker.name][sample.operation.tenant_id] += sample.num_slots
 

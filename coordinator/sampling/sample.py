@@ -41,6 +41,8 @@ class Sample:
     """Sequence slots that it counts for on a worker."""
     worker: Incarnation | None = None
     """The incarnation that has it; None: it is queued."""
+    started_s: float = 0.0
+    """When it was last sent to a worker, in seconds of service time."""
     is_cancelled: bool = False
     record: SampleRecord | None = None
     """Its record, once it is decided; None: it failed, or none was asked for."""
@@ -100,9 +102,9 @@ class Sample:
             ),
         )
 
-    def start_on(self, worker: Incarnation) -> None:
-        """Record the worker that it is sent to."""
-        self.worker = worker
+    def start_on(self, worker: Incarnation, now: float) -> None:
+        """Record the worker that it is sent to. `now`: service time in seconds."""
+        self.worker, self.started_s = worker, now
 
     def restart(self) -> None:
         """Queue it again: from its logged seed it draws the same tokens, on any worker."""

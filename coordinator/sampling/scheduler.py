@@ -16,6 +16,7 @@ import logging
 from collections.abc import Coroutine
 
 from coordinator.base.errors import Failure, ServiceError
+from coordinator.base.time import Time
 from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.operation import Operation, service_error
 from coordinator.payloads.samples import DecodedSample, decode_sample
@@ -48,6 +49,7 @@ class SampleScheduler:
         streams: TokenStreams,
         losses: LossRecorder,
         failure: Failure,
+        time: Time,
     ) -> None:
         self.streams = streams
         self.wake = asyncio.Event()
@@ -60,6 +62,7 @@ class SampleScheduler:
         self._losses = losses
         self._lost = losses.subscribe(self.wake)
         self._failure = failure
+        self._time = time
         self._awaiting: dict[str, list[Sample]] = {}
         """Samples from versions that must be rematerialized first, by version."""
         self._samples: dict[str, Sample] = {}
@@ -126,6 +129,20 @@ class SampleScheduler:
         self._spawn(self._follow(worker))
         self._dispatch_all()
 
+    def leave(self, worker: Incarnation, until_s: float) -> None:
+        """Run the samples of a drained worker again elsewhere that would not end by then, at the best guess.
+
+        A sample is expected to run as long again as it has run so far. `until_s`: service time in seconds.
+        """
+        self._read_losses()
+        now, flights = self._time.monotonic(), list(worker.samples)
+        for sample in [self._samples[name] for name in flights if name in self._samples]:
+            if sample.operation.is_final or now + (now - sample.started_s) <= until_s:
+                continue
+            self._spawn(self._cancel_on(worker, sample.name))
+            self._requeue(sample)
+            self._dispatch(sample.base_model)
+
     async def stop(self) -> None:
         """Stop dispatching and following. Unfinished samples run again after the next start."""
         self._is_stopping = True
@@ -158,7 +175,7 @@ class SampleScheduler:
             if name is None or worker is None:
                 return
             self._queues.start(self._samples[name])
-            self._placement.take(self._samples[name], worker)
+            self._placement.take(self._samples[name], worker, self._time.monotonic())
             self._spawn(self._start(worker, self._samples[name]))
 
     def _requeue(self, sample: Sample) -> None:

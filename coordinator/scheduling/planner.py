@@ -241,10 +241,6 @@ class Planning:
         """Return whether a worker of this base model is live; it may be late."""
         return self._fleet.num_live(self.base_model) > 0
 
-    def drained(self) -> list[Incarnation]:
-        """Return the workers that are to be removed: their adapters go on elsewhere."""
-        return self._fleet.drained(self.base_model)
-
     def is_full(self) -> bool:
         """Return whether the ready chunks fill the budget of every worker."""
         return self.ready.has_tokens(self.budget.tokens * max(1, len(self._fleet.available(self.base_model))))

@@ -130,8 +130,10 @@ class ReadySet:
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
-        are_turns_idle = self._turns.are_idle
+        are_turns_idle, leaving = self._turns.are_idle, self._memory.leaving
         for log in self.dirty():
+            if log.home in leaving:
+                continue  # its copy is about to leave
             if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
                 continue
             if self._can_run(log):

@@ -41,6 +41,8 @@ class LossKind(Enum):
     OVERDUE = "it did not reply to a batch in time"
     SILENT = "it did not reply to a ping in time"
     """No death of its process is known: it may be cut off, and run on."""
+    LEFT = "its host leaves"
+    """The coordinator ends it: nothing that was in flight there is suspected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class WorkerLoss:
     """The operation that is the poison; empty: not decided by this loss."""
     probation: str = ""
     """The probation of the poison's tenant, for its owner; empty without one."""
-    had_turn: bool = False
-    """It was lost in a solo turn of a tenant on probation, which limits how often that happens."""
+    is_blameless: bool = False
+    """It was lost in a solo turn of a tenant on probation, which limits how often that happens, or its host leaves."""
 
 
 class LossFeed:
@@ -109,19 +111,23 @@ class LossRecorder:
         in_flight = self._fleet.lose(worker_id, incarnation)
         if in_flight is None:
             return
-        logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason)
+        has_left = kind is LossKind.LEFT
+        if has_left:
+            logger.info("worker %s is ended: %s", incarnation, reason)
+        else:
+            logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason)
         training, samples = in_flight
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
         training = tuple(flight for flight in training if flight.target_id in group.logs)
         group.lose_copies(worker_id)
-        suspects = self._suspects(training, samples)
+        suspects = () if has_left else self._suspects(training, samples)
         for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
         if kind is LossKind.SILENT:
             suspects = self._silenced(quarantine, suspects, samples)
-        had_turn = self._turns[base_model].lose(worker_id)
+        had_turn = not has_left and self._turns[base_model].lose(worker_id)
         poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
         self._pause(base_model)
         probation = ""
@@ -130,8 +136,9 @@ class LossRecorder:
             if poison in training:
                 self._fail_poison(group.logs[poison.target_id], poison, probation)
                 group.mark_dirty(group.logs[poison.target_id])
+        name, is_blameless = poison.name if poison else "", had_turn or has_left
         for feed in self._feeds:
-            feed.put(WorkerLoss(worker_id, incarnation, samples, poison.name if poison else "", probation, had_turn))
+            feed.put(WorkerLoss(worker_id, incarnation, samples, name, probation, is_blameless))
 
     def settled(self, worker_id: str) -> None:
         """Record that nothing waits for a worker any more: it was lost and is replaced, or it is to be removed."""

@@ -4,7 +4,8 @@ A worker reports the bytes of its copies and sampler versions after each batch. 
 waits for room, the least recently used ones leave it: versions that no sample uses and that are in a file, then copies
 that their snapshots cover, which need no write, and copies that can be snapshotted, once they are. A quarantined copy
 that may not run now leaves without a snapshot, and is replayed. Adapters with nothing to run go first. Those that wait
-are installed as room is made, so that more adapters than fit take turns.
+are installed as room is made, so that more adapters than fit take turns. All copies leave a worker that is drained, by
+the same ways.
 
 Depends on the fleet, on adapter logs, and on what may be snapshotted; not on how states are written. Call it between
 cycles. Main invariant: nothing leaves a worker that is not in a file or in the operation log.
@@ -54,6 +55,11 @@ class WorkerMemory:
         """The workers that nothing may be sent to for now; see `Fleet.away`."""
         return self._fleet.away
 
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The workers that are drained; see `Fleet.leaving`."""
+        return self._fleet.leaving
+
     def size_of(self, log: AdapterLog) -> int:
         """Return the bytes of a copy of the adapter."""
         return self._fleet.copy_bytes(self._base_model, log.spec)
@@ -83,6 +89,8 @@ class WorkerMemory:
         """
         waiting, self._waiting, self._due, self._asked = self._waiting, {}, [], set()
         has_dropped = False
+        for worker in self._fleet.drained(self._base_model):
+            has_dropped |= self._vacate(worker)
         for worker in self._available():
             for adapter_id in self._group.residency.take_left(worker.info.worker_id):
                 worker.drop(adapter_id)
@@ -111,6 +119,35 @@ class WorkerMemory:
         """Whether `take_due` or `take_asked` returns any."""
         return bool(self._due or self._asked)
 
+    def _vacate(self, worker: Incarnation) -> bool:
+        """Let the copies leave a drained worker; return whether any did.
+
+        A copy stays until its snapshot counts, those with something to run first. One that cannot be snapshotted now
+        leaves at once: its adapter replays the log.
+        """
+        resident = [self._group.logs[each] for each in self._group.residency.on(worker.info.worker_id)]
+        is_reachable = worker.is_live and not worker.is_away
+        due: list[AdapterLog] = []
+        num_left = len(resident)
+        for log in sorted(resident, key=AdapterLog.is_ready, reverse=True):
+            is_covered = log.copy.applied_seq <= log.snapshot_seq
+            can_wait = is_reachable and not is_covered and self._quarantine.may_run(log.adapter_id)
+            if can_wait and self._snapshots.is_unsettled(log.adapter_id):
+                continue
+            if can_wait and self._snapshots.may_take(log, is_awaited=True):
+                due.append(log)
+            else:
+                self._leave(worker, log)
+                num_left -= 1
+        self._due += due[: self._snapshots.num_readable(due, self.size_of)]  # cycles must not wait for the writing
+        return num_left < len(resident)
+
+    def _leave(self, worker: Incarnation, log: AdapterLog) -> None:
+        """Drop an adapter's copy from its worker: it goes on from its snapshot, anywhere."""
+        self._fleet.drop_copy(worker.info.worker_id, log.spec)
+        log.lose_copy()
+        self._group.mark_dirty(log)
+
     def _relieve(self, worker: Incarnation, excess: int) -> bool:
         """Drop at least `excess` bytes from a worker, as far as that is possible now; return whether any."""
         before = worker.held_bytes
@@ -125,9 +162,7 @@ class WorkerMemory:
             if self._snapshots.is_unsettled(log.adapter_id):
                 excess -= self.size_of(log)  # it goes when its snapshot counts
             elif log.copy.applied_seq <= log.snapshot_seq or is_held:  # a suspect may wait for its room
-                self._fleet.drop_copy(worker.info.worker_id, log.spec)
-                log.lose_copy()
-                self._group.mark_dirty(log)
+                self._leave(worker, log)
                 excess -= self.size_of(log)
             elif self._snapshots.may_take(log, is_awaited=True):
                 self._due.append(log)

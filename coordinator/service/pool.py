@@ -1,12 +1,17 @@
-"""The state of the pool: workers, cycles, usage. Administrators see all tenants; others see them as counts."""
+"""The state of the pool: workers, cycles, usage. Administrators see all tenants; others see them as counts.
+
+Administrators drain workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
 from coordinator.base.config import VERSION
-from coordinator.base.errors import unavailable
-from coordinator.service.access import UseCases, streamed
+from coordinator.base.errors import not_found, unavailable, unmet
+from coordinator.fleet.fleet import Incarnation
+from coordinator.service.access import UseCases, streamed, uninterrupted
+from coordinator.storage.rows import DrainedWorkerRow
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 from tinkerpool.v1.probation_pb2 import Probation
@@ -26,22 +31,7 @@ class PoolUseCases(UseCases):
         num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
         cycles = list(recent)[len(recent) - num_cycles :]
         return pb.GetPoolStatusResponse(
-            workers=[
-                pb.Worker(
-                    worker_id=worker.worker_id,
-                    incarnation=worker.incarnation,
-                    base_model=worker.model.name,
-                    pid=worker.pid if principal.is_admin else 0,
-                    node=worker.node if principal.is_admin else "",
-                    num_slots=worker.num_slots,
-                    num_adapters=core.registry.num_on(
-                        worker.worker_id, None if principal.is_admin else principal.tenant_id
-                    ),
-                    is_live=core.fleet.is_live(worker.worker_id),
-                    device=worker.device,
-                )
-                for worker in core.pool.workers()
-            ],
+            workers=[self._worker(principal, worker_id) for worker_id in self._worker_ids()],
             num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
             num_samples=core.samples.num_samples,
@@ -81,6 +71,67 @@ class PoolUseCases(UseCases):
                 for row in rows
             ]
         )
+
+    @uninterrupted
+    async def drain_worker(self, principal: Principal, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
+        """Take a worker out of work, for good."""
+        worker_id, supervisor = request.worker_id, self._core.supervisor
+        self._check_worker(worker_id)
+        if not supervisor.is_drained(worker_id):
+            row = DrainedWorkerRow(worker_id=worker_id, base_model=self._model_of(worker_id))
+            try:
+                supervisor.drain(worker_id)
+            except ValueError as error:
+                raise unmet("LAST_WORKER", str(error)) from None
+            act = self._core.accounts.act("worker.drain", worker_id, principal)
+            try:
+                await self._core.store.drained_workers.add(row, act)
+            except BaseException:
+                supervisor.undrain(worker_id)
+                raise
+        return pb.DrainWorkerResponse(worker=self._worker(principal, worker_id))
+
+    @uninterrupted
+    async def undrain_worker(self, principal: Principal, request: pb.UndrainWorkerRequest) -> pb.UndrainWorkerResponse:
+        """Let a worker take work again."""
+        worker_id, supervisor = request.worker_id, self._core.supervisor
+        self._check_worker(worker_id)
+        if supervisor.is_drained(worker_id):
+            act = self._core.accounts.act("worker.undrain", worker_id, principal)
+            await self._core.store.drained_workers.remove(worker_id, act)
+            supervisor.undrain(worker_id)
+        return pb.UndrainWorkerResponse(worker=self._worker(principal, worker_id))
+
+    def _worker_ids(self) -> list[str]:
+        """Return all workers: those that have an incarnation, then those that were drained."""
+        known = self._core.fleet.worker_ids()
+        return known + [each for each in self._core.pool.base_models() if each not in known]
+
+    def _check_worker(self, worker_id: str) -> None:
+        if worker_id not in self._worker_ids():
+            raise not_found("worker", worker_id)
+
+    def _model_of(self, worker_id: str) -> str:
+        if worker_id in self._core.fleet.worker_ids():
+            return self._core.fleet.worker(worker_id).info.model.name
+        return self._core.pool.base_models()[worker_id]
+
+    def _worker(self, principal: Principal, worker_id: str) -> pb.Worker:
+        core, is_admin = self._core, principal.is_admin
+        shown = pb.Worker(worker_id=worker_id, base_model=self._model_of(worker_id))
+        if worker_id not in core.fleet.worker_ids():
+            has_ended = core.supervisor.is_drained(worker_id)
+            shown.state = pb.WORKER_STATE_DRAINED if has_ended else pb.WORKER_STATE_LOST
+            return shown
+        worker = core.fleet.worker(worker_id)
+        shown.incarnation, shown.device = worker.name, worker.info.device
+        shown.num_slots, shown.is_live, shown.state = worker.info.num_slots, worker.is_live, _state(worker)
+        shown.num_adapters = core.registry.num_on(worker_id, None if is_admin else principal.tenant_id)
+        if (seconds := core.supervisor.host_leaves_in_s(worker)) is not None:
+            shown.host_leaves_in_seconds = seconds
+        if is_admin:
+            shown.pid, shown.node, shown.held_bytes = worker.info.pid, worker.info.node, worker.held_bytes
+        return shown
 
     def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
         """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id.)
@@ -124,3 +175,11 @@ class PoolUseCases(UseCases):
     def _tenant_name(self, tenant_id: str) -> str:
         row = self._core.store.tenants.get(tenant_id)
         return row.name if row is not None else ""
+
+
+def _state(worker: Incarnation) -> pb.WorkerState.ValueType:
+    if worker.is_draining:
+        return pb.WORKER_STATE_DRAINING
+    if not worker.is_live:
+        return pb.WORKER_STATE_LOST
+    return pb.WORKER_STATE_LATE if worker.is_away else pb.WORKER_STATE_READY

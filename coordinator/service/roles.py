@@ -76,6 +76,8 @@ LEAST_ROLES: Mapping[str, Role] = {
             "set_tenant_limits",
             "list_audit_entries",
             "release_tenant",
+            "drain_worker",
+            "undrain_worker",
         ),
         Role.ADMIN,
     ),

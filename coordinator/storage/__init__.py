@@ -3,14 +3,15 @@
 Public interface:
 
 - `store.Store`: opens the log of a data directory. Its attributes are the tables: `operations`, `adapters`,
-  `checkpoints`, `samplers`, `snapshots`, `sessions`, `tenants`, `api_keys`, `audit`, `usage`, `cycles`; each has
-  typed functions. Reads are synchronous and see committed rows; a write returns a future that is done once it is
-  durable.
+  `checkpoints`, `samplers`, `snapshots`, `sessions`, `tenants`, `drained_workers`, `api_keys`, `audit`, `usage`,
+  `cycles`; each has typed functions. Reads are synchronous and see committed rows; a write returns a future that is
+  done once it is durable.
 - `rows`: the rows of the tables; `cycles.CycleCommit`: everything that a cycle makes durable, with its `StagedStates`.
 - `database.StorageError` and its subclasses: why a write was refused.
 - `folders`: `StateFiles`, states as folders of files; `StateFolders`, the roots of a data directory; `disk.Disk`: the
   disk below them, a seam for simulations; `identity` and `copies`: whose files these are; `exports`.
-- Below the store: `schema`, `migrations` and `sqlite`; `operations`, `records`, `tenants` and `access` with the SQL.
+- Below the store: `schema`, `migrations` and `sqlite`; `operations`, `records`, `tenants`, `workers` and `access` with
+  the SQL.
 
 `database.Connection` is the seam of the database; tests may use `Store.database` for more than that. Must not depend on
 any other room but `base`.

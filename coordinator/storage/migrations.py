@@ -7,6 +7,7 @@ the same columns, indexes and triggers as a new one.
 from coordinator.storage.schema import (
     API_KEYS,
     AUDIT,
+    DRAINED_WORKERS,
     LISTED,
     OPERATIONS,
     PROBATIONS,
@@ -69,5 +70,6 @@ MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
     7: RECORDS + _ROW_BYTES,
+    8: DRAINED_WORKERS,
 }
 """Schema version to the statements that make the next version of it."""

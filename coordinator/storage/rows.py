@@ -74,6 +74,14 @@ class ProbationRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainedWorkerRow:
+    """A worker that an administrator has drained."""
+
+    worker_id: str
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeyRow:
     """An API key with its tenant's name."""
 

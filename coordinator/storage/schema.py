@@ -24,6 +24,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
+| drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
@@ -32,7 +33,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -103,6 +104,14 @@ CREATE TABLE probations (
 ) WITHOUT ROWID;
 """
 """The tenants whose operations killed workers, also for databases that a migration gives the table."""
+
+DRAINED_WORKERS = """
+CREATE TABLE drained_workers (
+    worker_id TEXT PRIMARY KEY,
+    base_model TEXT NOT NULL              -- another one has another worker with this id
+) WITHOUT ROWID;
+"""
+"""The workers that are not started, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
 """What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
@@ -346,4 +355,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{RECORDS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{RECORDS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)

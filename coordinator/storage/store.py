@@ -19,6 +19,7 @@ from coordinator.storage.operations import Operations
 from coordinator.storage.records import Records
 from coordinator.storage.sqlite import Connection, read_meta
 from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
+from coordinator.storage.workers import DrainedWorkers
 
 
 class Store:
@@ -46,6 +47,7 @@ class Store:
         self.tenants = Tenants(self.database)
         self.usage = Usage(self.database)
         self.probations = Probations(self.database)
+        self.drained_workers = DrainedWorkers(self.database)
         self.api_keys = ApiKeys(self.database)
         self.audit = Audit(self.database)
         self.cycles = Cycles(self.database)

@@ -25,7 +25,8 @@ ROOT = Path(os.environ.get("CLUSTER_CHECKOUT") or Path(__file__).resolve().paren
 """The checkout under test."""
 CLIENT = Path(__file__).with_name("client.py")
 PORT = 6379
-RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--object-store-memory", "80000000")
+RAY_CLI = (sys.executable, "-m", "ray.scripts.scripts")
+RAY = (*RAY_CLI, "start", "--object-store-memory", "80000000")
 SUPERVISED = 'while true; do "$@" --block; sleep 1; done'
 """Runs `ray start` again and again, as a service manager does: a raylet that was declared dead exits."""
 START_TIMEOUT_S = 120.0
@@ -197,17 +198,30 @@ class ClusterPool:
                     found.append((at_s, match[2]))
         return found
 
+    def node_id(self, host: Host) -> str:
+        """Return Ray's id of a host."""
+        return next(node_id for node_id, address in self._nodes().items() if address == host.address)
+
+    def announce_end(self, node_id: str, seconds: int) -> None:
+        """Let Ray announce that a host leaves, as for a preemption."""
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "preempted"]
+        when = ["--deadline-remaining-seconds", str(seconds)]
+        command = [*RAY_CLI, "drain-node", "--address", self.address, "--node-id", node_id, *reason, *when]
+        self.place.run(command, self.environment, ROOT)
+
     def _address(self, node: str) -> str:
         """Return a node's address, of an address or, in older commits, of an id."""
-        if "." in node:
-            return node
+        return node if "." in node else self._nodes()[node]
+
+    def _nodes(self) -> dict[str, str]:
+        """Return the addresses of Ray's nodes, by their ids."""
         script = (
             f"import ray; ray.init('{self.address}', logging_level='ERROR', log_to_driver=False); "
             "print('NODES', *(f'{node[\"NodeID\"]}={node[\"NodeManagerAddress\"]}' for node in ray.nodes()))"
         )
         said = self.place.run([sys.executable, "-c", script], self.environment, ROOT)
         [line] = [line for line in said.splitlines() if line.startswith("NODES")]
-        return dict(pair.split("=") for pair in line.split()[1:])[node]
+        return dict(pair.split("=") for pair in line.split()[1:])
 
 
 class Reference:

@@ -31,6 +31,10 @@ NUM_STEPS = 10
 """Steps of each adapter before a fault, and after all are served again."""
 WORKER = "ray::EngineActo"
 """The name of a worker's process, cut as the kernel does."""
+NOTICE_S = 20
+"""Seconds between the announcement that a host leaves and its end."""
+LEFT_PAUSE_S_MAX = 4.0
+"""Longest pause when a host leaves: 2 s, and a cycle (`cycle_s_max`)."""
 REFUSED_S = 25.0
 """Longest life of `serve` without a head: 10 s of refused connections, 5 s for Ray's end; more on busy cores."""
 SERVED_TIMEOUT_S = 240.0
@@ -87,10 +91,12 @@ class Scenario:
     reference: Reference
     report: Callable[[str], None]
 
-    def run(self, pool: ClusterPool, clients: Clients, fault: Callable[[], None], *, hit: Sequence[Host] = ()) -> None:
+    def run(
+        self, pool: ClusterPool, clients: Clients, fault: Callable[[], None], *, hit: Sequence[Host] = ()
+    ) -> dict[str, float]:
         """Cause a fault that hits some hosts, and wait until all are served; compare and report.
 
-        The pauses count from the beginning of the fault.
+        Returns each tenant's longest pause, from the beginning of the fault on.
         """
         workers = pool.workers(clients)
         begin_s, at = now()
@@ -112,6 +118,7 @@ class Scenario:
             f"a worker back after {_seconds(back[0][0] if back else None)}; "
             f"{sum(map(len, steps.values()))} steps with the bits of an undisturbed run"
         )
+        return pauses_s
 
 
 @pytest.fixture
@@ -166,6 +173,26 @@ def test_two_of_three_hosts_killed_at_once_and_back_after_20_s(scenario: Scenari
                 pool.start_node(host)
 
         scenario.run(pool, clients, fault, hit=hosts)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_host_that_leaves_with_a_notice_while_another_is_free(scenario: Scenario, num_workers: int) -> None:
+    with training(num_nodes=num_workers + 1, num_workers=num_workers) as (pool, clients):
+        [host] = hit_hosts(pool, clients)
+        node_id = pool.node_id(host)
+
+        def fault() -> None:
+            end_s = now()[0] + NOTICE_S
+            pool.announce_end(node_id, NOTICE_S)
+            wait_until(lambda: pool.said(r"^worker \S+ replaced by", datetime.min), NOTICE_S, "no worker has left")
+            assert host.address not in pool.workers(clients)
+            time.sleep(max(0.0, end_s - now()[0]))
+            assert host.kill_processes(WORKER) == 0
+            host.kill()
+
+        pauses_s = scenario.run(pool, clients, fault, hit=[host])
+        assert not pool.said(r"^worker \S+ lost", datetime.min)
+        assert max(pauses_s.values()) < LEFT_PAUSE_S_MAX
 
 
 @pytest.mark.parametrize("cut_s", [5, 20, 60])

@@ -113,6 +113,8 @@ class Kills:
     def killed(self, worker_id: str, sent_s: float, batch: Batch, samples: frozenset[str]) -> None:
         """Record that a batch killed its worker, which had these samples."""
         assert self._coordinator is not None
+        if worker_id in self._coordinator.core.fleet.leaving and not self._coordinator.core.fleet.is_live(worker_id):
+            return  # its host leaves: the coordinator has given it up
         self._check_taken(worker_id, set(self._coordinator.core.fleet.worker_ids()) - {worker_id})
         tenant_id = self._poisoner.client.principal.tenant_id
         if not self._coordinator.core.probation.has(tenant_id):
@@ -123,7 +125,7 @@ class Kills:
             raise ContractViolation(f"a poisoner on probation killed {sorted(beside | samples)}")
         fleet = self._coordinator.core.fleet
         for missing_id, last in self._last.items():
-            if missing_id not in fleet.worker_ids() or fleet.worker(missing_id).is_draining:
+            if missing_id not in fleet.worker_ids() or fleet.worker(missing_id).is_ending:
                 continue  # it is removed, or is to be: nobody waits for it
             if last.replaced_s is None:
                 raise ContractViolation("a poisoner on probation ran while a worker was missing")

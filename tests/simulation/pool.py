@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NoReturn
@@ -41,6 +41,7 @@ NETWORK_S = 0.0005
 WORK_S = 0.004
 DECODE_S = 0.001
 """Mean delays: of a message on the network, of a batch, of a decode step."""
+BASE_MODEL = "toy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,10 @@ class SimPool:
         self.faults = faults
         self.random: Random = world.random("pool")
         self.workers: dict[str, _Incarnation] = {}
+        self.prepared: dict[str, _Incarnation] = {}
+        """The next incarnations of workers whose hosts leave."""
+        self.notices: dict[str, float] = {}
+        """Incarnation to the virtual time at which its host leaves."""
         self.solo_losses: Counter[str] = Counter()
         """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
         operation is poison, so no fault is injected into a worker that runs such an operation."""
@@ -140,14 +145,18 @@ class SimPool:
         self._num_incarnations = 0
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
-        """Start a worker's next incarnation, without adapters."""
-        incarnation = self.new_incarnation(worker_id)
-        self.workers[worker_id] = _Incarnation(
-            incarnation, ToyEngine(incarnation, host_bytes_max=self._host_bytes_max, costs=self._costs)
-        )
+        """Start a worker's next incarnation, without adapters, or take the prepared one."""
+        if worker_id not in self.prepared:
+            self.prepared[worker_id] = self.new_incarnation(worker_id)
+        self.workers[worker_id] = self.prepared.pop(worker_id)
         return self.workers[worker_id]
 
-    def new_incarnation(self, worker_id: str) -> str:
+    def new_incarnation(self, worker_id: str) -> _Incarnation:
+        """Return a process that no call reaches yet."""
+        name = self.new_name(worker_id)
+        return _Incarnation(name, ToyEngine(name, host_bytes_max=self._host_bytes_max, costs=self._costs))
+
+    def new_name(self, worker_id: str) -> str:
         """Return a name for a worker's next incarnation."""
         self._num_incarnations += 1
         return f"{worker_id}-{self._num_incarnations}"
@@ -176,6 +185,7 @@ class SimPool:
 
     def end_epoch(self, outstanding: Sequence[tuple[_Incarnation, Batch]]) -> None:
         """Lose the workers that do not outlive their coordinator; keep batches on the network for the others."""
+        self.prepared.clear()
         for worker_id, worker in list(self.workers.items()):
             has_joined = int(worker_id[1:]) >= self.num_workers
             if worker.is_lost or has_joined or self.random.random() >= self.faults.survive:
@@ -196,6 +206,8 @@ class SimPoolFront:
         self._world = pool.world
         self._random = pool.random
         self._workers = pool.workers
+        self._worker_ids = [f"w{index}" for index in range(pool.num_workers)]
+        """Of all workers that were configured or joined."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.outstanding: list[tuple[_Incarnation, Batch]] = []
         """Batches that were sent and have no reply yet."""
@@ -204,10 +216,16 @@ class SimPoolFront:
         self._num_gone = 0
         """References in a row that led nowhere."""
 
-    async def start(self, owner: Owner) -> None:
+    def base_models(self) -> Mapping[str, str]:
+        return dict.fromkeys(self._worker_ids, BASE_MODEL)
+
+    async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
-        for index in range(self._pool.num_workers):
-            worker_id = f"w{index}"
+        has_worker = False
+        for worker_id in self._worker_ids:
+            if worker_id in drained:
+                self._workers.pop(worker_id, None)
+                continue
             worker = self._workers.get(worker_id)
             if worker is not None and self._random.random() < self._pool.faults.refused:
                 self._world.fault("worker refused", worker_id)
@@ -215,13 +233,15 @@ class SimPoolFront:
                 worker = None
                 del self._workers[worker_id]
             if worker is None:
-                if index > len(self._missing) and self._random.random() < self._pool.faults.late_join:
+                if has_worker and self._random.random() < self._pool.faults.late_join:
                     self._missing.append(worker_id)
                 else:
                     self._pool.start_incarnation(worker_id)
+                    has_worker = True
                 continue
+            has_worker = True
             self._world.fault("worker adopted", worker_id)
-            worker.adopt(owner.epoch, self._pool.new_incarnation(worker_id))
+            worker.adopt(owner.epoch, self._pool.new_name(worker_id))
             stale_batches, worker.stale_batches = worker.stale_batches, []
             for batch in stale_batches:
                 delay = self._random.choice((0.0, 0.005, 0.05, 0.3))
@@ -237,9 +257,6 @@ class SimPoolFront:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self._info(worker_id) for worker_id in sorted(self._workers))
-
-    def missing(self) -> tuple[str, ...]:
-        return tuple(self._missing)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         worker = self._worker(worker_id)
@@ -303,17 +320,32 @@ class SimPoolFront:
         if self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no new worker", worker_id)
             raise WorkerLost(f"{worker_id} does not start")
+        self._worker_ids.append(worker_id)
         self._pool.start_incarnation(worker_id)
         return self._info(worker_id)
 
     async def remove(self, worker_id: str) -> None:
         self._pool.kills.replaced(worker_id)
-        worker = self._workers.pop(worker_id)
+        self._pool.prepared.pop(worker_id, None)
+        if (worker := self._workers.pop(worker_id, None)) is None:
+            return
         if worker.is_lost:
             self._world.fault("drained worker lost", worker.incarnation)
         worker.is_replaced = worker.is_lost = True
         worker.events.put_nowait(None)
         worker.change()
+
+    async def prepare(self, worker_id: str) -> None:
+        await asyncio.sleep(self._random.choice((0.05, 2.0, 10.0)) * self._random.random())
+        if self._random.random() < self._pool.faults.no_replacement:
+            self._world.fault("no successor", worker_id)
+            raise WorkerLost(f"{worker_id} does not start")
+        self._pool.prepared[worker_id] = self._pool.new_incarnation(worker_id)
+
+    async def leaving(self) -> Mapping[str, float]:
+        notices, now = self._pool.notices, self._world.time()
+        found = [(worker_id, notices.get(worker.incarnation)) for worker_id, worker in self._workers.items()]
+        return {worker_id: at - now for worker_id, at in found if at is not None}
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         await asyncio.sleep(self._random.uniform(0, 0.05))

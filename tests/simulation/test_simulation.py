@@ -30,6 +30,8 @@ FAULTS = {
     "disk full at a start",
     "drained worker lost",
     "file sync fails",
+    "host leaves",
+    "host leaves too early",
     "late reply",
     "new key lost",
     "no new worker",
@@ -47,11 +49,13 @@ FAULTS = {
     "worker crashes poisoned",
     "worker crashes sampling",
     "worker drained",
+    "worker drained by hand",
     "worker joins",
     "worker paused",
     "worker adopted",
     "worker refused",
     "worker joins late",
+    "worker undrained",
 }
 
 
@@ -96,6 +100,10 @@ def test_checkpoints_adapters_and_sessions_are_deleted_while_the_disk_is_full(fi
 def test_late_calls_of_ended_sessions_are_answered_before_and_after_their_rows_are_gone(figures: Any) -> None:
     for answer in ("late calls of ended sessions", "late calls of sessions that are gone"):
         assert figures["work"][answer] > NUM_SEEDS
+
+
+def test_drained_workers_are_not_started_again(figures: Any) -> None:
+    assert figures["work"]["workers drained over a restart"] > NUM_SEEDS / 20
 
 
 def test_a_poisoner_kills_workers_again_and_again_also_on_probation(figures: Any) -> None:

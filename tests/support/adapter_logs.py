@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.operations.adapter_log import AdapterLog
@@ -32,6 +32,8 @@ class Files:
     """Adapters whose published weights have no file, or versions without one."""
     failing: set[str] = field(default_factory=set)
     """Adapters of which no snapshot may be taken now."""
+    readable_max: int = 64
+    """States that may be read at a time."""
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot of the adapter may be durable and not covered."""
@@ -44,6 +46,10 @@ class Files:
     def may_take(self, adapter: AdapterLog, *, is_awaited: bool = False) -> bool:
         """Return whether a snapshot of the adapter may be taken."""
         return adapter.adapter_id not in self.failing
+
+    def num_readable(self, adapters: Sequence[AdapterLog], size_of: Callable[[AdapterLog], int]) -> int:
+        """Return how many of these adapters' states may be read now."""
+        return min(len(adapters), self.readable_max)
 
     def held(self, version: str) -> bytes | None:
         """Return the weights of a version without a file; None: they are in a file."""

@@ -9,7 +9,7 @@ For promises about waiting times, which are exact here. Faults are tested in the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -43,7 +43,10 @@ class TimedPool:
     _owed_s: float = 0.0
     _started: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self, owner: Owner) -> None:
+    def base_models(self) -> Mapping[str, str]:
+        return {"w0": "toy"}
+
+    async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
         pass
 
     async def stop(self, *, is_final: bool = False) -> None:
@@ -54,9 +57,6 @@ class TimedPool:
             worker_id="w0", incarnation="w0-1", model=self.engine.info, pid=1, node="", num_slots=16, device="none"
         )
         return (worker,)
-
-    def missing(self) -> tuple[str, ...]:
-        return ()
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         num_tokens = sum(len(d.tokens) for item in batch.items if isinstance(item, PassItem) for d in item.data)
@@ -94,8 +94,14 @@ class TimedPool:
     async def remove(self, worker_id: str) -> None:
         raise AssertionError("there is one worker")
 
+    async def prepare(self, worker_id: str) -> None:
+        raise AssertionError("its host never leaves")
+
     async def replace(self, worker_id: str) -> WorkerInfo:
         raise AssertionError("this worker is never lost")
+
+    async def leaving(self) -> Mapping[str, float]:
+        return {}
 
 
 def in_virtual_time(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import shutil
 import sqlite3
 import tarfile
@@ -290,24 +291,29 @@ class ToyPool:
 
     def hold(self) -> None:
         """Block batches and samples of every worker."""
-        for engines in self.engines.values():
-            engines[-1].may_run.clear()
-            engines[-1].may_decode = False
+        for engine in self._present():
+            engine.may_run.clear()
+            engine.may_decode = False
 
     async def release(self) -> None:
         """Unblock batches and samples."""
-        for worker_id, engines in self.engines.items():
-            engines[-1].may_run.set()
-            engines[-1].may_decode = True
+        for engine in itertools.chain(*self.engines.values()):  # a worker may have two for a while
+            engine.may_run.set()
+            engine.may_decode = True
+        for worker_id in self.engines:
             with suppress(WorkerLost):
                 await self.core.pool.cancel_sample(worker_id, "unknown")  # wakes the loop
 
     def chain(self, adapter_id: str) -> bytes:
         """Return the hash chain of the adapter's copy."""
-        for engines in self.engines.values():
-            if adapter_id in engines[-1].adapters:
-                return engines[-1].adapters[adapter_id].chain
+        for engine in self._present():
+            if adapter_id in engine.adapters:
+                return engine.adapters[adapter_id].chain
         raise AssertionError(f"{adapter_id} is on no worker")
+
+    def _present(self) -> list[ToyEngine]:
+        """Return the engine of each worker's last incarnation."""
+        return [engines[-1] for engines in self.engines.values() if engines]
 
 
 @asynccontextmanager
@@ -344,7 +350,8 @@ async def running_pool(
 
         return factory
 
-    pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines})
+    base_models = dict.fromkeys(engines, "toy")
+    pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines}, base_models=base_models)
     coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time, Seams(connect=connect))
     toys = ToyPool(coordinator, engines)
     # Patched: the size is no setting, and hundreds of pools would compute, write and sync 8 MiB each.
@@ -355,8 +362,8 @@ async def running_pool(
         if is_crash:
             shutil.copytree(data_dir, data_dir.with_name(f"{data_dir.name}-crashed"))
     finally:
-        for incarnations in engines.values():
-            incarnations[-1].may_run.set()
+        for engine in itertools.chain(*engines.values()):
+            engine.may_run.set()
         await coordinator.stop()
         if (crashed := data_dir.with_name(f"{data_dir.name}-crashed")).exists():
             shutil.rmtree(data_dir)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, pools, tenants
+from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, pools, tenants, workers
 from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
@@ -93,6 +93,7 @@ def build() -> typer.Typer:
     app.add_typer(
         tenants.app, name="tenant", help="Tenants: create, list, limit, suspend, delete.", rich_help_panel=ADMIN_PANEL
     )
+    app.add_typer(workers.app, name="worker", help="Workers: list, drain, undrain.", rich_help_panel=ADMIN_PANEL)
     app.command(rich_help_panel=ADMIN_PANEL)(audit.audit)
     app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)
     return app

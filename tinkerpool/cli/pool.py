@@ -16,6 +16,7 @@ from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, ask, call
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.limits import show_limits
+from tinkerpool.cli.workers import show_workers
 from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.v1 import limits_pb2, pool_pb2, probation_pb2
@@ -52,7 +53,7 @@ def status(
     if response.problem:
         show.say(f"Problem: {response.problem}")
     show.console.print()
-    _show_workers(response.workers)
+    show_workers(response.workers)
     if response.probations:
         show.console.print()
         _show_probations(response.probations)
@@ -78,27 +79,6 @@ def _show_probations(probations: Iterable[probation_pb2.Probation]) -> None:
             for each in probations
         ),
         right="kills",
-    )
-
-
-def _show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
-    show.table(
-        "Workers",
-        ("worker", "base model", "device", "slots", "adapters", "node", "pid", "state"),
-        (
-            (
-                worker.worker_id,
-                worker.base_model,
-                worker.device,
-                str(worker.num_slots),
-                str(worker.num_adapters),
-                worker.node,
-                str(worker.pid or ""),
-                Text("live", "green") if worker.is_live else Text("lost, being replaced", "red"),
-            )
-            for worker in workers
-        ),
-        right="slots adapters pid",
     )
 
 

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tinkerpool.v1 import probation_pb2 as _probation_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
+    """From an older server."""
+    WORKER_STATE_READY: _WorkerState.ValueType  # 1
+    """It takes work."""
+    WORKER_STATE_LATE: _WorkerState.ValueType  # 2
+    """It has not replied for a second or longer: its own adapters wait for it."""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
+    """It takes nothing new and ends, because it is being drained, or because its host leaves."""
+    WORKER_STATE_DRAINED: _WorkerState.ValueType  # 4
+    """It was drained by an administrator, and has ended."""
+    WORKER_STATE_LOST: _WorkerState.ValueType  # 5
+    """It has ended or cannot be reached, and starts again."""
+
+class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
+    """What a worker does."""
+
+WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
+"""From an older server."""
+WORKER_STATE_READY: WorkerState.ValueType  # 1
+"""It takes work."""
+WORKER_STATE_LATE: WorkerState.ValueType  # 2
+"""It has not replied for a second or longer: its own adapters wait for it."""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
+"""It takes nothing new and ends, because it is being drained, or because its host leaves."""
+WORKER_STATE_DRAINED: WorkerState.ValueType  # 4
+"""It was drained by an administrator, and has ended."""
+WORKER_STATE_LOST: WorkerState.ValueType  # 5
+"""It has ended or cannot be reached, and starts again."""
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):
@@ -35,6 +72,9 @@ class Worker(_message.Message):
     NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
     IS_LIVE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_LEAVES_IN_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stays the same when the worker is replaced."""
     incarnation: _builtins.str
@@ -42,7 +82,7 @@ class Worker(_message.Message):
     base_model: _builtins.str
     """Name of its base model."""
     pid: _builtins.int
-    """Process id on its node; 0 without an administrator's key."""
+    """Process id on its node; 0 without an administrator's key, or if it was drained."""
     node: _builtins.str
     """Address of its host in Ray's cluster, or in a local pool the host's name; empty without an administrator's key."""
     num_slots: _builtins.int
@@ -53,6 +93,14 @@ class Worker(_message.Message):
     """Whether it answers."""
     device: _builtins.str
     """`cpu`, `cuda:0`, ..."""
+    state: Global___WorkerState.ValueType
+    """What it does."""
+    held_bytes: _builtins.int
+    """Bytes that adapters and weights for sampling take of its host memory; 0 without an administrator's key."""
+    host_leaves_in_seconds: _builtins.float
+    """Seconds until its host leaves, as the cluster has announced it, infinite if no time was named; unset: nothing was
+    announced.
+    """
     def __init__(
         self,
         *,
@@ -65,12 +113,17 @@ class Worker(_message.Message):
         num_adapters: _builtins.int = ...,
         is_live: _builtins.bool = ...,
         device: _builtins.str = ...,
+        state: Global___WorkerState.ValueType = ...,
+        held_bytes: _builtins.int = ...,
+        host_leaves_in_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "device", b"device", "incarnation", b"incarnation", "is_live", b"is_live", "node", b"node", "num_adapters", b"num_adapters", "num_slots", b"num_slots", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "node", b"node", "num_adapters", b"num_adapters", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["host_leaves_in_seconds"]  # noqa: Y015
+    _WhichOneofArgType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_leaves_in_seconds) -> _WhichOneofReturnType__host_leaves_in_seconds | None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
@@ -389,3 +442,95 @@ class GetUsageResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    """Request of DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """Response of DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The worker, as it is now."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerRequest(_message.Message):
+    """Request of UndrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerRequest: _TypeAlias = UndrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerResponse(_message.Message):
+    """Response of UndrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The worker, as it is now."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerResponse: _TypeAlias = UndrainWorkerResponse  # noqa: Y015

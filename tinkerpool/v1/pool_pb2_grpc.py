@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PoolServiceStub(object):
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -53,10 +53,20 @@ class PoolServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_pool__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_pool__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/tinkerpool.v1.PoolService/DrainWorker',
+                request_serializer=tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/tinkerpool.v1.PoolService/UndrainWorker',
+                request_serializer=tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer(object):
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -85,6 +95,28 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
+        bits, its samples end, and then its process. Returns before that: GetPoolStatus shows when the worker is drained. In
+        the audit log. Durable when it returns. Idempotent.
+
+        PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker. FAILED_PRECONDITION: no other worker of
+        its base model takes work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Ends a drain: the worker takes work again, or its process is started, in the background. In the audit log. Durable
+        when it returns. Idempotent.
+
+        PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -103,6 +135,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     request_deserializer=tinkerpool_dot_v1_dot_pool__pb2.GetUsageRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_pool__pb2.GetUsageResponse.SerializeToString,
             ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tinkerpool.v1.PoolService', rpc_method_handlers)
@@ -112,7 +154,7 @@ def add_PoolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PoolService(object):
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -189,6 +231,60 @@ class PoolService(object):
             '/tinkerpool.v1.PoolService/GetUsage',
             tinkerpool_dot_v1_dot_pool__pb2.GetUsageRequest.SerializeToString,
             tinkerpool_dot_v1_dot_pool__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.PoolService/DrainWorker',
+            tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_pool__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.PoolService/UndrainWorker',
+            tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_pool__pb2.UndrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PoolServiceStub:
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -47,10 +47,24 @@ class PoolServiceStub:
     """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
     key than an administrator's sees its own tenant.
     """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_pool_pb2.DrainWorkerRequest, _pool_pb2.DrainWorkerResponse]
+    """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
+    bits, its samples end, and then its process. Returns before that: GetPoolStatus shows when the worker is drained. In
+    the audit log. Durable when it returns. Idempotent.
+
+    PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker. FAILED_PRECONDITION: no other worker of
+    its base model takes work.
+    """
+    UndrainWorker: _grpc.UnaryUnaryMultiCallable[_pool_pb2.UndrainWorkerRequest, _pool_pb2.UndrainWorkerResponse]
+    """Ends a drain: the worker takes work again, or its process is started, in the background. In the audit log. Durable
+    when it returns. Idempotent.
+
+    PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker.
+    """
 
 @_typing.type_check_only
 class PoolServiceAsyncStub(PoolServiceStub):
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -67,9 +81,23 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
     key than an administrator's sees its own tenant.
     """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_pool_pb2.DrainWorkerRequest, _pool_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
+    bits, its samples end, and then its process. Returns before that: GetPoolStatus shows when the worker is drained. In
+    the audit log. Durable when it returns. Idempotent.
+
+    PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker. FAILED_PRECONDITION: no other worker of
+    its base model takes work.
+    """
+    UndrainWorker: _aio.UnaryUnaryMultiCallable[_pool_pb2.UndrainWorkerRequest, _pool_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    """Ends a drain: the worker takes work again, or its process is started, in the background. In the audit log. Durable
+    when it returns. Idempotent.
+
+    PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker.
+    """
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Look into the pool.
+    """Look into the pool, and take workers out of it.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
     What belongs to other tenants is shown only as counts, except to an administrator's key.
@@ -101,6 +129,32 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.GetUsageResponse, _abc.Awaitable[_pool_pb2.GetUsageResponse]]:
         """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
         key than an administrator's sees its own tenant.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _pool_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.DrainWorkerResponse, _abc.Awaitable[_pool_pb2.DrainWorkerResponse]]:
+        """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
+        bits, its samples end, and then its process. Returns before that: GetPoolStatus shows when the worker is drained. In
+        the audit log. Durable when it returns. Idempotent.
+
+        PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker. FAILED_PRECONDITION: no other worker of
+        its base model takes work.
+        """
+
+    @_abc_1.abstractmethod
+    def UndrainWorker(
+        self,
+        request: _pool_pb2.UndrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.UndrainWorkerResponse, _abc.Awaitable[_pool_pb2.UndrainWorkerResponse]]:
+        """Ends a drain: the worker takes work again, or its process is started, in the background. In the audit log. Durable
+        when it returns. Idempotent.
+
+        PERMISSION_DENIED: it needs an administrator's key. NOT_FOUND: no such worker.
         """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

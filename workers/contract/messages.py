@@ -494,3 +494,5 @@ class WorkerInfo:
     device: str
     version: str = ""
     """The code that it runs, for people; empty: the coordinator's own, in whose process it is."""
+    node_id: str = ""
+    """Ray's id of its node; empty in a local pool."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,10 +64,14 @@ EngineFactory = Callable[[str], Engine]
 class Pool(Protocol):
     """Workers, each with one warm base model. A pool restarts nothing by itself: the coordinator supervises."""
 
-    async def start(self, owner: Owner) -> None:
-        """Start every configured worker, or take over one that an earlier coordinator of the pool has left.
+    def base_models(self) -> Mapping[str, str]:
+        """Return the base model of each configured worker, by its id; also before the start."""
 
-        Returns when each base model has a worker; the others may be missing. Raises PoolStartError.
+    async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
+        """Start the configured workers but the drained ones, or take over those that an earlier coordinator has left.
+
+        Returns when each base model has a worker: `workers` lacks the others then, and `replace` waits for them. Raises
+        PoolStartError.
         """
 
     async def stop(self, *, is_final: bool = False) -> None:
@@ -78,9 +82,6 @@ class Pool(Protocol):
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the current incarnations in a fixed order; a dead one stays listed until it is replaced."""
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the configured workers that were not ready when `start` returned; `replace` waits for one."""
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch on one worker; a worker runs one batch at a time. Raises `WorkerLost`."""
@@ -101,10 +102,19 @@ class Pool(Protocol):
         """Start another worker of a configured base model, with an id of its own. Raises `WorkerLost`."""
 
     async def remove(self, worker_id: str) -> None:
-        """End a worker for good."""
+        """End a worker's process. Only `replace` starts it again."""
+
+    async def prepare(self, worker_id: str) -> None:
+        """Start a worker's next incarnation beside the present one, for the next `replace`; return when it is ready.
+
+        Raises `WorkerLost` if it does not start.
+        """
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill the worker's process, if it lives, and start the next incarnation, empty.
+        """Kill the worker's process, if it lives, and start the next incarnation, empty, or take the prepared one.
 
         Raises `WorkerLost`, and `PoolFailed`.
         """
+
+    async def leaving(self) -> Mapping[str, float]:
+        """Return the workers whose hosts are about to leave, with the seconds until then; infinite: not known."""

@@ -96,6 +96,7 @@ class EngineActor:
             num_slots=self._terms.settings.num_slots,
             device=self._terms.settings.device,
             version=self._version,
+            node_id=ray.get_runtime_context().get_node_id(),
         )
 
     def run(self, incarnation: str, packed: bytes) -> bytes:

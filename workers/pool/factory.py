@@ -36,7 +36,8 @@ def make_pool(config: PoolConfig) -> Pool:
 
     factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
     num_slots = next(settings.num_slots for settings in engines.values())
-    return LocalPool(factories, num_slots=num_slots, device=config.device)
+    base_models = {worker_id: settings.model_name for worker_id, settings in engines.items()}
+    return LocalPool(factories, base_models=base_models, num_slots=num_slots, device=config.device)
 
 
 def check_host(config: PoolConfig) -> None:

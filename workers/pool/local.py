@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tinkerpool.serving import STAGES
@@ -51,18 +51,35 @@ class _Incarnation:
 class LocalPool:
     """Implements `workers.contract.protocols.Pool` over engine factories, by worker id."""
 
-    def __init__(self, factories: Mapping[str, EngineFactory], *, num_slots: int = 16, device: str = "cpu") -> None:
-        """`num_slots` and `device` are those of the factories' engines; the pool only announces them."""
+    def __init__(
+        self,
+        factories: Mapping[str, EngineFactory],
+        *,
+        base_models: Mapping[str, str] | None = None,
+        num_slots: int = 16,
+        device: str = "cpu",
+    ) -> None:
+        """The other values are those of the factories' engines; the pool only announces them.
+
+        `base_models`: of each worker; only workers whose base models are announced stay drained over a restart.
+        """
         self._factories = dict(factories)
+        self._base_models = dict(base_models or {})
         self._num_slots = num_slots
         self._device = device
         self._incarnations: dict[str, _Incarnation] = {}
+        self._prepared: dict[str, asyncio.Task[_Incarnation]] = {}
 
-    async def start(self, owner: Owner) -> None:
-        """Make every engine. Raises PoolStartError."""
-        STAGES.info("loading the base models of %s", ", ".join(self._factories))
-        begun = await asyncio.gather(*(self._begin(worker_id) for worker_id in self._factories), return_exceptions=True)
-        for worker_id, error in zip(self._factories, begun, strict=True):
+    def base_models(self) -> Mapping[str, str]:
+        """Return the base model of each worker, as announced."""
+        return self._base_models
+
+    async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
+        """Make the engines of all workers but the drained ones. Raises PoolStartError."""
+        starting = [worker_id for worker_id in self._factories if worker_id not in drained]
+        STAGES.info("loading the base models of %s", ", ".join(starting))
+        begun = await asyncio.gather(*(self._begin(worker_id) for worker_id in starting), return_exceptions=True)
+        for worker_id, error in zip(starting, begun, strict=True):
             if isinstance(error, BaseException):
                 await self.stop()
                 if isinstance(error, Exception):
@@ -71,18 +88,13 @@ class LocalPool:
 
     async def stop(self, *, is_final: bool = False) -> None:
         """End every engine's thread."""
-        incarnations, self._incarnations = list(self._incarnations.values()), {}
-        for incarnation in incarnations:
-            await asyncio.to_thread(incarnation.loop.stop, STOP_TIMEOUT_S)
+        for worker_id in [*self._incarnations, *self._prepared]:
+            await self.remove(worker_id)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the workers, in the order of the factories."""
         running = self._incarnations
         return tuple(running[worker_id].info for worker_id in self._factories if worker_id in running)
-
-    def missing(self) -> tuple[str, ...]:
-        """Return nothing: the start waits for all workers."""
-        return ()
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
@@ -112,25 +124,50 @@ class LocalPool:
         """Start another worker of a base model. Raises WorkerLost."""
         worker_id = f"w{len(self._factories)}"
         factories = (self._factories[each.worker_id] for each in self.workers() if each.model.name == base_model)
-        self._factories[worker_id] = next(factories)
+        self._factories[worker_id], self._base_models[worker_id] = next(factories), base_model
         try:
             return await self._begin(worker_id)
         except Exception as error:
             raise WorkerLost(f"{worker_id} does not start: {error}") from error
 
     async def remove(self, worker_id: str) -> None:
-        """End a worker's thread."""
-        await asyncio.to_thread(self._incarnations.pop(worker_id).loop.stop, STOP_TIMEOUT_S)
+        """End a worker's thread, and that of a prepared incarnation."""
+        if (present := self._incarnations.pop(worker_id, None)) is not None:
+            await asyncio.to_thread(present.loop.stop, STOP_TIMEOUT_S)
+        if (preparing := self._prepared.pop(worker_id, None)) is not None:
+            [prepared] = await asyncio.gather(preparing, return_exceptions=True)
+            if isinstance(prepared, _Incarnation):
+                await asyncio.to_thread(prepared.loop.stop, STOP_TIMEOUT_S)
 
-    async def replace(self, worker_id: str) -> WorkerInfo:
-        """End a worker's thread and start its next incarnation, empty. Raises WorkerLost."""
-        await asyncio.to_thread(self._incarnation(worker_id).loop.stop, STOP_TIMEOUT_S)
+    async def prepare(self, worker_id: str) -> None:
+        """Start a worker's next incarnation beside the present one. Raises WorkerLost."""
+        preparing = self._prepared[worker_id] = asyncio.create_task(self._started(worker_id))
         try:
-            return await self._begin(worker_id)
+            await asyncio.shield(preparing)
         except Exception as error:
+            self._prepared.pop(worker_id, None)
             raise WorkerLost(f"{worker_id} does not start again: {error}") from error
 
+    async def replace(self, worker_id: str) -> WorkerInfo:
+        """End a worker's thread and start its next incarnation, empty, or take the prepared one. Raises WorkerLost."""
+        if (present := self._incarnations.get(worker_id)) is not None:
+            await asyncio.to_thread(present.loop.stop, STOP_TIMEOUT_S)
+        preparing = self._prepared.pop(worker_id, None) or asyncio.create_task(self._started(worker_id))
+        try:
+            self._incarnations[worker_id] = await preparing
+        except Exception as error:
+            raise WorkerLost(f"{worker_id} does not start again: {error}") from error
+        return self._incarnations[worker_id].info
+
+    async def leaving(self) -> Mapping[str, float]:
+        """Return nothing: the host is this machine."""
+        return {}
+
     async def _begin(self, worker_id: str) -> WorkerInfo:
+        incarnation = self._incarnations[worker_id] = await self._started(worker_id)
+        return incarnation.info
+
+    async def _started(self, worker_id: str) -> _Incarnation:
         name, events = new_incarnation(worker_id), _EventQueue()
         loop = EngineLoop(self._factories[worker_id], name, events)
         engine = await asyncio.wrap_future(loop.ready)
@@ -143,8 +180,7 @@ class LocalPool:
             num_slots=self._num_slots,
             device=self._device,
         )
-        self._incarnations[worker_id] = _Incarnation(info, loop, events)
-        return info
+        return _Incarnation(info, loop, events)
 
     def _incarnation(self, worker_id: str) -> _Incarnation:
         incarnation = self._incarnations.get(worker_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -60,17 +61,21 @@ class RayPool:
         self._config = config
         self._engines = config.engines()
         self._incarnations: dict[str, _Incarnation] = {}
+        self._prepared: dict[str, asyncio.Task[_Incarnation]] = {}
+        """Starts of incarnations that no call reaches yet, and those that failed: `replace` waits for them."""
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
         self._owner: Owner
         self._lister: Any = None
         self._listing: asyncio.Task[_Nodes] | None = None
-        self._joining: dict[str, asyncio.Task[None]] = {}
-        """The first incarnations that have not begun yet, and those that failed to."""
 
-    async def start(self, owner: Owner) -> None:
-        """Start Ray, then all workers at once. Raises PoolStartError.
+    def base_models(self) -> Mapping[str, str]:
+        """Return the base model of each configured worker."""
+        return {worker_id: settings.model_name for worker_id, settings in self._engines.items()}
+
+    async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
+        """Start Ray, then all workers at once but the drained ones. Raises PoolStartError.
 
         Waits until all are ready; on a cluster, until each base model has one, and a little for the others.
         """
@@ -80,11 +85,12 @@ class RayPool:
             STAGES.info("starting Ray" if self._config.ray_address is None else "joining Ray's cluster")
             await self._start_ray()
             self._check_room()
-            adopted = await self._adopt_left() if self._config.ray_address is not None else {}
-            if len(adopted) < len(self._engines):
+            starting = [worker_id for worker_id in self._engines if worker_id not in drained]
+            adopted = await self._adopt_left(starting) if self._config.ray_address is not None else {}
+            if len(adopted) < len(starting):
                 STAGES.info("loading %s", self._config.summary)
-            for worker_id in self._engines:
-                self._joining[worker_id] = asyncio.create_task(self._take_in(worker_id, adopted.get(worker_id)))
+            for worker_id in starting:
+                self._prepared[worker_id] = asyncio.create_task(self._first(worker_id, adopted.get(worker_id)))
             await self._until_served()
         except BaseException as error:
             await self.stop()
@@ -97,10 +103,7 @@ class RayPool:
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
-        joining, self._joining = list(self._joining.values()), {}
-        for task in joining:
-            task.cancel()
-        await asyncio.gather(*joining, return_exceptions=True)
+        await asyncio.gather(*(self._drop_prepared(worker_id) for worker_id in list(self._prepared)))
         if is_final or not self._config.keep_workers:
             await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
@@ -112,10 +115,6 @@ class RayPool:
         """Return the workers, in the order of the configuration."""
         running = self._incarnations
         return tuple(running[worker_id].info for worker_id in self._engines if worker_id in running)
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the configured workers that were not ready when the pool was."""
-        return tuple(self._joining)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
@@ -151,26 +150,53 @@ class RayPool:
         return self._incarnation(worker_id).info
 
     async def remove(self, worker_id: str) -> None:
-        """End a worker's process."""
-        incarnation = self._incarnations.pop(worker_id)
-        incarnation.end("it was removed")
-        await incarnation.kill()
+        """End a worker's process, and that of a prepared incarnation."""
+        if (incarnation := self._incarnations.pop(worker_id, None)) is not None:
+            incarnation.end("it was removed")
+            await incarnation.kill()
+        await self._drop_prepared(worker_id)
+
+    async def prepare(self, worker_id: str) -> None:
+        """Start a worker's next incarnation beside the present one. Raises WorkerLost."""
+        preparing = self._prepared[worker_id] = asyncio.create_task(self._started(worker_id))
+        try:
+            await asyncio.shield(preparing)
+        except WorkerLost:
+            self._prepared.pop(worker_id, None)
+            raise
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
+        """Kill a worker's process, whatever state it is in, and start its next incarnation, or take the prepared one.
 
-        The first incarnation of a missing worker is waited for. A private Ray that has died is started again first.
-        Raises PoolFailed if a cluster is lost.
+        A private Ray that has died is started again first. Raises WorkerLost, and PoolFailed if a cluster is lost.
         """
-        if (joining := self._joining.pop(worker_id, None)) is not None:
-            await joining
+        if (incarnation := self._incarnations.get(worker_id)) is not None:
+            incarnation.end("it was replaced")
+            await incarnation.kill()
+        await self._revive_ray()
+        if (preparing := self._prepared.pop(worker_id, None)) is not None:
+            self._incarnations[worker_id] = await preparing
         else:
-            if (incarnation := self._incarnations.get(worker_id)) is not None:
-                incarnation.end("it was replaced")
-                await incarnation.kill()
-            await self._revive_ray()
             await self._begin(worker_id)
         return self._incarnation(worker_id).info
+
+    async def leaving(self) -> Mapping[str, float]:
+        """Return the workers on nodes that Ray drains, with the seconds until then; none on a private Ray."""
+        if self._config.ray_address is None or self._host is None or self._host.ended.done():
+            return {}
+        left_s = await _drained(self._lister, self._host)
+        found = [(worker_id, each.info.node_id) for worker_id, each in self._incarnations.items()]
+        return {worker_id: left_s[node_id] for worker_id, node_id in found if node_id in left_s}
+
+    async def _drop_prepared(self, worker_id: str) -> None:
+        """End the process of a prepared incarnation, also while it starts."""
+        if (preparing := self._prepared.pop(worker_id, None)) is None:
+            return
+        preparing.cancel()
+        [prepared] = await asyncio.gather(preparing, return_exceptions=True)
+        if isinstance(prepared, _Incarnation):
+            prepared.end("it was removed")
+            await prepared.kill()
 
     def _incarnation(self, worker_id: str) -> _Incarnation:
         incarnation = self._incarnations.get(worker_id)
@@ -216,13 +242,13 @@ class RayPool:
         """The namespace in Ray of the pool's actors."""
         return f"tinkerpool-{self._owner.pool_id}"
 
-    async def _adopt_left(self) -> dict[str, _Actor]:
-        """Adopt actors that an earlier coordinator has left in the cluster, by worker id; end the others."""
+    async def _adopt_left(self, worker_ids: Collection[str]) -> dict[str, _Actor]:
+        """Adopt actors that an earlier coordinator has left for these workers, by worker id; end its others."""
         host = self._host
         assert host is not None
         named = await asyncio.to_thread(list_named_actors, all_namespaces=True)
         names = [each["name"] for each in named if each["namespace"] == self._namespace]
-        found = await asyncio.gather(*(self._adopt(name, host) for name in names))
+        found = await asyncio.gather(*(self._adopt(name, worker_ids, host) for name in names))
         adopted: dict[str, _Actor] = {}
         for actor in filter(None, found):
             if actor.worker_id in adopted:  # its coordinator was killed before it could end a lost incarnation
@@ -230,7 +256,7 @@ class RayPool:
             adopted.setdefault(actor.worker_id, actor)
         return adopted
 
-    async def _adopt(self, name: str, host: RayHost) -> _Actor | None:
+    async def _adopt(self, name: str, worker_ids: Collection[str], host: RayHost) -> _Actor | None:
         """Adopt an actor by its name, which is its first incarnation's; end it if it is not what would be started."""
         worker_id, why = worker_of(name), "it does not reply"
         try:
@@ -240,7 +266,7 @@ class RayPool:
         actor = _Actor(handle, worker_id, new_incarnation(worker_id))
         try:
             async with asyncio.timeout(ADOPT_TIMEOUT_S):
-                terms = self._terms(worker_id) if worker_id in self._engines else None
+                terms = self._terms(worker_id) if worker_id in worker_ids else None
                 adopt = handle.adopt.options(concurrency_group="control")
                 asked = adopt.remote(terms, running_version(), self._owner.epoch, actor.incarnation)
                 if await _reply(asked, unless=host.ended):
@@ -258,33 +284,37 @@ class RayPool:
 
         Then the others of a cluster have as long again: adapters are spread over those that are there at the beginning.
         """
-        begun_s = time.monotonic()
+        begun_s, starts = time.monotonic(), dict(self._prepared)
         if self._config.ray_address is None:
-            done, _ = await asyncio.wait(self._joining.values(), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait(starts.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for start in done:
+                start.result()
+        base_models = self.base_models()
         for model in self._config.models:
-            mine = [worker_id for worker_id, engine in self._engines.items() if engine.model_name == model.name]
-            await _any_of([self._joining[worker_id] for worker_id in mine])
+            await _any_of([each for worker_id, each in starts.items() if base_models[worker_id] == model.name])
         grace_s = min(JOIN_GRACE_S_MAX, max(JOIN_GRACE_S, time.monotonic() - begun_s))
-        await asyncio.wait(self._joining.values(), timeout=grace_s)
-        ready = {info.worker_id for info in self.workers()}
-        self._joining = {worker_id: task for worker_id, task in self._joining.items() if worker_id not in ready}
-        if self._joining:
-            logger.warning("the pool is ready without %s: they join when they are", ", ".join(self._joining))
+        await asyncio.wait(starts.values(), timeout=grace_s)
+        for worker_id, start in starts.items():
+            if start.done() and start.exception() is None:
+                self._incarnations[worker_id] = self._prepared.pop(worker_id).result()
+        if self._prepared:
+            logger.warning("the pool is ready without %s: they join when they are", ", ".join(self._prepared))
 
-    async def _take_in(self, worker_id: str, adopted: _Actor | None) -> None:
-        """Begin a worker's incarnation with the actor that was adopted, or with a new one. Raises WorkerLost."""
-        try:
-            await self._begin(worker_id, adopted)
-        except WorkerLost as error:
-            if adopted is None:
-                raise
-            logger.warning("%s; another one is started", error)
-            await self._begin(worker_id)
+    async def _first(self, worker_id: str, adopted: _Actor | None) -> _Incarnation:
+        """Return a worker's first incarnation, with the actor that was adopted or a new one. Raises WorkerLost."""
+        if adopted is not None:
+            try:
+                return await self._started(worker_id, adopted)
+            except WorkerLost as error:
+                logger.warning("%s; another one is started", error)
+        return await self._started(worker_id)
 
-    async def _begin(self, worker_id: str, adopted: _Actor | None = None) -> None:
+    async def _begin(self, worker_id: str) -> None:
         """Start a worker's next incarnation. Raises WorkerLost."""
+        self._incarnations[worker_id] = await self._started(worker_id)
+
+    async def _started(self, worker_id: str, adopted: _Actor | None = None) -> _Incarnation:
+        """Return a worker's next incarnation, when it is ready. Raises WorkerLost."""
         settings, host = self._engines[worker_id], self._host
         assert host is not None
         try:
@@ -294,9 +324,8 @@ class RayPool:
                     start = actor.handle.start.options(concurrency_group="work")
                     info: WorkerInfo = await _reply(start.remote(actor.incarnation), unless=host.ended)
                     _check_version(info)
-                    self._incarnations[worker_id] = _Incarnation(
-                        info, actor.handle, host, is_on_this_machine=self._config.ray_address is None
-                    )
+                    is_private = self._config.ray_address is None
+                    return _Incarnation(info, actor.handle, host, is_on_this_machine=is_private)
                 except BaseException:
                     _kill(actor.handle, host)
                     raise
@@ -391,6 +420,12 @@ class _NodeLister:
     def nodes(self) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = ray.nodes()
         return nodes
+
+    def draining(self) -> dict[str, float]:
+        """Return the nodes that are drained (preempted, scaled down), with the seconds until they end."""
+        now_s = time.time()
+        deadlines_ms: dict[str, int] = ray._private.state.state.get_draining_nodes()  # Ray's own libraries poll it too
+        return {node: ms / 1000 - now_s if ms else math.inf for node, ms in deadlines_ms.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +533,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(lines).partition(" Some common causes")[0]
 
 
-async def _any_of(tasks: Collection[asyncio.Task[None]]) -> None:
+async def _any_of(tasks: Collection[asyncio.Task[_Incarnation]]) -> None:
     """Wait until one task has succeeded. Raises WorkerLost if all fail, and any other error at once."""
     pending = set(tasks)
     while True:
@@ -541,6 +576,17 @@ async def _listed(lister: Any, host: RayHost) -> _Nodes:
         logger.warning("Ray does not list its nodes: %s", _reason(error) or "time-out")
         return {}
     return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes if node["Alive"]}
+
+
+async def _drained(lister: Any, host: RayHost) -> dict[str, float]:
+    """Return the nodes that Ray drains, with the seconds until they end; none if Ray does not tell."""
+    try:
+        async with asyncio.timeout(NODES_TIMEOUT_S):
+            drained: dict[str, float] = await _reply(lister.draining.remote(), unless=host.ended)
+    except (TimeoutError, RayError, _Ended) as error:
+        logger.debug("Ray does not tell which nodes it drains: %s", _reason(error) or "time-out")
+        return {}
+    return drained
 
 
 async def _unreachable(nodes: _Nodes) -> frozenset[str]:

@@ -109,7 +109,7 @@ async def test_a_worker_that_is_missing_at_the_start_joins_when_it_is_ready(
             raise WorkerLost(failures.pop())
         return await self.add("toy")
 
-    monkeypatch.setattr(LocalPool, "missing", lambda _: ("w1",))
+    monkeypatch.setattr(LocalPool, "base_models", lambda _: dict.fromkeys(("w0", "w1"), "toy"))
     monkeypatch.setattr(LocalPool, "replace", replace)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -127,7 +127,7 @@ async def test_a_worker_that_is_missing_at_the_start_joins_when_it_is_ready(
 
 async def test_the_last_worker_of_a_model_is_not_removed(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        with pytest.raises(ValueError, match="w0 is the last worker of toy: add another one first"):
+        with pytest.raises(ValueError, match="w0 is the last worker of toy that takes work: undrain another one first"):
             await pool.core.supervisor.remove("w0")
         adapter = await pool.adapter()
         assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED

@@ -103,6 +103,8 @@ NAMELESS = {
     "rotate_api_key",  # of another key it needs an administrator
     "list_audit_entries",
     "release_tenant",
+    "drain_worker",
+    "undrain_worker",
 }
 
 

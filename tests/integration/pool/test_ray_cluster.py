@@ -95,6 +95,15 @@ def start_node(mark: str, *options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def drain_node(cluster: Cluster, node_id: str, *, seconds: int) -> None:
+    """Let Ray announce that a node is preempted."""
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "preempted"]
+    options = ["--address", cluster.address, "--node-id", node_id, "--deadline-remaining-seconds", str(seconds)]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *reason, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def new_pool(cluster: Cluster, *, num_workers: int, **settings: Any) -> RayPool:
     return RayPool(
         PoolConfig(
@@ -288,6 +297,34 @@ async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_
         await pool.stop()
     with marked(cluster.head) as left:
         assert left, "a pool that leaves a cluster does not end it"
+
+
+async def test_a_worker_on_a_node_that_ray_drains_is_named_and_its_next_incarnation_starts_elsewhere(
+    cluster: Cluster,
+) -> None:
+    start_node(cluster.second, "--address", cluster.address)  # an earlier test has killed the one before
+    pool = new_pool(cluster, num_workers=2)
+    try:
+        await pool.start(OWNER)
+        assert await pool.leaving() == {}
+        [old] = [info for info in pool.workers() if is_on(cluster.second, info)]
+        [other] = [info for info in pool.workers() if is_on(cluster.head, info)]
+        drain_node(cluster, old.node_id, seconds=30)
+        [(worker_id, left_s)] = (await pool.leaving()).items()
+        assert worker_id == old.worker_id
+        assert 0.0 < left_s <= 30.0
+        async with asyncio.timeout(REPLACED_S):
+            await pool.prepare(old.worker_id)
+        assert (await pool.run(old.worker_id, batch(1))).incarnation == old.incarnation, "it works on"
+        new = await pool.replace(old.worker_id)
+        assert is_on(cluster.head, new)
+        assert (await pool.run(old.worker_id, batch(2))).incarnation == new.incarnation
+        assert await pool.leaving() == {}
+        again = await pool.replace(other.worker_id)  # Ray alternates between nodes
+        assert is_on(cluster.head, again), "nothing is placed on a node that is drained"
+    finally:
+        await pool.stop()
+        kill_marked(cluster.second, 10.0)
 
 
 async def test_pool_fails_for_good_when_the_head_refuses_connections_for_too_long(

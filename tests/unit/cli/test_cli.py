@@ -91,6 +91,41 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
     assert request.num_cycles == 5
 
 
+def test_worker_list_shows_where_workers_are_what_they_hold_and_what_they_do(run: Run, service: FakeService) -> None:
+    ready = pool_pb2.Worker(
+        worker_id="w0", node="10.0.0.1", num_adapters=3, held_bytes=12_000_000, state=pool_pb2.WORKER_STATE_READY
+    )
+    draining = pool_pb2.Worker(
+        worker_id="w1", node="10.0.0.2", state=pool_pb2.WORKER_STATE_DRAINING, host_leaves_in_seconds=90
+    )
+    late = pool_pb2.Worker(worker_id="w3", state=pool_pb2.WORKER_STATE_LATE)
+    for each in (ready, draining, late):
+        each.MergeFrom(pool_pb2.Worker(base_model="kjv-2m", device="cpu", num_slots=16, is_live=True))
+    drained = pool_pb2.Worker(worker_id="w2", state=pool_pb2.WORKER_STATE_DRAINED, base_model="kjv-2m")
+    service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(workers=[ready, draining, drained, late])
+    done = run("worker", "list")
+    assert done.code == 0, done.err
+    rows = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert "w0 kjv-2m 10.0.0.1 cpu 16 3 12 MB ready" in rows
+    assert "w1 kjv-2m 10.0.0.2 cpu 16 0 0 B drains, its host leaves in 1.5 min" in rows
+    assert "w2 kjv-2m 0 0 B drained" in rows
+    assert "w3 kjv-2m cpu 16 0 0 B late" in rows
+    assert json.loads(run("worker", "list", "--json").out)["workers"][2]["state"] == "WORKER_STATE_DRAINED"
+
+
+def test_worker_drain_and_undrain_say_what_happens_next(run: Run, service: FakeService) -> None:
+    worker = pool_pb2.Worker(worker_id="w1", num_adapters=2, is_live=True, state=pool_pb2.WORKER_STATE_DRAINING)
+    service.responses["drain_worker"] = pool_pb2.DrainWorkerResponse(worker=worker)
+    done = run("worker", "drain", "w1")
+    assert done.code == 0, done.err
+    note = "Worker w1 drains, with 2 adapters to move. To take it back: tinkerpool worker undrain w1"
+    assert " ".join(done.err.split()) == note
+    assert service.calls[-1][2] == pool_pb2.DrainWorkerRequest(worker_id="w1")
+    service.responses["undrain_worker"] = pool_pb2.UndrainWorkerResponse()
+    assert run("worker", "undrain", "w1").code == 0
+    assert service.calls[-1][2] == pool_pb2.UndrainWorkerRequest(worker_id="w1")
+
+
 def test_status_shows_who_is_on_probation_and_tenant_release_ends_it(run: Run, service: FakeService) -> None:
     status = pool_status()
     status.probations.add(tenant="mallory", num_kills=3, operation="a:7", remaining_seconds=7200, backoff_seconds=40)

@@ -117,7 +117,7 @@ def test_a_base_model_has_the_least_memory_to_train_and_the_most_to_sample_of_it
     fleet.add(toy_worker_info("w2", 2, fitting_tokens=120))
     assert (fleet.models["toy"].fitting_tokens, fleet.models["toy"].num_cache_blocks) == (100, None)
     for worker_id in ("w0", "w2", "w1"):
-        fleet.drain(worker_id)
+        fleet.drain(worker_id, is_ending=True)
         fleet.remove(worker_id)
     assert fleet.models["toy"].num_cache_blocks == 9, "the facts of the last one stay"
 
@@ -127,7 +127,7 @@ def test_a_drained_worker_gets_nothing_new_and_is_removed_when_nothing_is_in_fli
     fleet.changed.subscribe(changes)
     worker = fleet.worker("w0")
     worker.begin_sample(sample("s:1"))
-    fleet.drain("w0")
+    fleet.drain("w0", is_ending=True)
     assert changes.is_set()
     assert fleet.is_live("w0")
     assert [each.name for each in fleet.available("toy")] == ["w1.1"]
@@ -137,12 +137,33 @@ def test_a_drained_worker_gets_nothing_new_and_is_removed_when_nothing_is_in_fli
 
 
 def test_a_drained_worker_that_is_lost_is_not_awaited(fleet: Fleet) -> None:
-    fleet.drain("w0")
+    fleet.drain("w0", is_ending=True)
     fleet.lose("w0", "w0.1")
     assert not fleet.has_lost("toy")
     fleet.remove("w0")
     assert fleet.worker_ids() == ["w1", "w2"]
     assert fleet.lose("w0", "w0.1") is None, "a late report"
+
+
+def test_a_drained_worker_whose_next_incarnation_follows_is_awaited_when_it_is_lost(fleet: Fleet) -> None:
+    fleet.drain("w0", is_ending=False)
+    assert fleet.leaving == {"w0"}
+    fleet.lose("w0", "w0.1")
+    assert fleet.has_lost("toy")
+    fleet.add(toy_worker_info("w0", 2))
+    assert fleet.leaving == frozenset()
+    assert [each.name for each in fleet.available("toy")] == ["w0.2", "w1.1"]
+
+
+def test_an_undrained_worker_takes_work_again(fleet: Fleet) -> None:
+    changes = asyncio.Event()
+    fleet.drain("w0", is_ending=True)
+    fleet.changed.subscribe(changes)
+    fleet.undrain("w0")
+    assert changes.is_set()
+    assert fleet.leaving == frozenset()
+    assert [each.name for each in fleet.available("toy")] == ["w0.1", "w1.1"]
+    assert not fleet.is_ending("w0")
 
 
 def test_a_worker_has_room_up_to_its_limit_and_one_that_holds_nothing_takes_anything() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Pa
 
 async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
     class SlowPool(LocalPool):
-        async def start(self, owner: Owner) -> None:
+        async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(60)
 
@@ -252,7 +252,7 @@ async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
 
 async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:
     class BrokenPool(LocalPool):
-        async def start(self, owner: Owner) -> None:
+        async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
             raise OSError("no such model")
 
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))

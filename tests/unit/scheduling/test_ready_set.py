@@ -54,6 +54,8 @@ class Bench:
             self.group.add(adapter)
             self.group.mark_dirty(adapter)
 
+        self.fleet = fleet
+
     def allowed(self) -> list[str]:
         """Return the adapters that may run."""
         self.ready.refresh()
@@ -68,6 +70,17 @@ async def test_an_adapter_whose_part_of_a_cycle_is_open_waits_also_if_its_worker
     assert bench.allowed() == ["b"]
     assert bench.ready.dirty() == [other]
     bench.ready.hold_back(frozenset())
+    assert bench.allowed() == ["a", "b"]
+
+
+async def test_an_adapter_waits_while_its_copy_is_about_to_leave_a_drained_worker() -> None:
+    leaving, other = adapter_with(FB, FB), adapter_with(FB, name="b")
+    bench = Bench(leaving, other)
+    leaving.place_copy("w0")
+    bench.fleet.add(toy_worker_info("w1"))
+    bench.fleet.drain("w0", is_ending=True)
+    assert bench.allowed() == ["b"]
+    leaving.lose_copy()
     assert bench.allowed() == ["a", "b"]
 
 

@@ -288,7 +288,7 @@ async def test_two_losses_in_solo_turns_find_the_poison_without_a_quarantine() -
         log.place_copy("w0")
         bench.dispatch(log.operations[1])
         loss = bench.lose()
-        assert loss.had_turn
+        assert loss.is_blameless
         found.append(loss.poison)
         assert not bench.quarantine.group
         bench.fleet.add(toy_worker_info("w0", incarnation))
@@ -308,3 +308,30 @@ async def test_a_loss_in_a_turn_after_its_probation_has_ended_is_quarantined_as_
     bench.records.now += 3600.0
     assert bench.lose().poison == ""
     assert bench.quarantine.group == {"a"}
+
+
+async def test_nothing_is_suspected_when_a_worker_is_ended_because_its_host_leaves() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.dispatch(log.operations[1], samples=[SAMPLE])
+    bench.fleet.drain("w0", is_ending=False)
+    loss = bench.lose(LossKind.LEFT)
+    assert (loss.samples, loss.is_blameless, log.home, log.quarantined) == ((SAMPLE,), True, "", (0, -1))
+    assert not bench.quarantine.group
+
+
+async def test_a_tenant_on_probation_does_not_pay_for_a_host_that_leaves() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.probation.record_kill("t", "a:0")
+    log.lose_copy()
+    bench.group.mark_dirty(log)
+    bench.records.now += 1000.0
+    bench.turns.update(lambda log: True)
+    assert bench.turns.has_turn("a")
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    bench.lose(LossKind.LEFT)
+    bench.fleet.add(toy_worker_info("w0", 2))
+    bench.recorder.settled("w0")
+    assert bench.turns.take_charges() == []

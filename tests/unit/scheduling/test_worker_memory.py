@@ -191,3 +191,53 @@ def test_versions_leave_before_copies_unless_a_sample_uses_them_or_they_have_no_
     assert worker.versions == ("v:1", "v:2")
     assert bench.at_home() == [], "the versions that stay still take too much"
     assert worker.held_bytes == 2 * VERSION
+
+
+def test_copies_leave_a_drained_worker_once_their_snapshots_count() -> None:
+    bench = Bench(9, 9)
+    covered, ahead = bench.put("covered", is_covered=True), bench.put("ahead", has_run=True)
+    bench.fleet.drain("w0", is_ending=True)
+    assert bench.memory.make_room()
+    assert (covered.home, ahead.home) == ("", "w0")
+    assert bench.memory.take_due() == [ahead]
+    bench.files.unsettled.add("ahead")
+    assert not bench.memory.make_room(), "its snapshot does not count yet"
+    assert not bench.memory.needs_cycle
+    bench.files.unsettled.clear()
+    ahead.cover(2, WINDOW, 0.0)
+    assert bench.memory.make_room()
+    assert bench.at_home() == []
+    assert bench.fleet.worker("w0").take_removals() == ("covered", "ahead"), "it may be undrained"
+
+
+def test_a_copy_that_cannot_be_snapshotted_leaves_a_drained_worker_at_once() -> None:
+    bench = Bench(9, 9)
+    failing, held = bench.put("failing", has_run=True), bench.put("held", has_run=True)
+    bench.files.failing.add("failing")
+    bench.quarantine.record_loss(["first", "held"], ["first:1", "held:1"])
+    bench.fleet.drain("w0", is_ending=False)
+    assert bench.memory.make_room()
+    assert (failing.home, held.home, bench.memory.take_due()) == ("", "", [])
+
+
+def test_copies_leave_a_drained_worker_that_is_late_without_a_snapshot() -> None:
+    bench = Bench(9, 9)
+    log = bench.put("a", has_run=True)
+    bench.fleet.be_late(bench.fleet.worker("w0"), is_late=True)
+    bench.fleet.drain("w0", is_ending=False)
+    assert bench.memory.make_room()
+    assert log.home == ""
+
+
+def test_copies_of_a_drained_worker_are_snapshotted_as_many_at_a_time_as_may_be_read_the_ready_ones_first() -> None:
+    bench = Bench(9, 9)
+    idle = bench.put("idle", has_run=True)
+    busy = bench.put("busy", has_run=True)
+    busy.add(operation(3, FB, name="busy"))
+    bench.files.readable_max = 1
+    bench.fleet.drain("w0", is_ending=True)
+    bench.memory.make_room()
+    assert bench.memory.take_due() == [busy]
+    bench.files.unsettled.add("busy")
+    bench.memory.make_room()
+    assert bench.memory.take_due() == [idle]

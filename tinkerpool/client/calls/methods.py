@@ -131,6 +131,8 @@ CANCEL_OPERATION = Unary(
 
 GET_POOL_STATUS = Unary("PoolService", "GetPoolStatus", pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
 WATCH_CYCLES = ServerStream("PoolService", "WatchCycles", pool.WatchCyclesRequest, pool.WatchCyclesResponse)
+DRAIN_WORKER = Unary("PoolService", "DrainWorker", pool.DrainWorkerRequest, pool.DrainWorkerResponse)
+UNDRAIN_WORKER = Unary("PoolService", "UndrainWorker", pool.UndrainWorkerRequest, pool.UndrainWorkerResponse)
 GET_USAGE = Unary("PoolService", "GetUsage", pool.GetUsageRequest, pool.GetUsageResponse)
 CREATE_API_KEY = Unary("AdminService", "CreateApiKey", admin.CreateApiKeyRequest, admin.CreateApiKeyResponse)
 LIST_API_KEYS = Unary("AdminService", "ListApiKeys", admin.ListApiKeysRequest, admin.ListApiKeysResponse)
