@@ -1,7 +1,8 @@
 """The ASGI application: the handler of each path, and the rules for every call.
 
 Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Liveness
-(`/healthz`) and readiness (`/readyz`) need no key. Other paths are those of the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
+(`/healthz`) and readiness (`/readyz`) need no key. Other paths are those of the Tinker and OpenAI protocols. Ids in
+paths contain colons; a checkpoint's id contains a slash.
 """
 
 from __future__ import annotations

@@ -94,12 +94,13 @@ SCHEMA = {
 
 
 def faults(text: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a compose file whose variables have their defaults: fields, and volumes without a name."""
-    found = [f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(text)]
+    """Return what is wrong with a compose file whose variables have their defaults: its fields, and its volumes."""
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    found = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(text)]
     if found:
         return found
-    sources = [volume.partition(":")[0] for service in text["services"].values() for volume in service.get("volumes", ())]
-    named = {source for source in sources if not source.startswith((".", "/", "~"))}
+    mounts = [mount for service in text["services"].values() for mount in service.get("volumes", ())]
+    named = {mount.partition(":")[0] for mount in mounts if not mount.startswith((".", "/", "~"))}
     return [f"{name} is not among the volumes" for name in sorted(named ^ set(text.get("volumes", ())))]
 
 

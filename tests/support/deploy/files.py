@@ -31,7 +31,7 @@ def kustomization(folder: Path) -> dict[str, Any]:
 
 
 def resources(folder: Path) -> list[dict[str, Any]]:
-    """Return the manifests that a kustomization names, without its patches. Raises OSError for one that is not there."""
+    """Return the manifests that a kustomization names, without its patches. Raises OSError for a missing file."""
     found: list[dict[str, Any]] = []
     for name in kustomization(folder).get("resources", ()):
         path = folder / name
@@ -132,7 +132,7 @@ def _named(target: dict[str, Any]) -> tuple[str, str]:
 
 
 def _unknown_names(patch: Any, document: Any) -> list[str]:
-    """Return the names of items in a patch's lists that the document's lists do not have, and fields of another type."""
+    """Return the names of items in a patch's lists that the document's lists lack, and fields of another type."""
     if isinstance(patch, dict) and isinstance(document, dict):
         known = (key for key in patch if key in document)
         return [fault for key in known for fault in _unknown_names(patch[key], document[key])]

@@ -1,7 +1,7 @@
 """What a RayCluster may have: the fields that our manifests use, written from KubeRay's documentation (1.7).
 
-KubeRay's own schema is not in the repository. Here a field that is not listed is a fault, so a misspelt one is found, and
-a new one is looked up in the documentation before it is added. Pod templates are checked as pods, elsewhere.
+KubeRay's own schema is not in the repository. A field that is not listed here is a fault: so a misspelt one is found,
+and a new one is looked up in the documentation before it is added. Pod templates are checked as pods, elsewhere.
 """
 
 from __future__ import annotations
@@ -157,9 +157,11 @@ def _refusals(spec: dict[str, Any]) -> list[str]:
     groups = spec["workerGroupSpecs"]
     if len({group["groupName"] for group in groups}) < len(groups):
         found.append("two groups of one name")
-    for group in groups:
-        if not group["minReplicas"] <= group.get("replicas", group["minReplicas"]) <= group["maxReplicas"]:
-            found.append(f"{group['groupName']}: replicas are outside of minReplicas and maxReplicas")
+    found += [
+        f"{group['groupName']}: replicas are outside of minReplicas and maxReplicas"
+        for group in groups
+        if not group["minReplicas"] <= group.get("replicas", group["minReplicas"]) <= group["maxReplicas"]
+    ]
     head = spec["headGroupSpec"]["template"]["spec"]
     for container in head["containers"]:
         found += [f"the head sets {each['name']}" for each in container.get("env", ()) if each["name"] in _MANAGED]

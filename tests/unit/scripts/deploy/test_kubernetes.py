@@ -179,8 +179,8 @@ def test_kustomize_renders_an_overlay_into_valid_manifests(folder: Path) -> None
     rendered: list[dict[str, Any]] = list(yaml.safe_load_all(done.stdout))
     assert [fault for manifest in rendered for fault in form_faults(manifest)] == []
     [image] = kustomization(folder)["images"]
-    found = {container["image"] for each in rendered for pod in pod_templates(each).values() for container in containers(pod)}
-    assert found == {f"{image['newName']}:{image['newTag']}"}
+    pods = [template for manifest in rendered for template in pod_templates(manifest).values()]
+    assert {each["image"] for pod in pods for each in containers(pod)} == {f"{image['newName']}:{image['newTag']}"}
     namespaced = [each for each in rendered if each["kind"] != "Namespace"]
     assert {each["metadata"]["namespace"] for each in namespaced} == {kustomization(BASE)["namespace"]}
     cluster = patched_cluster(folder)
@@ -216,7 +216,7 @@ def test_the_commands_in_the_manifests_are_ones_that_exist() -> None:
     assert "hf" in JOB["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
-@pytest.mark.parametrize("arguments", [["--worker=1"], ["--workers=none"], ["--gpus"], ["--cycle-tokens=few"], ["extra"]])
+@pytest.mark.parametrize("arguments", [["--worker=1"], ["--num-cpus=none"], ["--gpus"], ["extra"]])
 def test_a_command_that_does_not_exist_is_found(arguments: list[str]) -> None:
     assert serve_fault(arguments)
     assert ray_start_fault(["--head", *arguments])
@@ -325,8 +325,8 @@ def test_every_mount_has_its_volume_and_every_claim_exists(manifest: dict[str, A
         volumes |= {each["metadata"]["name"]: each for each in manifest["spec"].get("volumeClaimTemplates", ())}
         mounts = [mount["name"] for container in containers(template) for mount in container.get("volumeMounts", ())]
         assert set(mounts) == set(volumes)
-        claimed = {each["persistentVolumeClaim"]["claimName"] for each in volumes.values() if "persistentVolumeClaim" in each}
-        assert claimed <= claims
+        claimed = [each["persistentVolumeClaim"] for each in volumes.values() if "persistentVolumeClaim" in each]
+        assert {each["claimName"] for each in claimed} <= claims
         for container in containers(template):
             mounted = [mount["mountPath"] for mount in container.get("volumeMounts", ())]
             files = [each.partition("=")[2] for each in container.get("args", ()) if each.startswith("--tls-")]
