@@ -144,10 +144,13 @@ def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Yield each command line of `tinkerpool` that a page shows, in a block or between backticks."""
+    """Yield each command line of `tinkerpool` that a page shows, in a block or between backticks.
+
+    What a command prints is shown too: that it is ready, and its version.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
     fenced = "".join(f"\n    {line}" for _, code in blocks(page) for line in code.splitlines())
-    shown = r"^ {4,}(tinkerpool .+)$|`(tinkerpool [^`\n]+)`"
+    shown = r"^ {4,}(?:\$ )?(tinkerpool (?!is ready |\d).+)$|`(tinkerpool [^`\n]+)`"
     for found in re.finditer(shown, text + fenced, re.MULTILINE):
         yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
 

@@ -16,6 +16,10 @@ NOT_MERGED_YET = ("--keep-workers",)
 """Options in the files that `tinkerpool serve` is about to get. Delete this when it has them."""
 
 
+REFUSALS = (click.UsageError, typer.BadParameter.mro()[1])
+"""Of unknown options and wrong values. typer has a copy of click, whose UsageError has no public name."""
+
+
 def serve_fault(arguments: Sequence[str]) -> str:
     """Return why `tinkerpool serve` refuses the arguments; empty if it takes them."""
     command: Any = typer.main.get_command(build())
@@ -40,6 +44,6 @@ def interpolated(text: str) -> str:
 def _fault(command: click.Command, arguments: Sequence[str]) -> str:
     try:
         command.make_context(command.name, list(arguments))
-    except click.ClickException as error:
-        return error.format_message()
+    except REFUSALS as error:
+        return str(error)
     return ""

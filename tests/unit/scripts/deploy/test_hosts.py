@@ -212,15 +212,15 @@ def spoil_field(config: dict[str, Any]) -> None:
     config["worker_start_ray_command"] = []
 
 
-def spoil_provider(config: dict[str, Any]) -> None:
-    config["provider"]["worker_ip"] = "gpu-1.example"
+def spoil_user(config: dict[str, Any]) -> None:
+    config["auth"]["ssh_user"] = 5
 
 
 def spoil_commands(config: dict[str, Any]) -> None:
     config["head_start_ray_commands"] = "ray start --head"
 
 
-@pytest.mark.parametrize("spoil", [spoil_field, spoil_provider, spoil_commands])
+@pytest.mark.parametrize("spoil", [spoil_field, spoil_user, spoil_commands])
 def test_a_fault_in_the_launchers_file_is_found(spoil: Callable[[dict[str, Any]], None]) -> None:
     config = copy.deepcopy(LAUNCHER)
     spoil(config)
