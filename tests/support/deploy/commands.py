@@ -16,7 +16,7 @@ NOT_MERGED_YET = ("--keep-workers",)
 """Options in the files that `tinkerpool serve` is about to get. Delete this when it has them."""
 
 
-REFUSALS = (click.UsageError, typer.BadParameter.mro()[1])
+REFUSALS: tuple[type[Exception], ...] = (click.UsageError, typer.BadParameter.mro()[1])
 """Of unknown options and wrong values. typer has a copy of click, whose UsageError has no public name."""
 
 

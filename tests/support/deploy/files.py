@@ -92,7 +92,7 @@ def patched(document: dict[str, Any], operations: Sequence[dict[str, Any]]) -> d
         value = copy.deepcopy(_at(result, _parts(each["from"]))) if each["op"] == "copy" else each.get("value")
         *way, last = _parts(each["path"])
         place = _at(result, way)
-        key = int(last) if isinstance(place, list) else last
+        key: Any = int(last) if isinstance(place, list) else last
         match each["op"]:
             case "add" | "copy" if isinstance(place, list):
                 if key > len(place):
@@ -134,16 +134,17 @@ def _named(target: dict[str, Any]) -> tuple[str, str]:
 def _unknown_names(patch: Any, document: Any) -> list[str]:
     """Return the names of items in a patch's lists that the document's lists lack, and fields of another type."""
     if isinstance(patch, dict) and isinstance(document, dict):
-        known = (key for key in patch if key in document)
-        return [fault for key in known for fault in _unknown_names(patch[key], document[key])]
-    if isinstance(patch, list) and isinstance(document, list):
+        pairs = [(each, document[key]) for key, each in patch.items() if key in document]
+    elif isinstance(patch, list) and isinstance(document, list):
         if not all(isinstance(each, dict) and "name" in each for each in [*patch, *document]):
             return []
         by_name = {each["name"]: each for each in document}
-        unknown = [f"no {each['name']}" for each in patch if each["name"] not in by_name]
-        known = [each for each in patch if each["name"] in by_name]
-        return unknown + [fault for each in known for fault in _unknown_names(each, by_name[each["name"]])]
-    return [] if type(patch) is type(document) else [f"{patch!r} in place of {document!r}"]
+        if unknown := [f"no {each['name']}" for each in patch if each["name"] not in by_name]:
+            return unknown
+        pairs = [(each, by_name[each["name"]]) for each in patch]
+    else:
+        return [] if type(patch) is type(document) else [f"{patch!r} in place of {document!r}"]
+    return [fault for each, counterpart in pairs for fault in _unknown_names(each, counterpart)]
 
 
 def _parts(pointer: str) -> list[str]:

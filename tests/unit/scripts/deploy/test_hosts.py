@@ -37,7 +37,7 @@ LONGEST_STOP_S = CoordinatorConfig(data_dir=Path()).stop_s_max + DOOR_GRACE_S
 
 def linted(path: Path) -> str:
     """Return what hadolint finds in a container file."""
-    command = [HADOLINT, "--no-color", "--failure-threshold", "style", path]
+    command: list[str | Path] = [HADOLINT, "--no-color", "--failure-threshold", "style", path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
@@ -132,7 +132,7 @@ def unit_faults(path: Path, folder: Path) -> str:
         (folder / "bin" / name).touch(mode=0o755)
     (folder / path.name).write_text(text, encoding="utf-8")
     assert SYSTEMD is not None
-    command = [SYSTEMD, "verify", "--man=no", folder / path.name]
+    command: list[str | Path] = [SYSTEMD, "verify", "--man=no", folder / path.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr or ("" if done.returncode == 0 else f"exit code {done.returncode}")
 
