@@ -86,6 +86,8 @@ def test_the_image_has_a_python_that_the_project_takes_and_what_a_pool_needs() -
     assert extra in project["optional-dependencies"]
     assert 'ENTRYPOINT ["tinkerpool", "serve"]' in text
     assert text.count("--require-hashes") == 3, "every download of a build has a hash"
+    [library] = re.findall(r"sed -n '/\^(\w+)==/", text)
+    assert re.search(rf"^{library}==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def composed(text: str) -> Any:
