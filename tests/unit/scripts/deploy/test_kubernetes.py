@@ -149,6 +149,9 @@ def test_a_broken_manifest_is_found(kind: str, spoil: Callable[[dict[str, Any]],
 def test_a_kustomization_names_files_that_exist_and_patches_objects_that_are_there(folder: Path) -> None:
     assert missing(folder) == []
     assert unmatched(folder, resources(BASE)) == []
+    pods = [template for manifest in resources(BASE) for template in pod_templates(manifest).values()]
+    replaced = {image["name"] for image in kustomization(folder).get("images", ())}
+    assert replaced <= {container["image"] for pod in pods for container in containers(pod)}
     assert set(kustomization(folder)) <= {
         *("apiVersion", "kind", "namespace", "resources", "images", "patches", "components")
     }
