@@ -12,10 +12,6 @@ from ray.scripts.scripts import start as ray_start
 
 from tinkerpool.cli.app import build
 
-NOT_MERGED_YET = ("--keep-workers",)
-"""Options in the files that `tinkerpool serve` is about to get. Delete this when it has them."""
-
-
 REFUSALS: tuple[type[Exception], ...] = (click.UsageError, typer.BadParameter.mro()[1])
 """Of unknown options and wrong values. typer has a copy of click, whose UsageError has no public name."""
 
@@ -23,7 +19,7 @@ REFUSALS: tuple[type[Exception], ...] = (click.UsageError, typer.BadParameter.mr
 def serve_fault(arguments: Sequence[str]) -> str:
     """Return why `tinkerpool serve` refuses the arguments; empty if it takes them."""
     command: Any = typer.main.get_command(build())
-    return _fault(command.commands["serve"], [each for each in arguments if each not in NOT_MERGED_YET])
+    return _fault(command.commands["serve"], arguments)
 
 
 def ray_start_fault(arguments: Sequence[str]) -> str:
