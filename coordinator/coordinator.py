@@ -17,6 +17,8 @@ from coordinator.tenants.principals import Role
 from workers.contract.protocols import Pool
 
 DEFAULT_TENANT = "default"
+FAILED = "the pool has failed, and its process ends: its log has the reason"
+"""What callers without a key are told of a fatal error."""
 
 
 class Coordinator:
@@ -65,8 +67,31 @@ class Coordinator:
         return self.core.quotas.listed
 
     def health(self) -> bool:
-        """Return whether cycles can make progress."""
+        """Return whether new work is taken and makes progress."""
         return self.core.is_healthy()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a fatal error was reported: the process must end."""
+        return self.core.failure.is_reported
+
+    def unready_reason(self) -> str:
+        """Return why `health` is False, in a sentence; empty if it is True.
+
+        Callers without a key read it: it has no name of a base model, a worker or a tenant, and no path.
+        """
+        if self.health():
+            return ""
+        if self.has_failed:
+            return FAILED
+        loops = self.core.loops.values()
+        if problem := self.core.store.database.problem():
+            return problem
+        if not all(loop.planning.has_live_workers() for loop in loops):
+            return "a base model has no live worker: operations wait until one has started"
+        if not all(loop.is_healthy for loop in loops):
+            return "the cycle of a base model is overdue: operations wait until its workers reply or are replaced"
+        return "the pool is shutting down"
 
     async def first_admin_key(self) -> str | None:
         """Create an administrator's key for this machine in a new data directory and return it.

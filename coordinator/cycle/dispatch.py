@@ -21,14 +21,10 @@ from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import Batch, BatchResult, ItemResult
-from workers.contract.protocols import Pool, WorkerLost
+from workers.contract.protocols import Pool, TakenOver, WorkerLost
 
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
-
-
-class TakenOver(Exception):
-    """A coordinator of a later epoch has the workers: this one must end."""
 
 
 class _Overdue(WorkerLost):

@@ -53,8 +53,15 @@ class Backend(Protocol):
     def limits(self) -> dict[str, Limit]:
         """The limits on what tenants take, by name; a door adds its own."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a fatal error was reported: the process must end."""
+
     def health(self) -> bool:
-        """Return whether cycles can make progress."""
+        """Return whether new work is taken and makes progress."""
+
+    def unready_reason(self) -> str:
+        """Return why `health` is False, in a sentence for callers without a key; empty if it is True."""
 
 
 _log = logging.getLogger(__name__)

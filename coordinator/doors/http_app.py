@@ -1,7 +1,8 @@
 """The ASGI application: the handler of each path, and the rules for every call.
 
-Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Paths are
-those of the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
+Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Liveness
+(`/healthz`) and readiness (`/readyz`) need no key. Other paths are those of the Tinker and OpenAI protocols. Ids in
+paths contain colons; a checkpoint's id contains a slash.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ HANDLERS: tuple[tuple[str, str, Handler, str], ...] = (
 
 def make_app(door: DoorContext) -> ASGIApp:
     """Make the ASGI application. A call ends when its client leaves; what it has begun to write is written."""
-    routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
+    healthz = Route("/healthz", _healthz(door))
+    routes: list[BaseRoute] = [healthz, Route("/download/{file}", _download(door), name="download")]
     routes += [
         Route(path, _Guarded(handler, door, LEAST_ROLES[use_case]), methods=[method])
         for method, path, handler, use_case in HANDLERS
@@ -94,7 +96,7 @@ def make_app(door: DoorContext) -> ASGIApp:
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
     app = Starlette(
-        routes=[Route("/healthz", _healthz), *mounts, *routes[-1:]],
+        routes=[healthz, Route("/readyz", _readyz(door)), *mounts, *routes[-1:]],
         exception_handlers={Exception: _fault},
     )
     return RequestIds(WhileConnected(app))
@@ -169,8 +171,29 @@ async def _unknown(call: Call) -> Response:
     )
 
 
-async def _healthz(_request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+def _healthz(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:
+    """Serve liveness: whether this process is to go on. Lost workers and a full disk are no reason to end it."""
+
+    async def respond(_request: Request) -> Response:
+        if door.backend.has_failed:
+            return _unhealthy("failed", door.backend.unready_reason())
+        return JSONResponse({"status": "ok"})
+
+    return respond
+
+
+def _readyz(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:
+    """Serve readiness: whether new work is taken and makes progress, as gRPC's health service says it."""
+
+    async def respond(_request: Request) -> Response:
+        reason = door.backend.unready_reason()
+        return _unhealthy("not ready", reason) if reason else JSONResponse({"status": "ready"})
+
+    return respond
+
+
+def _unhealthy(status: str, reason: str) -> Response:
+    return JSONResponse({"status": status, "reason": reason}, status_code=503)
 
 
 def _download(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:

@@ -690,8 +690,8 @@ GUARDS = (
     Guard(
         name="workers end with a stop that is final",
         file="workers/pool/ray_pool.py",
-        before="        if is_final or not self._config.keep_workers:\n",
-        after="        if not self._config.keep_workers:\n",
+        before="        is_kept = self._config.keep_workers and not is_final\n",
+        after="        is_kept = self._config.keep_workers\n",
         tests=("tests/integration/pool/test_ray_cluster.py", "-k", "stop_keeps"),
     ),
 )

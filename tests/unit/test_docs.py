@@ -1,7 +1,6 @@
 """The pages match the code: links resolve, and tests, files and reasons of errors that they name exist."""
 
 import ast
-import configparser
 import importlib
 import inspect
 import re
@@ -17,7 +16,6 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from coordinator.base.config import CoordinatorConfig
 from scripts import docs_site
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
@@ -146,10 +144,13 @@ def test_the_index_and_the_site_list_every_page_in_the_same_order() -> None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Yield each command line of `tinkerpool` that a page shows, in a block or between backticks."""
+    """Yield each command line of `tinkerpool` that a page shows, in a block or between backticks.
+
+    What a command prints is shown too: that it is ready, and its version.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
     fenced = "".join(f"\n    {line}" for _, code in blocks(page) for line in code.splitlines())
-    shown = r"^ {4,}(?:ExecStart=\S*/)?(tinkerpool .+)$|`(tinkerpool [^`\n]+)`"
+    shown = r"^ {4,}(?:\$ )?(tinkerpool (?!is ready |\d).+)$|`(tinkerpool [^`\n]+)`"
     for found in re.finditer(shown, text + fenced, re.MULTILINE):
         yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
 
@@ -171,15 +172,11 @@ def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
         assert given <= known | {"--help"}, f"{page} shows {shlex.join(words)}"
 
 
-def test_a_relay_and_a_service_are_set_up_for_the_ports_and_signals_of_a_pool() -> None:
+def test_a_relay_is_set_up_for_the_ports_of_a_pool() -> None:
     [nginx] = [code for language, code in blocks("docs/security.md") if language == "nginx"]
     assert nginx.count("{") == nginx.count("}")
     ports = {int(port) for port in re.findall(r"(?:grpc|http)://127.0.0.1:(\d+)", nginx)}
     assert ports == {DEFAULT_PORT, DEFAULT_PORT + 1}
-    [unit] = [code for language, code in blocks("docs/running.md") if language == "ini"]
-    service = configparser.ConfigParser(interpolation=None)
-    service.read_string(unit)
-    assert int(service["Service"]["TimeoutStopSec"]) > CoordinatorConfig(data_dir=Path()).stop_s_max
 
 
 def test_the_page_on_configuration_has_every_environment_variable() -> None:

@@ -13,6 +13,10 @@ class WorkerLost(Exception):
     """The worker died, hangs or cannot be reached. Its last batch may be applied or not; its state is lost."""
 
 
+class TakenOver(Exception):
+    """A coordinator of a later epoch has the workers: this one must end, and end no worker."""
+
+
 class PoolStartError(Exception):
     """The pool cannot start with this configuration; the message names the change that is needed."""
 
@@ -84,7 +88,10 @@ class Pool(Protocol):
         """Return the current incarnations in a fixed order; a dead one stays listed until it is replaced."""
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
-        """Run a batch on one worker; a worker runs one batch at a time. Raises `WorkerLost`."""
+        """Run a batch on one worker; a worker runs one batch at a time.
+
+        Raises `WorkerLost`, and `TakenOver`, as do all calls of a worker.
+        """
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         """Hand over a sample request; `sample_events` yields its events. Raises `WorkerLost`."""

@@ -28,7 +28,7 @@ from typing import Any
 import ray
 
 from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
-from workers.contract.protocols import WorkerLost
+from workers.contract.protocols import TakenOver, WorkerLost
 from workers.contract.settings import EngineSettings
 from workers.pool.loop import EngineLoop, engine_factory
 from workers.pool.version import running_version
@@ -160,9 +160,9 @@ class EngineActor:
     # ---- the coordinator
 
     def _hear(self, incarnation: str) -> None:
-        """Renew the lease. Raises WorkerLost if the call is for an incarnation that has ended."""
+        """Renew the lease. Raises TakenOver if the call is for an incarnation that has ended."""
         if incarnation != self._incarnation:
-            raise WorkerLost(f"another coordinator has taken over {self._worker_id}, as {self._incarnation}")
+            raise TakenOver(f"another coordinator has taken over {incarnation}, as {self._incarnation}")
         self._heard_s = time.monotonic()
 
     def _end_after(self, lease_s: float) -> None:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkerpool.serving import STAGES
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.contract.protocols import Owner, PoolFailed, PoolStartError, WorkerLost
+from workers.contract.protocols import Owner, PoolFailed, PoolStartError, TakenOver, WorkerLost
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, Terms, pack, unpack
 from workers.pool.environment import new_incarnation, thread_environment, worker_of
@@ -104,7 +104,8 @@ class RayPool:
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
         await asyncio.gather(*(self._drop_prepared(worker_id) for worker_id in list(self._prepared)))
-        if is_final or not self._config.keep_workers:
+        is_kept = self._config.keep_workers and not is_final
+        if not is_kept and not any(incarnation.is_taken for incarnation in incarnations):
             await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
             if self._host is not None:
@@ -446,20 +447,22 @@ class _Incarnation:
         """The Ray that the actor belongs to."""
         self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
         self._actor = actor
+        self.is_taken = False
+        """Whether another coordinator has taken over the actor."""
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process = Process.hold(info.pid) if is_on_this_machine else None
         stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote(info.incarnation)
         self._pump = asyncio.create_task(self._take_events(stream))
 
     async def call(self, method: str, *arguments: Any, group: str = "control") -> Any:
-        """Call a method of the actor; return its reply. Raises WorkerLost as soon as the incarnation has ended."""
+        """Call a method of the actor; return its reply. Raises WorkerLost, or TakenOver, after the end."""
         if self._ended.done():
             raise self.lost()
         try:
             method_in_group = getattr(self._actor, method).options(concurrency_group=group)
             return await _reply(method_in_group.remote(self.info.incarnation, *arguments), unless=self._ended)
         except RayError as error:
-            self.end(_reason(error))
+            self._fail(error)
         except _Ended:
             pass
         raise self.lost()
@@ -471,12 +474,15 @@ class _Incarnation:
             self.events.put_nowait(None)
             self._pump.cancel()
 
-    def lost(self) -> WorkerLost:
+    def lost(self) -> WorkerLost | TakenOver:
         """Return an exception with the reason of the end."""
-        return WorkerLost(f"{self.info.incarnation} has ended: {self._ended.result()}")
+        kind = TakenOver if self.is_taken else WorkerLost
+        return kind(f"{self.info.incarnation} has ended: {self._ended.result()}")
 
     async def kill(self) -> None:
-        """End the process; return when it has ended (on a cluster: when Ray was told to end it)."""
+        """End the process unless it was taken over; return when it has ended (on a cluster: when Ray was told to)."""
+        if self.is_taken:
+            return
         grace_s = 0.0 if self.host.ended.done() else KILL_GRACE_S
         _kill(self._actor, self.host)
         process, self._process = self._process, None
@@ -487,13 +493,18 @@ class _Incarnation:
             process.close()
 
     async def _take_events(self, stream: AsyncIterator[Any]) -> None:
-        reason = "its stream of events ended"
         try:
             async for reference in stream:
                 self.events.put_nowait(unpack(await reference))
         except RayError as error:
-            reason = _reason(error)
-        self.end(reason)
+            self._fail(error)
+        else:
+            self.end("its stream of events ended")
+
+    def _fail(self, error: RayError) -> None:
+        if not self._ended.done():
+            self.is_taken = isinstance(error, RayTaskError) and isinstance(error.cause, TakenOver)
+            self.end(_reason(error))
 
 
 class _OtherVersion(Exception):

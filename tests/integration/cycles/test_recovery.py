@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code
-from coordinator.cycle.dispatch import TakenOver
 from tests.support.database import query
 from tests.support.faults import held
 from tests.support.toy_engine import POISON_TOKEN
@@ -26,6 +25,7 @@ from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import Batch, BatchResult
+from workers.contract.protocols import TakenOver
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 

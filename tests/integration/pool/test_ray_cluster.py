@@ -23,11 +23,12 @@ from coordinator.cli.options import RAY_FILE
 from tests.support.batches import OWNER, batch, request
 from tests.support.serving import TOY_ON_RAY, Terminal
 from workers.contract.messages import ErrorCode, WorkerInfo
-from workers.contract.protocols import Owner, PoolFailed, PoolStartError, WorkerLost
+from workers.contract.protocols import Owner, PoolFailed, PoolStartError, TakenOver, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool import ray_head, ray_pool
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
 from workers.pool.ray_pool import RayPool
+from workers.pool.version import running_version
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -203,6 +204,26 @@ async def test_workers_that_a_stop_keeps_serve_the_next_coordinator_without_load
         await first.stop(is_final=True)
         await second.stop(is_final=True)
     assert has_ended(after["w0"].pid), "no worker outlives a stop that is final"
+
+
+async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster) -> None:
+    pool = new_pool(cluster, num_workers=1)
+    try:
+        await pool.start(OWNER)
+        [info] = pool.workers()
+        actor = ray.get_actor(info.incarnation, f"tinkerpool-{OWNER.pool_id}")
+        terms, version = pool._terms("w0"), running_version()  # private: there is one pool in a process
+        assert ray.get(actor.adopt.remote(terms, version, 2, "w0-of-another"))
+        with pytest.raises(TakenOver, match="another coordinator has taken over w0-"):
+            await pool.ping("w0")
+        with pytest.raises(TakenOver):
+            await anext(aiter(pool.sample_events("w0")))
+        await pool.stop(is_final=True)
+        assert not has_ended(info.pid, 1.0)
+        await pool.start(replace(OWNER, epoch=3))
+        assert [each.pid for each in pool.workers()] == [info.pid]
+    finally:
+        await pool.stop(is_final=True)
 
 
 @pytest.mark.parametrize("difference", ["settings", "code", "owner"])

@@ -121,6 +121,10 @@ class FakeService:
 class FakeBackend:
     """A coordinator without a pool: a fake service, keys, and a health that the test may change."""
 
+    has_failed = False
+    why_unready = ""
+    """What `unready_reason` returns."""
+
     def __init__(self, service: Any = None, *, keys: Any = None, health: Callable[[], bool] = lambda: True) -> None:
         self.service: Any = service or FakeService()
         self.authenticator: Any = keys or FakeKeys()
@@ -128,3 +132,6 @@ class FakeBackend:
         self.responses = Responses()
         self.decode_turns = Turns(1)
         self.limits: dict[str, Limit] = {"streams_max": Turns(TenantLimits().streams_max)}
+
+    def unready_reason(self) -> str:
+        return self.why_unready

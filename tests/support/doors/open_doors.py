@@ -1,4 +1,4 @@
-"""Doors in front of a fake service, on free ports, that are open until a block ends."""
+"""Doors in front of a fake service or of a pool, on free ports, that are open until a block ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base.config import GrpcConfig, HttpConfig
+from coordinator.doors.door import Backend
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
 from tests.support.doors.fake_service import FakeBackend
@@ -28,7 +29,7 @@ async def grpc_door(backend: FakeBackend, **config: Any) -> AsyncIterator[GrpcDo
 
 @asynccontextmanager
 async def http_door(
-    backend: FakeBackend, data_dir: Path = Path("nowhere"), time: Any = None, **config: Any
+    backend: Backend, data_dir: Path = Path("nowhere"), time: Any = None, **config: Any
 ) -> AsyncIterator[HttpDoor]:
     """Open an HTTP door to other machines. `config`: as for `HttpConfig`; `time`: as for the door."""
     settings = {"port": 0, "is_remote": True, "allow_plaintext": True} | config

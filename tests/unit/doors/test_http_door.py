@@ -257,6 +257,25 @@ async def test_the_door_speaks_tls(opened: Open, tmp_path: Path) -> None:
     assert (await client.get("/healthz")).json() == {"status": "ok"}
 
 
+async def test_without_a_key_health_tells_a_process_that_must_end_from_a_pool_that_waits() -> None:
+    backend = FakeBackend()
+    async with http_door(backend) as door, httpx.AsyncClient(base_url=door.url) as client:
+
+        async def asked(path: str) -> tuple[int, dict[str, str]]:
+            response = await client.get(path)
+            return response.status_code, response.json()
+
+        assert await asked("/healthz") == (200, {"status": "ok"})
+        assert await asked("/readyz") == (200, {"status": "ready"})
+        backend.why_unready = "a worker starts"
+        assert await asked("/healthz") == (200, {"status": "ok"})
+        assert await asked("/readyz") == (503, {"status": "not ready", "reason": "a worker starts"})
+        backend.has_failed, backend.why_unready = True, "the disk fails"
+        assert await asked("/healthz") == (503, {"status": "failed", "reason": "the disk fails"})
+        assert await asked(f"{PREFIX}/healthz") == (503, {"status": "failed", "reason": "the disk fails"})
+        assert await asked("/readyz") == (503, {"status": "not ready", "reason": "the disk fails"})
+
+
 async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nonsense")
     door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
