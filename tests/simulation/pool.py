@@ -179,6 +179,7 @@ class SimPool:
         """Lose a worker now, whatever it does, unless it is spared."""
         worker = self.workers[worker_id]
         if not self.is_spared(worker):
+            self.note_loss(worker)
             worker.is_lost = True
             worker.events.put_nowait(None)
             worker.change()
@@ -450,6 +451,7 @@ class SimPoolFront:
 
     def _crash(self, worker: _Incarnation, why: str) -> NoReturn:
         self._world.fault(f"worker crashes {why.split(maxsplit=1)[0]}", f"{worker.incarnation} {why}")
+        self._pool.note_loss(worker)  # now: what ran solo goes on at once on another worker, before a replacement
         worker.is_lost = True
         if self._random.random() < 0.5:  # otherwise only a call to the worker detects the crash
             worker.events.put_nowait(None)

@@ -175,6 +175,11 @@ class PoolConfig:
         workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}"
         return f"{', '.join(model.name for model in self.models)} on {workers}"
 
+    @property
+    def claim(self) -> str:
+        """Return what each worker claims, for people."""
+        return f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs claimed for each worker"
+
     def engines(self) -> dict[str, EngineSettings]:
         """Return the settings of each worker's engine, by worker id."""
         models = [model for model in self.models for _ in range(model.num_workers)]

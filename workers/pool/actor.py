@@ -96,7 +96,7 @@ class EngineActor:
             num_slots=self._terms.settings.num_slots,
             device=self._terms.settings.device,
             version=self._version,
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=self.node_id(),
         )
 
     def run(self, incarnation: str, packed: bytes) -> bytes:
@@ -106,6 +106,11 @@ class EngineActor:
         return pack(self._loop.submit(batch).result())
 
     # ---- ping
+
+    def node_id(self) -> str:
+        """Return Ray's id of the node, as soon as the process has begun."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
 
     def ping(self, incarnation: str) -> None:
         """Raise WorkerLost if the engine has failed."""

@@ -22,11 +22,13 @@ import ray
 from coordinator.cli.options import RAY_FILE
 from tests.support.batches import OWNER, batch, request
 from tests.support.serving import TOY_ON_RAY, Terminal
+from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import ErrorCode, WorkerInfo
-from workers.contract.protocols import Owner, PoolFailed, PoolStartError, TakenOver, WorkerLost
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool import ray_head, ray_pool
+from workers.contract.protocols import Engine, EngineFactory, Owner, PoolFailed, PoolStartError, TakenOver, WorkerLost
+from workers.contract.settings import EngineSettings, PoolConfig, PoolModel
+from workers.pool import ray_head, ray_nodes, ray_starts
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
+from workers.pool.ray_nodes import Node
 from workers.pool.ray_pool import RayPool
 from workers.pool.version import running_version
 
@@ -108,9 +110,8 @@ def drain_node(cluster: Cluster, node_id: str, *, seconds: int) -> None:
 def new_pool(cluster: Cluster, *, num_workers: int, **settings: Any) -> RayPool:
     return RayPool(
         PoolConfig(
-            **settings,
+            **{"engine": "tests.support.toy_engine:toy_factory"} | settings,
             models=(PoolModel(name="toy", path="toy", num_workers=num_workers),),
-            engine="tests.support.toy_engine:toy_factory",
             num_cpus=0.5,
             start_timeout_s=60.0,
             ray_address=cluster.address,
@@ -151,13 +152,13 @@ async def test_a_waiting_worker_gets_a_node_that_accepts_connections_again(
 ) -> None:
     num_asked = 0
 
-    async def not_at_first(host: str, port: int) -> bool:
+    async def not_at_first(_: Node) -> bool:
         nonlocal num_asked
         num_asked += 1
         return num_asked > 2  # of the two nodes
 
-    monkeypatch.setattr(ray_pool, "_is_reachable", not_at_first)  # no link can be cut here
-    monkeypatch.setattr(ray_pool, "PLACED_S", 0.5)
+    monkeypatch.setattr(ray_nodes, "_is_reachable", not_at_first)  # no link can be cut here
+    monkeypatch.setattr(ray_starts, "PLACED_S", 0.5)
     pool = new_pool(cluster, num_workers=1)
     try:
         async with asyncio.timeout(REPLACED_S):  # and the worker has a minute
@@ -206,13 +207,44 @@ async def test_workers_that_a_stop_keeps_serve_the_next_coordinator_without_load
     assert has_ended(after["w0"].pid), "no worker outlives a stop that is final"
 
 
+async def test_a_node_that_lacks_a_model_is_named_and_another_one_tried(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marker = tmp_path / "the first node lacks the model"
+    marker.touch()
+    pool = new_pool(cluster, num_workers=1, engine="tests.integration.pool.test_ray_cluster:engine_of_some_nodes")
+    pool._engines["w0"] = replace(pool._engines["w0"], model_path=str(marker))  # private: it is not a file of a model
+    try:
+        await pool.start(OWNER)
+        [info] = pool.workers()
+        lacking = marker.read_text()
+        assert info.node_id != lacking, "both nodes have the same address"
+        assert f"worker w0 cannot run on {info.node}: no model on {lacking}; another node is tried" in caplog.text
+    finally:
+        await pool.stop(is_final=True)
+
+
+def engine_of_some_nodes(settings: EngineSettings) -> EngineFactory:
+    """Return a factory of toy engines, which fails on the node where it is called first."""
+
+    def make(incarnation: str) -> Engine:
+        marker, node_id = Path(settings.model_path), ray.get_runtime_context().get_node_id()
+        if not marker.read_text():
+            marker.write_text(node_id)
+        if marker.read_text() == node_id:
+            raise OSError(f"no model on {node_id}")
+        return ToyEngine(incarnation, name="toy")
+
+    return make
+
+
 async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster) -> None:
     pool = new_pool(cluster, num_workers=1)
     try:
         await pool.start(OWNER)
         [info] = pool.workers()
         actor = ray.get_actor(info.incarnation, f"tinkerpool-{OWNER.pool_id}")
-        terms, version = pool._terms("w0"), running_version()  # private: there is one pool in a process
+        terms, version = pool._starts.terms("w0"), running_version()  # private: there is one pool in a process
         assert ray.get(actor.adopt.remote(terms, version, 2, "w0-of-another"))
         with pytest.raises(TakenOver, match="another coordinator has taken over w0-"):
             await pool.ping("w0")
@@ -237,7 +269,7 @@ async def test_only_workers_of_equal_settings_and_code_are_adopted(
         [left] = first.workers()
         await first.stop()
         if difference == "code":
-            monkeypatch.setattr(ray_pool, "running_version", lambda: "of yesterday")
+            monkeypatch.setattr(ray_starts, "running_version", lambda: "of yesterday")
             with pytest.raises(
                 PoolStartError, match=r"the node at .* runs tinkerpool .*, and the coordinator of yester"
             ):
