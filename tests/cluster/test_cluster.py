@@ -32,7 +32,7 @@ NUM_STEPS = 10
 WORKER = "ray::EngineActo"
 """The name of a worker's process, cut as the kernel does."""
 NOTICE_S = 45
-"""Seconds between the announcement that a host leaves and its end; a worker starts in 7 to 12 s, on busy cores in 25."""
+"""Seconds between the announcement that a host leaves and its end. A start takes 7 to 12 s, on busy cores 25."""
 LEFT_PAUSE_S_MAX = 4.0
 """Longest pause when a host leaves: 2 s, and a cycle (`cycle_s_max`)."""
 REFUSED_S = 25.0
