@@ -271,7 +271,7 @@ async def test_only_workers_of_equal_settings_and_code_are_adopted(
         if difference == "code":
             monkeypatch.setattr(ray_starts, "running_version", lambda: "of yesterday")
             with pytest.raises(
-                PoolStartError, match=r"the node at .* runs tinkerpool .*, and the coordinator of yester"
+                PoolStartError, match=r"on .*: it would run tinkerpool .*, and the coordinator runs of yesterday"
             ):
                 await second.start(OWNER)
         else:

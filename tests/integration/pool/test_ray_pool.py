@@ -301,8 +301,8 @@ async def test_worker_without_room_fails_with_its_claim_and_the_free_resources(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        config = dataclasses.replace(pool._config, device="cuda", num_gpus=1000.0, start_timeout_s=1.0)
-        patch.setattr(pool, "_config", config)
+        config = dataclasses.replace(pool._starts._config, device="cuda", num_gpus=1000.0, start_timeout_s=1.0)
+        patch.setattr(pool._starts, "_config", config)
         with pytest.raises(
             WorkerLost, match=r"1 CPUs and 1000 GPUs claimed for each worker, .* CPUs free, .* GPUs free"
         ):
