@@ -52,8 +52,8 @@ from tinkerpool.v1 import checkpoints_pb2
 from workers.contract import failpoints
 from workers.contract.messages import AdapterState
 
-EPOCH_S_MAX = 12_000.0
-"""Most virtual seconds of an epoch. A tenant whose poisons take hosts along waits for minutes after each of them."""
+EPOCH_S_MAX = 3000.0
+"""Most virtual seconds of an epoch."""
 RESERVE_BYTES = 1 << 18
 """A smaller reserve than the product's: it is written in each epoch."""
 NOTICE_S = 10.0

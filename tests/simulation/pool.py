@@ -417,7 +417,7 @@ class SimPoolFront:
             await self._until_running(worker)
         if self._pool.poison == "host":
             self._world.fault("host taken by a poison", worker.incarnation)
-            self._pool.down[worker_id] = self._random.randrange(1, 4)
+            self._pool.down[worker_id] = 1  # attempt: after each loss its tenant waits nine times as long as it took
         self._crash(worker, f"poisoned by batch {batch.cycle_id}")
 
     def _by_reference(self, batch: Batch) -> Batch:
