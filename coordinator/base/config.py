@@ -103,6 +103,9 @@ class CoordinatorConfig:
     Higher: for slow networks and hosts that stall, where a loss would cost more than the wait."""
     replay_s_max: float = 10.0
     """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
+    class_wait_s: float = 600.0
+    """Most seconds that adapters wait for a worker with the numerics of before, if only others are there. Then they go
+    on with those: results may differ in the last bits; the log says so, and the next result of each."""
     probation_s: float = 3600.0
     """Seconds of service without a kill after which the kills of a tenant count half: a tenant whose operation killed a
     worker runs solo for this long, with back-off. 0: never; it then runs with others again at once."""
@@ -133,9 +136,9 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
-        durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "probation_s", "stop_s_max")
+        waits = ("linger_s", "session_timeout_s", "gap_timeout_s", "class_wait_s", "probation_s", "stop_s_max")
         retentions = ("result_retention_s", "fetched_retention_s", "record_retention_s", "ended_retention_s")
-        for name in (*durations, *retentions):
+        for name in ("replay_s_max", *waits, *retentions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         if self.disk_free_bytes_min < 0:

@@ -45,7 +45,8 @@ def make_loops(
         )
         results = Results(saver, snapshots, fleet)
         items = ItemBuilder(store, saver.states.folders, registers.in_flight)
-        phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal)
-        committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
+        classes = schedule.classes
+        phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal, classes)
+        committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time, classes)
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
     return CycleLoops(journal=journal, by_model=loops)

@@ -24,6 +24,7 @@ from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, decided_row
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
+from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.rows import FileUse
@@ -211,7 +212,9 @@ class Committer:
         fleet: Fleet,
         journal: CycleJournal,
         time: Time,
+        classes: Classes,
     ) -> None:
+        self._classes = classes
         self._planning = planning
         self._group = group
         self._saver = saver
@@ -238,6 +241,7 @@ class Committer:
             states=cycle.staged,
             file_uses=cycle.file_uses,
             virtual_tokens=self._planning.counters(cycle.tenants()),
+            fingerprints=self._classes.take_moved(cycle.entries),
         )
         began = self._time.monotonic()
         lost: frozenset[str] = frozenset()

@@ -24,6 +24,7 @@ from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
+from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
 from workers.contract.messages import AdapterState, PassItem
 
@@ -59,7 +60,9 @@ class Phases:
         results: Results,
         snapshots: Snapshots,
         journal: CycleJournal,
+        classes: Classes,
     ) -> None:
+        self._classes = classes
         self._planning = planning
         self._logs = logs
         self._fleet = fleet
@@ -301,6 +304,7 @@ class Phases:
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
         log.place_copy(worker_id)
+        self._classes.placed(log, worker)
         worker.keep(log.adapter_id)
         worker.sent(num_bytes)
         work.install(log, install)

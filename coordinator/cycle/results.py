@@ -7,7 +7,7 @@ the generation of the copy that it was computed on; the others are dropped, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.saver import Saver
@@ -16,7 +16,15 @@ from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import CYCLE_METRIC, Kind, Operation, Usage, item_error, service_error
+from coordinator.operations.operation import (
+    CLASS_METRIC,
+    CYCLE_METRIC,
+    Kind,
+    Operation,
+    Usage,
+    item_error,
+    service_error,
+)
 from coordinator.operations.windows import window_closed
 from coordinator.scheduling.worker_losses import replay_differs
 from tinkerpool.convert import to_tensor
@@ -107,9 +115,9 @@ class Results:
         usage = log.copy.usage(operation)
         match operation.kind:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD:
-                _fill_pass(operation, log.copy.results(operation), usage, cycle.cycle_id)
+                _fill_pass(operation, log, usage, cycle.cycle_id)
             case Kind.OPTIM_STEP:
-                _fill_step(operation, result, usage, cycle.cycle_id)
+                _fill_step(operation, log, result, usage, cycle.cycle_id)
             case Kind.LOAD_STATE:
                 operation.begin_deciding()
                 try:
@@ -144,8 +152,9 @@ class Results:
             self.refuse_copy(log, error)
 
 
-def _fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, cycle_id: int) -> None:
-    """Decide a forward or forward_backward whose chunks have all succeeded with these results."""
+def _fill_pass(operation: Operation, log: AdapterLog, usage: Usage, cycle_id: int) -> None:
+    """Decide a forward or forward_backward whose chunks have all succeeded."""
+    parts = log.copy.results(operation)
     result = operation.succeed(cycle_id, usage).forward_backward
     for part in parts:
         result.logprobs.extend(to_tensor(logprobs) for logprobs in part.logprobs)
@@ -154,14 +163,22 @@ def _fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, 
         result.metrics[key] = value
     result.metrics["tokens:sum"] = float(operation.num_tokens)
     result.metrics[CYCLE_METRIC] = float(cycle_id)
+    _note_class_change(log, result.metrics)
 
 
-def _fill_step(operation: Operation, result: ItemResult, usage: Usage, cycle_id: int) -> None:
+def _fill_step(operation: Operation, log: AdapterLog, result: ItemResult, usage: Usage, cycle_id: int) -> None:
     """Decide an optim_step that has succeeded."""
     metrics = operation.succeed(cycle_id, usage).optim_step.metrics
     for key, value in result.metrics.items():
         metrics[key] = value
     metrics[CYCLE_METRIC] = float(cycle_id)
+    _note_class_change(log, metrics)
+
+
+def _note_class_change(log: AdapterLog, metrics: MutableMapping[str, float]) -> None:
+    """Say in the first result in another class that bits may differ from now on."""
+    if log.take_class_change():
+        metrics[CLASS_METRIC] = 1.0
 
 
 def _fill_load(operation: Operation, usage: Usage, cycle_id: int) -> None:

@@ -232,6 +232,8 @@ class Fleet:
         """The live workers that are late, or whose part of a cycle was split off: their adapters wait for them."""
         self.leaving: frozenset[str] = frozenset()
         """The workers that are drained: nothing runs there any more."""
+        self.expected: set[str] = set()
+        """The workers that are there or are to come; not those that end."""
         self.models: dict[str, ModelInfo] = {}
         """Base model to its facts: the memory of the worker with the least to train, of the one with the most to
         sample."""
@@ -244,10 +246,19 @@ class Fleet:
         """Take in a worker, or the next incarnation of a lost one; it holds no adapter and no version."""
         assert not self.is_live(info.worker_id)
         self._workers[info.worker_id] = Incarnation(info)
+        self.expect([info.worker_id])
         self.models.setdefault(info.model.name, info.model)
         self._note_memory()
         self._note_away()
         self.changed.notify()
+
+    def expect(self, worker_ids: Iterable[str]) -> None:
+        """Record that these workers are to come."""
+        self.expected.update(worker_ids)
+
+    def dismiss(self, worker_id: str) -> None:
+        """Record that a worker ends, or is not to come any more."""
+        self.expected.discard(worker_id)
 
     def drain(self, worker_id: str, *, is_ending: bool) -> None:
         """Give a worker nothing new. `is_ending`: it is not replaced."""

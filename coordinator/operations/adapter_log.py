@@ -56,6 +56,10 @@ class AdapterLog:
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
     """Why no copy can be made: every operation fails with this error until the next start tries again."""
+    fingerprint: str = ""
+    """Of the numerics that ran its operations last, its class; empty: nothing ran yet."""
+    has_changed_class: bool = False
+    """Its class has changed, and no result has said so yet."""
     is_restored: bool = False
     """The log comes from a backup and may lack acknowledged operations: only the server assigns sequence numbers."""
     is_deleted: bool = False
@@ -179,6 +183,16 @@ class AdapterLog:
         self._renew_copy(worker_id)
         self.residency.enter(worker_id, self.adapter_id)
         self.engine_s_since_snapshot = 0.0
+
+    def enter_class(self, fingerprint: str) -> None:
+        """Record the class of the worker that has a new copy, if it is another one than before."""
+        self.has_changed_class |= self.fingerprint != ""
+        self.fingerprint = fingerprint
+
+    def take_class_change(self) -> bool:
+        """Return whether the class has changed since the last call that returned True."""
+        has_changed, self.has_changed_class = self.has_changed_class, False
+        return has_changed
 
     def _renew_copy(self, worker_id: str) -> None:
         if self.home:

@@ -29,6 +29,8 @@ from workers.contract.messages import UNMARKED, ErrorCode, ItemError, RequestBat
 
 CYCLE_METRIC = "clock_cycle:unique"
 """The metric with the cycle that decided an operation: one value for a pass and its step that were sent together."""
+CLASS_METRIC = "numerics_changed:max"
+"""The metric, with the value 1, of the first result that other numerics have computed than those before."""
 
 
 class Kind(Enum):

@@ -180,6 +180,7 @@ def adapter_of_row(row: AdapterRow) -> AdapterLog:
         session_id=row.session_id,
         base_model=row.base_model,
         spec=spec_of_row(row),
+        fingerprint=row.fingerprint,
         is_restored=row.is_restored,
     )
 

@@ -47,6 +47,7 @@ class Runners:
         tasks.spawn(self.scheduling.probation.wake_at_ends(time))
         for schedule in self.scheduling.schedules.values():
             tasks.spawn(schedule.snapshots.wake_to_retry())
+            tasks.spawn(schedule.classes.run())
 
 
 def make_runners(

@@ -77,7 +77,9 @@ class Core:
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         owner = Owner(pool_id=self.store.identity().name, epoch=self.epoch)
-        await self.pool.start(owner, await keep_drained(self.store.drained_workers, self.pool.base_models()))
+        drained = await keep_drained(self.store.drained_workers, self.pool.base_models())
+        self.fleet.expect(each for each in self.pool.base_models() if each not in drained)
+        await self.pool.start(owner, drained)
         for worker in self.pool.workers():
             self.fleet.add(worker)
         self.probation = Probation(self.store.probations, self.config.probation_s)
@@ -89,6 +91,7 @@ class Core:
             load_fair_state(self.store, registers.quotas.weights()),
             self.probation,
             self.accounts,
+            self.store.worker_classes,
         )
         self._runners = make_runners(
             context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks

@@ -119,6 +119,7 @@ class Supervisor:
         if worker_id not in self._ending:
             return
         self._ending.discard(worker_id)
+        self._fleet.expect([worker_id])
         worker = self._fleet.find(worker_id)
         if worker_id in self._fleet.worker_ids():
             self._fleet.undrain(worker_id)
@@ -146,6 +147,7 @@ class Supervisor:
                     "start the pool with more workers (--workers)"
                 )
             self._fleet.drain(worker_id, is_ending=True)
+        self._fleet.dismiss(worker_id)
         self._ending.add(worker_id)
 
     async def _end(self, worker_id: str) -> None:

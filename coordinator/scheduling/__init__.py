@@ -10,6 +10,7 @@ Public interface:
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
 - `worker_losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`;
 - `quarantine.Quarantine`: the adapters and samples that may have caused a loss;
+- `classes.Classes`: on which workers an adapter keeps its bits;
 - `worker_memory.WorkerMemory`: which copies leave a worker whose memory is full, and who waits for room;
 - `probation.Probation`: tenants whose operations killed workers; `solo_turns.SoloTurns`: their turns.
 

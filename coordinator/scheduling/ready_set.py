@@ -81,6 +81,7 @@ class ReadySet:
     def forget(self, adapter_id: str) -> None:
         """Drop the state of a deleted adapter."""
         self.costs.forget(adapter_id)
+        self._memory.forget(adapter_id)
         self._past_snapshots.pop(adapter_id, None)
         self._last_cycle.pop(adapter_id, None)
         self._last_states.pop(adapter_id, None)
@@ -164,9 +165,11 @@ class ReadySet:
         return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
 
     def _has_room(self, log: AdapterLog) -> bool:
-        """Return whether a worker has room for a copy of the adapter. A solo turn has room in any case."""
-        if not self._memory.crowded(log) or self._turns.is_held(log):
+        """Return whether a worker of its class has room for a copy of the adapter. A solo turn has room in any case."""
+        if not self._memory.crowded(log):
             return True
+        if self._turns.is_held(log):
+            return bool(set(self._memory.worker_ids()) - self._memory.others(log))
         workers = self._turns.workers_for(log.adapter_id, self.residents(self._memory.worker_ids()))
         return not self._memory.must_wait(log, workers)
 

@@ -13,6 +13,7 @@ from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import Costs, CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.planner import Planning
@@ -23,6 +24,7 @@ from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.virtual_counters import FairState
 from coordinator.scheduling.worker_losses import LossRecorder
 from coordinator.scheduling.worker_memory import WorkerMemory
+from coordinator.storage.workers import WorkerClasses
 from coordinator.tenants.accounts import Accounts
 
 
@@ -36,6 +38,7 @@ class Schedule:
     turns: SoloTurns
     deadlines: Deadlines
     snapshots: Snapshots
+    classes: Classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ def make_scheduling(
     fair: FairState,
     probation: Probation,
     accounts: Accounts,
+    worker_classes: WorkerClasses,
 ) -> Scheduling:
     """Return the schedules of every base model that the pool serves."""
 
@@ -86,8 +90,10 @@ def make_scheduling(
             tokens=config.cycle_tokens_max,
             cycle_s_max=config.cycle_s_max,
         )
-        turns, item_costs = SoloTurns(base_model, probation, group, fleet), Costs(base_model, fleet)
-        memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, states.publishing)
+        classes = Classes(base_model, fleet, time, config.class_wait_s, worker_classes)
+        classes.changed.subscribe(clock.wake)
+        turns, item_costs = SoloTurns(base_model, probation, group, fleet, classes), Costs(base_model, fleet)
+        memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, states.publishing, classes)
         ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, item_costs, accounts.is_held)
         return Schedule(
             clock=clock,
@@ -96,6 +102,7 @@ def make_scheduling(
             turns=turns,
             deadlines=Deadlines(costs),
             snapshots=snapshots,
+            classes=classes,
         )
 
     schedules = {base_model: make(base_model) for base_model in fleet.models}

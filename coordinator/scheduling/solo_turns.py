@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.probation import Probation
 
 REST_FACTOR = 3.0
@@ -46,11 +47,14 @@ class _Turn:
 class SoloTurns:
     """The turns of one base model."""
 
-    def __init__(self, base_model: str, probation: Probation, group: AdapterGroup, fleet: Fleet) -> None:
+    def __init__(
+        self, base_model: str, probation: Probation, group: AdapterGroup, fleet: Fleet, classes: Classes
+    ) -> None:
         self._base_model = base_model
         self._probation = probation
         self._group = group
         self._fleet = fleet
+        self._classes = classes
         self._turn: _Turn | None = None
         self._samples: dict[str, str] = {}
         """Samples that ask for a turn, and their tenants."""
@@ -206,13 +210,13 @@ class SoloTurns:
             if self._probation.has(tenant_id) and not self._probation.is_backing_off(tenant_id)
             if all(tenant_id != lost.tenant_id or lost.charged_s for lost in self._lost.values())
         ]
-        worker_id = self._chosen_worker()
-        if not candidates or not worker_id:
-            return None
-        now = self._probation.now()
-        if now < self._rest_until_s and self._num_others(worker_id):
+        if not candidates:
             return None
         name, tenant_id, is_sample = asking[min(candidates)[1]]
+        worker_id = self._chosen_worker(frozenset() if is_sample else self._classes.others(self._group.logs[name]))
+        now = self._probation.now()
+        if not worker_id or (now < self._rest_until_s and self._num_others(worker_id)):
+            return None
         self._num_turns += 1
         self._last_turns[tenant_id] = self._num_turns
         self._samples.pop(name, None)
@@ -252,9 +256,10 @@ class SoloTurns:
         log = self._group.dirty.get(turn.name)
         return turn.is_sample or (log is not None and can_run(log))
 
-    def _chosen_worker(self) -> str:
+    def _chosen_worker(self, excluded: frozenset[str]) -> str:
         """Return the solo worker while it is kept, else the one with the fewest adapters of others; empty: none."""
         available = [worker.info.worker_id for worker in self._fleet.available(self._base_model)]
+        available = [worker_id for worker_id in available if worker_id not in excluded]
         if self._worker in available and self._probation.now() < self._kept_until_s:
             return self._worker
         return min(available, key=lambda worker: (self._num_others(worker), worker), default="")

@@ -21,6 +21,7 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.quarantine import Quarantine
 
 WANTED_BYTES_MAX = 32 << 20
@@ -38,6 +39,7 @@ class WorkerMemory:
         quarantine: Quarantine,
         snapshots: Snapshots,
         publishing: Publishing,
+        classes: Classes,
     ) -> None:
         self._base_model = base_model
         self._fleet = fleet
@@ -45,6 +47,7 @@ class WorkerMemory:
         self._quarantine = quarantine
         self._snapshots = snapshots
         self._publishing = publishing
+        self._classes = classes
         self._waiting: dict[str, dict[str, int]] = {}
         """Worker to the adapters that wait for room there, and the bytes of each."""
         self._due: list[AdapterLog] = []
@@ -65,10 +68,16 @@ class WorkerMemory:
         return self._fleet.copy_bytes(self._base_model, log.spec)
 
     def must_wait(self, log: AdapterLog, workers: Collection[str]) -> bool:
-        """Return whether an adapter without a copy finds no room on any of these workers; room is made for it then."""
-        open_to_it = [each for each in self._available() if each.info.worker_id in workers]
+        """Return whether an adapter without a copy finds no room on any of these workers; room is made for it then.
+
+        Or whether it waits for a worker of its class.
+        """
+        others = self._classes.others(log)
+        open_to_it = [each for each in self._available() if each.info.worker_id in set(workers) - others]
         num_bytes = self.size_of(log) if open_to_it else 0
-        if not open_to_it or any(worker.has_room(num_bytes) for worker in open_to_it):
+        if not open_to_it:
+            return bool(others)
+        if any(worker.has_room(num_bytes) for worker in open_to_it):
             return False
         chosen = min(open_to_it, key=lambda each: each.held_bytes)
         self._waiting.setdefault(chosen.info.worker_id, {})[log.adapter_id] = num_bytes
@@ -79,8 +88,17 @@ class WorkerMemory:
         return [worker.info.worker_id for worker in self._available()]
 
     def crowded(self, log: AdapterLog) -> frozenset[str]:
-        """Return the workers that have no room for a copy of the adapter."""
-        return frozenset(each.info.worker_id for each in self._available() if not each.has_room(self.size_of(log)))
+        """Return the workers that have no room for a copy of the adapter, or are of another class."""
+        full = {each.info.worker_id for each in self._available() if not each.has_room(self.size_of(log))}
+        return self._classes.others(log).union(full)
+
+    def forget(self, adapter_id: str) -> None:
+        """Drop the state of a deleted adapter."""
+        self._classes.forget(adapter_id)
+
+    def others(self, log: AdapterLog) -> frozenset[str]:
+        """Return the workers of another class than the adapter's; see `Classes.others`."""
+        return self._classes.others(log)
 
     def make_room(self) -> bool:
         """Drop what workers have to give up and need not write; return whether anything was. See `take_due`.

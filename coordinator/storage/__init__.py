@@ -3,9 +3,9 @@
 Public interface:
 
 - `store.Store`: opens the log of a data directory. Its attributes are the tables: `operations`, `adapters`,
-  `checkpoints`, `samplers`, `snapshots`, `sessions`, `tenants`, `drained_workers`, `api_keys`, `audit`, `usage`,
-  `cycles`; each has typed functions. Reads are synchronous and see committed rows; a write returns a future that is
-  done once it is durable.
+  `checkpoints`, `samplers`, `snapshots`, `sessions`, `tenants`, `drained_workers`, `worker_classes`, `api_keys`,
+  `audit`, `usage`, `cycles`; each has typed functions. Reads are synchronous and see committed rows; a write returns a
+  future that is done once it is durable.
 - `rows`: the rows of the tables; `cycles.CycleCommit`: everything that a cycle makes durable, with its `StagedStates`.
 - `database.StorageError` and its subclasses: why a write was refused.
 - `folders`: `StateFiles`, states as folders of files; `StateFolders`, the roots of a data directory; `disk.Disk`: the

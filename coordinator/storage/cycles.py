@@ -89,6 +89,8 @@ class CycleCommit:
     file_uses: list[FileUse] = field(default_factory=list)
     records: list[SampleRecord] = field(default_factory=list)
     """Of samples in `finished`."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Adapters that ran for the first time, or in another class than before."""
 
 
 class Cycles:
@@ -136,6 +138,8 @@ class Cycles:
             for record in commit.records:
                 if record.target_id not in lost:
                     put_record(db, record, now)
+            for adapter_id, fingerprint in commit.fingerprints.items():
+                db.execute("UPDATE adapters SET fingerprint = ? WHERE adapter_id = ?", (fingerprint, adapter_id))
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:

@@ -16,6 +16,7 @@ from coordinator.storage.schema import (
     ROW_COUNTS,
     TENANT_LIMITS,
     USAGE_MONTHS,
+    WORKER_CLASSES,
 )
 
 _ACCOUNTS = f"""
@@ -70,6 +71,6 @@ MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
     7: RECORDS + _ROW_BYTES,
-    8: DRAINED_WORKERS,
+    8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
 }
 """Schema version to the statements that make the next version of it."""

@@ -82,6 +82,15 @@ class DrainedWorkerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerClassRow:
+    """A worker with the fingerprint that it reported last."""
+
+    worker_id: str
+    base_model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeyRow:
     """An API key with its tenant's name."""
 
@@ -186,6 +195,8 @@ class AdapterRow:
     deleted_at: float | None = None
     is_restored: bool = False
     """Whether its log may lack operations that its client has acknowledged: it comes from a backup."""
+    fingerprint: str = ""
+    """Of the numerics that ran its operations last; empty: none ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
 | drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
+| worker_classes | a worker that has ever been ready | it reports another fingerprint |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
@@ -112,6 +113,15 @@ CREATE TABLE drained_workers (
 ) WITHOUT ROWID;
 """
 """The workers that are not started, also for databases that a migration gives the table."""
+
+WORKER_CLASSES = """
+CREATE TABLE worker_classes (
+    worker_id TEXT PRIMARY KEY,
+    base_model TEXT NOT NULL,             -- another one has another worker with this id
+    fingerprint TEXT NOT NULL             -- of the numerics that it reported last
+) WITHOUT ROWID;
+"""
+"""The classes of workers, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
 """What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
@@ -278,6 +288,7 @@ CREATE TABLE adapters (
     deleted_at REAL,                      -- NULL: it has training state
     deleted_service_s REAL,               -- its row is deleted some time after it
     is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
+    fingerprint TEXT NOT NULL DEFAULT '', -- of the numerics that ran its operations last; empty: none ran
     UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
 CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
@@ -355,4 +366,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{RECORDS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)

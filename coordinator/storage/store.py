@@ -19,7 +19,7 @@ from coordinator.storage.operations import Operations
 from coordinator.storage.records import Records
 from coordinator.storage.sqlite import Connection, read_meta
 from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
-from coordinator.storage.workers import DrainedWorkers
+from coordinator.storage.workers import DrainedWorkers, WorkerClasses
 
 
 class Store:
@@ -48,6 +48,7 @@ class Store:
         self.usage = Usage(self.database)
         self.probations = Probations(self.database)
         self.drained_workers = DrainedWorkers(self.database)
+        self.worker_classes = WorkerClasses(self.database)
         self.api_keys = ApiKeys(self.database)
         self.audit = Audit(self.database)
         self.cycles = Cycles(self.database)

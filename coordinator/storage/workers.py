@@ -1,4 +1,7 @@
-"""The workers that administrators have drained: a start does not start them. Does not depend on what a worker runs."""
+"""What is durable of workers: which ones administrators have drained, and the classes that they reported last.
+
+Does not depend on what a worker runs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Database
-from coordinator.storage.rows import DrainedWorkerRow, Table, marks
+from coordinator.storage.rows import DrainedWorkerRow, Table, WorkerClassRow, marks
 from coordinator.storage.sqlite import Connection
 
 
@@ -44,3 +47,23 @@ class DrainedWorkers(Table[DrainedWorkerRow]):
         if worker_ids:
             sql = f"DELETE FROM drained_workers WHERE worker_id IN ({marks(worker_ids)})"  # noqa: S608 (our text)
             await self._database.execute(sql, worker_ids, is_deletion=True)
+
+
+class WorkerClasses(Table[WorkerClassRow]):
+    """The classes of workers."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, WorkerClassRow, "worker_classes")
+
+    def of_model(self, base_model: str) -> dict[str, str]:
+        """Return the fingerprint of each worker of a base model, by its id."""
+        return {row.worker_id: row.fingerprint for row in self._all("WHERE base_model = ?", (base_model,))}
+
+    def put(self, row: WorkerClassRow) -> None:
+        """Record what a worker has reported. Becomes durable with the next write."""
+        values = (row.worker_id, row.base_model, row.fingerprint)
+
+        def write(db: Connection) -> None:
+            db.execute("INSERT OR REPLACE INTO worker_classes VALUES (?, ?, ?)", values)
+
+        self._database.ride(f"class {row.worker_id}", write, "class")

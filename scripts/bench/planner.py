@@ -46,6 +46,7 @@ from scripts.bench.common import (
     shown_time,
 )
 from tests.support.adapter_logs import Files, spec_named
+from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
 from tests.support.toy_engine import toy_worker_info
 
@@ -81,8 +82,9 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         cast("Snapshots", files),
         cast("Publishing", files),
     )
-    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet)
-    memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing)
+    classes = classes_of(fleet)
+    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet, classes)
+    memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing, classes)
     for worker_id in WORKERS:
         fleet.add(toy_worker_info(worker_id))
     costs = Costs("toy", fleet)

@@ -154,7 +154,7 @@ GUARDS = (
     Guard(
         name="a drained worker is not started at the next start",
         file="coordinator/runtime/core.py",
-        before="await self.pool.start(owner, await keep_drained(self.store.drained_workers, self.pool.base_models()))",
+        before="await self.pool.start(owner, drained)",
         after="await self.pool.start(owner)",
         tests=("tests/integration/cycles/test_drains.py", "-k", "not_started_at_the_next_start"),
     ),

@@ -125,6 +125,7 @@ class History:
             replay_s_max=random.choice((0.0, 5e-5, 10.0)),
             sweep_interval_s=world.random("sweeps").choice((0.1, 1.0, 5.0)),
             ended_retention_s=world.random("retention").choice((0.0, 0.3, 3.0)),
+            class_wait_s=world.random("class wait").choice((0.0, 1.0, 600.0)),
         )
         self._held_bytes_max = random.choice((1 << 30, 1 << 30, 400))
         self._files_start_s = random.choice((0.0005, 0.0005, 0.05, 0.5))

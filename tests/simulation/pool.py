@@ -143,6 +143,11 @@ class SimPool:
         """Of each coordinator's start. Workers that join later end with their coordinator."""
         self._num_joined = 0
         self._num_incarnations = 0
+        self._class_random = world.random("classes")
+        self._fingerprints = self._class_random.choice((("toy",), ("toy",), ("toy", "other")))
+        """Of the hosts of this history."""
+        self._classes: dict[str, str] = {}
+        """Worker to the class of its present host."""
 
     def start_incarnation(self, worker_id: str) -> _Incarnation:
         """Start a worker's next incarnation, without adapters, or take the prepared one."""
@@ -154,7 +159,11 @@ class SimPool:
     def new_incarnation(self, worker_id: str) -> _Incarnation:
         """Return a process that no call reaches yet."""
         name = self.new_name(worker_id)
-        return _Incarnation(name, ToyEngine(name, host_bytes_max=self._host_bytes_max, costs=self._costs))
+        fingerprint = self._classes.get(worker_id)
+        if fingerprint is None or self._class_random.random() < 0.1:  # another host
+            fingerprint = self._classes[worker_id] = self._class_random.choice(self._fingerprints)
+        engine = ToyEngine(name, host_bytes_max=self._host_bytes_max, costs=self._costs, fingerprint=fingerprint)
+        return _Incarnation(name, engine)
 
     def new_name(self, worker_id: str) -> str:
         """Return a name for a worker's next incarnation."""
@@ -266,6 +275,7 @@ class SimPoolFront:
         worker.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
         self._world.work["copies and versions dropped"] += len(batch.removals)
         self._pool.standings.check_batch(batch.cycle_id, worker.operations)
+        self._pool.standings.check_classes((each.adapter_id for each in batch.items), worker.engine.info.fingerprint)
         try:
             self._world.trace(f"batch {batch.cycle_id} to {worker.incarnation}: {_describe(batch)}")
             await self._delay()

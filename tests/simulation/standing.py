@@ -7,6 +7,7 @@ administrator acts. Raises ContractViolation.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -51,6 +52,8 @@ class Standings:
         """By tenant id."""
         self._begun: set[str] = set()
         """Operations that were sent to workers in this epoch."""
+        self._classes: dict[str, str] = {}
+        """Adapter to the class in which it ran last."""
         self._coordinator: Coordinator
 
     def begin_epoch(self, coordinator: Coordinator) -> None:
@@ -99,6 +102,16 @@ class Standings:
             if suspension is not None and cycle_id > suspension.cycle_id and not self._is_rematerialized(name):
                 raise ContractViolation(f"{name} of a suspended tenant begins in cycle {cycle_id}")
         self._begun |= operations
+
+    def check_classes(self, adapter_ids: Iterable[str], fingerprint: str) -> None:
+        """Check that adapters run on workers of their class alone."""
+        logs = self._coordinator.core.registry.logs
+        for log in (logs[each] for each in adapter_ids if each in logs):
+            if log.fingerprint != fingerprint:
+                raise ContractViolation(f"{log.adapter_id}, of class {log.fingerprint!r}, runs in {fingerprint!r}")
+            if self._classes.setdefault(log.adapter_id, fingerprint) != fingerprint:
+                self._world.fault("adapter changes its class", log.adapter_id)
+                self._classes[log.adapter_id] = fingerprint
 
     def check_sample(self, name: str) -> None:
         """Check that no sample of a suspended tenant begins."""

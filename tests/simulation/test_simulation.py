@@ -52,6 +52,7 @@ FAULTS = {
     "worker drained by hand",
     "worker joins",
     "worker paused",
+    "adapter changes its class",
     "worker adopted",
     "worker refused",
     "worker joins late",

@@ -172,6 +172,7 @@ class ToyEngine:
         costs: AdapterCosts = AdapterCosts(),  # noqa: B008 (frozen)
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
+        fingerprint: str = FINGERPRINT,
     ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
@@ -183,6 +184,7 @@ class ToyEngine:
             num_cache_blocks=num_cache_blocks,
             host_bytes_max=host_bytes_max,
             costs=costs,
+            fingerprint=fingerprint,
         )
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)

@@ -11,6 +11,7 @@ from coordinator.sampling.fair_queue import SampleQueues
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
+from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
 from tests.support.toy_pool import FakeTime
 
@@ -22,7 +23,8 @@ def sample(name: str, tenant: str) -> Any:
 
 def test_a_suspended_tenants_samples_wait_except_those_that_others_wait_for_in_quarantine() -> None:
     held, quarantine = {"suspended"}, Quarantine()
-    turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), AdapterGroup(FakeTime()), Fleet())
+    fleet = Fleet()
+    turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), AdapterGroup(FakeTime()), fleet, classes_of(fleet))
     scheduling: Any = SimpleNamespace(
         quarantines={"toy": quarantine},
         turns={"toy": turns},

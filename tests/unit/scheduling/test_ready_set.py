@@ -18,6 +18,7 @@ from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.worker_memory import WorkerMemory
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, Files, adapter_with, operation, run, spec_named
+from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
 from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime, running_pool
@@ -44,8 +45,9 @@ class Bench:
         self.held: set[str] = set()
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
         fleet, snapshots, publishing = Fleet(), cast("Snapshots", self.files), cast("Publishing", self.files)
-        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet)
-        memory = WorkerMemory("toy", fleet, self.group, self.quarantine, snapshots, publishing)
+        classes = classes_of(fleet)
+        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet, classes)
+        memory = WorkerMemory("toy", fleet, self.group, self.quarantine, snapshots, publishing, classes)
         is_held = self.held.__contains__
         fleet.add(toy_worker_info())
         costs = Costs("toy", fleet)

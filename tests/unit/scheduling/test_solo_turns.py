@@ -6,6 +6,7 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.probation import COST_FACTOR, Probation
 from coordinator.scheduling.solo_turns import KEPT_S, REST_FACTOR, SoloTurns
 from tests.support.adapter_logs import FB, adapter_with, run
+from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
 from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime
@@ -21,7 +22,7 @@ class Bench:
         for index in range(num_workers):
             self.fleet.add(toy_worker_info(f"w{index}"))
         self.probation = Probation(self.records, halving_s=3600.0)
-        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet)
+        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes_of(self.fleet))
         for log in logs:
             self.group.add(log)
             self.group.mark_dirty(log)

@@ -19,6 +19,7 @@ from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss
 from coordinator.storage.adapters import Adapters
 from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
+from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
 from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime
@@ -61,7 +62,7 @@ class Bench:
         publishing = cast("Publishing", self.publishing)
         self.records = MemoryRecords()
         self.probation = Probation(self.records, halving_s=3600.0)
-        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet)
+        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes_of(self.fleet))
         self.recorder = LossRecorder(
             self.fleet, self.registry, {"toy": self.quarantine}, {"toy": self.turns}, self.probation, publishing
         )

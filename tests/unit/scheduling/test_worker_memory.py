@@ -11,6 +11,7 @@ from coordinator.operations.windows import Window
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.worker_memory import WorkerMemory
 from tests.support.adapter_logs import FB, STEP, Files, adapter_with, operation, run, spec_named
+from tests.support.classes import classes_of
 from tests.support.toy_engine import toy_bytes, toy_worker_info
 from tests.support.toy_pool import FakeTime
 from workers.contract.gradient_windows import EMPTY
@@ -36,6 +37,7 @@ class Bench:
             self.quarantine,
             cast("Snapshots", self.files),
             cast("Publishing", self.files),
+            classes_of(self.fleet),
         )
 
     def put(self, name: str, worker_id: str = "w0", *, has_run: bool = False, is_covered: bool = False) -> AdapterLog:
