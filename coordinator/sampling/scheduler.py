@@ -135,8 +135,8 @@ class SampleScheduler:
         A sample is expected to run as long again as it has run so far. `until_s`: service time in seconds.
         """
         self._read_losses()
-        now, flights = self._time.monotonic(), list(worker.samples)
-        for sample in [self._samples[name] for name in flights if name in self._samples]:
+        now = self._time.monotonic()
+        for sample in [self._samples[name] for name in worker.samples if name in self._samples]:
             if sample.operation.is_final or now + (now - sample.started_s) <= until_s:
                 continue
             self._spawn(self._cancel_on(worker, sample.name))

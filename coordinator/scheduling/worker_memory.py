@@ -146,7 +146,7 @@ class WorkerMemory:
         resident = [self._group.logs[each] for each in self._group.residency.on(worker.info.worker_id)]
         is_reachable = worker.is_live and not worker.is_away
         due: list[AdapterLog] = []
-        num_left = len(resident)
+        has_left = False
         for log in sorted(resident, key=AdapterLog.is_ready, reverse=True):
             is_covered = log.copy.applied_seq <= log.snapshot_seq
             can_wait = is_reachable and not is_covered and self._quarantine.may_run(log.adapter_id)
@@ -156,9 +156,9 @@ class WorkerMemory:
                 due.append(log)
             else:
                 self._leave(worker, log)
-                num_left -= 1
+                has_left = True
         self._due += due[: self._snapshots.num_readable(due, self.size_of)]  # cycles must not wait for the writing
-        return num_left < len(resident)
+        return has_left
 
     def _leave(self, worker: Incarnation, log: AdapterLog) -> None:
         """Drop an adapter's copy from its worker: it goes on from its snapshot, anywhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -253,6 +254,24 @@ async def test_the_last_worker_of_a_model_is_not_drained_and_the_remedy_is_named
         assert error.code == Code.NOT_FOUND
         adapter = await pool.adapter()
         assert (await pool.wait(await pool.submit(adapter, 1)))[0].state == SUCCEEDED
+
+
+async def test_a_worker_whose_drain_cannot_be_stored_takes_work_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_db: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        database = pool.store.database
+        # Patched: no disk fails on demand.
+        monkeypatch.setattr(pool.store.drained_workers, "add", lambda row, act: database.write(full))
+        admin = await pool.administrator()
+        error = await refusal(pool.service.drain_worker(admin, pool_pb2.DrainWorkerRequest(worker_id="w0")))
+        assert error.retry_delay_s is not None
+        await asyncio.sleep(3 * supervision.DRAIN_POLL_S)  # had it gone on, it would have ended by now
+        await until(lambda: len(pool.core.fleet.available("toy")) == 2)
+        assert (await shown(pool, "w0")).state == pool_pb2.WORKER_STATE_READY
 
 
 async def test_a_drained_worker_is_not_started_at_the_next_start(tmp_path: Path) -> None:
