@@ -227,8 +227,10 @@ class Supervisor:
         return is_near or worker.name in self._prepared or self._has_others(worker)
 
     def _has_others(self, worker: Incarnation) -> bool:
-        """Return whether workers that stay take work of the same base model."""
-        return any(each.name not in self._notices for each in self._fleet.available(worker.info.model.name))
+        """Return whether workers that stay take work of the same base model, with the same numerics."""
+        model = worker.info.model
+        peers = [each for each in self._fleet.available(model.name) if each.info.model.fingerprint == model.fingerprint]
+        return any(each.name not in self._notices for each in peers)
 
     def _has_left(self, worker: Incarnation) -> bool:
         """Return whether a drained worker has nothing any more; if no other one takes work, samples do not count."""

@@ -116,8 +116,7 @@ def plan_pass(
     tokens: dict[str, float] = dict.fromkeys(residents, 0.0)
     limits: dict[str, float] = dict.fromkeys(residents, math.inf)
     num_free = {worker: slots.get(worker, math.inf) for worker in residents}
-    open_to_all = {worker: number for worker, number in residents.items() if worker != avoided} or residents
-    placer = _Placer(rotations.values(), open_to_all, loads, budget_tokens)
+    placer = _Placer(rotations.values(), residents, loads, budget_tokens, avoided)
     heap = [(_place(shares[tenant], rotation), tenant) for tenant, rotation in rotations.items()]
     heapq.heapify(heap)
     while heap and min(tokens.values(), default=budget_tokens) < budget_tokens:
@@ -166,7 +165,9 @@ class _Placer:
         residents: Mapping[str, int],
         loads: Mapping[str, float],
         budget_tokens: int,
+        avoided: str,
     ) -> None:
+        self._avoided = avoided
         self._num_residents = dict(residents)
         self._budget_tokens = budget_tokens
         self._load = dict.fromkeys(residents, 0.0)
@@ -178,8 +179,12 @@ class _Placer:
         self._load = {worker: max(number, loads.get(worker, 0.0)) for worker, number in self._load.items()}
 
     def choose(self, crowded: Collection[str]) -> str:
-        """Return the worker for a candidate without a copy: none of the `crowded` ones, if there is another."""
-        workers = [worker for worker in self._load if worker not in crowded] or self._load
+        """Return the worker for a candidate without a copy: none of the `crowded` ones, if there is another.
+
+        And of the rest not the avoided one, if there is another.
+        """
+        workers = [worker for worker in self._load if worker not in crowded] or list(self._load)
+        workers = [worker for worker in workers if worker != self._avoided] or workers
         return min(workers, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
 
     def placed(self, candidate: Candidate, worker_id: str) -> None:
@@ -251,7 +256,7 @@ class Planning:
 
     def place(self, log: AdapterLog, residents: Mapping[str, int]) -> str:
         """Return the worker with the fewest adapters, for an adapter that needs no pass; empty if there is none."""
-        workers = self._turns.workers_for(log.adapter_id, residents)
+        workers = self._turns.workers_for(log, residents)
         crowded = frozenset() if self._turns.has_turn(log.adapter_id) else self.memory.crowded(log)
         with_room = workers.keys() - crowded
         return min(with_room, key=lambda worker: (workers[worker], worker), default="")

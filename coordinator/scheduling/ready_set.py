@@ -170,7 +170,7 @@ class ReadySet:
             return True
         if self._turns.is_held(log):
             return bool(set(self._memory.worker_ids()) - self._memory.others(log))
-        workers = self._turns.workers_for(log.adapter_id, self.residents(self._memory.worker_ids()))
+        workers = self._turns.workers_for(log, self.residents(self._memory.worker_ids()))
         return not self._memory.must_wait(log, workers)
 
     def end_cycle(self) -> None:

@@ -104,12 +104,15 @@ class SoloTurns:
             return True
         if log.home:
             return log.home != self.reserved
-        return any(each.info.worker_id != self.reserved for each in self._fleet.available(self._base_model))
+        closed = self._classes.others(log) | {self.reserved}
+        return any(each.info.worker_id not in closed for each in self._fleet.available(self._base_model))
 
-    def workers_for(self, adapter_id: str, residents: Mapping[str, int]) -> dict[str, int]:
+    def workers_for(self, log: AdapterLog, residents: Mapping[str, int]) -> dict[str, int]:
         """Return the workers on which an adapter without a copy may be placed, of those with these residents."""
-        if self.has_turn(adapter_id):
+        if self.has_turn(log.adapter_id):
             return {worker: number for worker, number in residents.items() if worker == self.reserved}
+        closed = self._classes.others(log)
+        residents = {worker: number for worker, number in residents.items() if worker not in closed}
         others = {worker: number for worker, number in residents.items() if worker != self.avoided}
         return others or {worker: number for worker, number in residents.items() if worker != self.reserved}
 

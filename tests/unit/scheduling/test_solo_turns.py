@@ -50,8 +50,8 @@ def test_an_adapter_runs_in_its_turns_only_and_others_keep_off_its_worker_meanwh
     assert (bench.turns.is_held(bad), bench.turns.is_held(good)) == (True, False)
     assert bench.turns.reserved == "w0", "the worker with the fewest adapters of others"
     assert bench.turns.leaves_room(good)
-    assert bench.turns.workers_for("new", {"w0": 0, "w1": 1}) == {"w1": 1}
-    assert bench.turns.workers_for("bad", {"w0": 0, "w1": 1}) == {"w0": 0}
+    assert bench.turns.workers_for(adapter_with(FB, name="new"), {"w0": 0, "w1": 1}) == {"w1": 1}
+    assert bench.turns.workers_for(bad, {"w0": 0, "w1": 1}) == {"w0": 0}
     assert [bench.turns.may_place("other", worker) for worker in ("w0", "w1")] == [False, True]
     good.place_copy("w0")
     assert not bench.turns.leaves_room(good)
@@ -220,10 +220,10 @@ def test_others_avoid_the_solo_worker_for_a_while_after_a_turn_if_they_can() -> 
     bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
     bench.update()
     bench.turns.end_cycle()
-    assert bench.turns.workers_for("new", {"w0": 0, "w1": 5}) == {"w1": 5}
-    assert bench.turns.workers_for("new", {"w0": 0}) == {"w0": 0}
+    assert bench.turns.workers_for(adapter_with(FB, name="new"), {"w0": 0, "w1": 5}) == {"w1": 5}
+    assert bench.turns.workers_for(adapter_with(FB, name="new"), {"w0": 0}) == {"w0": 0}
     bench.records.now += KEPT_S
-    assert bench.turns.workers_for("new", {"w0": 0, "w1": 5}) == {"w0": 0, "w1": 5}
+    assert bench.turns.workers_for(adapter_with(FB, name="new"), {"w0": 0, "w1": 5}) == {"w0": 0, "w1": 5}
 
 
 def test_a_turn_whose_adapter_has_nothing_to_run_ends() -> None:
@@ -241,3 +241,17 @@ def test_the_end_of_a_probation_lets_everything_run_at_once() -> None:
     assert bench.update() == ""
     assert not bench.turns.is_held(bad)
     assert bench.turns.may_sample("bad", SAMPLE)
+
+
+def test_the_solo_worker_is_one_of_the_class_of_the_adapter_and_others_of_the_class_may_use_it_too() -> None:
+    bad, good = adapter_with(FB, name="bad", tenant="bad"), adapter_with(FB, name="good", tenant="good")
+    bench = Bench(bad, good, num_workers=0)
+    for worker_id, fingerprint in (("w0", "a"), ("w1", "b")):
+        bench.fleet.add(toy_worker_info(worker_id, fingerprint=fingerprint))
+    bad.fingerprint = good.fingerprint = "b"
+    assert bench.update() == "bad"
+    assert bench.turns.reserved == "w1", "although both are empty"
+    assert not bench.turns.leaves_room(good), "it must not run on w0"
+    bench.turns.end_cycle()
+    assert bench.turns.leaves_room(good)
+    assert bench.turns.workers_for(good, {"w0": 0, "w1": 5}) == {"w1": 5}, "although others avoid it for a while"
