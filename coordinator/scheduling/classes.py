@@ -57,6 +57,8 @@ class Classes:
         self._wake = asyncio.Event()
         self._moved: dict[str, str] = {}
         """Adapters whose new class is not durable yet."""
+        self.targets: dict[str, str] = {}
+        """Adapters that are to go on on a certain worker, whatever its class."""
         fleet.changed.subscribe(self._wake)
         self._update()
 
@@ -65,15 +67,25 @@ class Classes:
 
         These may be all of them: then it waits.
         """
-        fingerprint = log.fingerprint
+        fingerprint, target = log.fingerprint, self.targets.get(log.adapter_id)
         available = self._fleet.available(self._base_model)
+        if target is not None and any(each.info.worker_id == target for each in available):
+            return frozenset(each.info.worker_id for each in available if each.info.worker_id != target)
         others = frozenset(each.info.worker_id for each in available if each.info.model.fingerprint != fingerprint)
         if not fingerprint or not others or (len(others) == len(available) and not self._is_awaited(fingerprint)):
             return frozenset()
         return others
 
+    def send(self, log: AdapterLog, worker_id: str) -> None:
+        """Let the adapter go on on this worker, whatever its class, as long as that takes work."""
+        if log.home != worker_id:
+            self.targets[log.adapter_id] = worker_id
+        else:
+            self.targets.pop(log.adapter_id, None)
+
     def placed(self, log: AdapterLog, worker: Incarnation) -> None:
         """Record that a copy of the adapter is placed on a worker, and so of which class the adapter is."""
+        self.targets.pop(log.adapter_id, None)
         before, now = log.fingerprint, worker.info.model.fingerprint
         if now == before:
             return
@@ -96,6 +108,7 @@ class Classes:
     def forget(self, adapter_id: str) -> None:
         """Drop the state of a deleted adapter."""
         self._moved.pop(adapter_id, None)
+        self.targets.pop(adapter_id, None)
 
     async def run(self) -> None:
         """Note which classes workers have, and notify `changed` when the wait for one is over; run until cancelled."""

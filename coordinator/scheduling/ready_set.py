@@ -131,9 +131,9 @@ class ReadySet:
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
-        are_turns_idle, leaving = self._turns.are_idle, self._memory.leaving
+        are_turns_idle, leaving, targets = self._turns.are_idle, self._memory.leaving, self._memory.targets
         for log in self.dirty():
-            if log.home in leaving:
+            if log.home in leaving or (log.adapter_id in targets and self._memory.is_moving(log)):
                 continue  # its copy is about to leave
             if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
                 continue

@@ -13,7 +13,7 @@ cycles. Main invariant: nothing leaves a worker that is not in a file or in the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
@@ -108,7 +108,10 @@ class WorkerMemory:
         waiting, self._waiting, self._due, self._asked = self._waiting, {}, [], set()
         has_dropped = False
         for worker in self._fleet.drained(self._base_model):
-            has_dropped |= self._vacate(worker)
+            has_dropped |= self._vacate(worker, self._group.residency.on(worker.info.worker_id))
+        for log in [self._group.logs[each] for each in self.targets]:
+            if self.is_moving(log):
+                has_dropped |= self._vacate(self._fleet.worker(log.home), [log.adapter_id])
         for worker in self._available():
             for adapter_id in self._group.residency.take_left(worker.info.worker_id):
                 worker.drop(adapter_id)
@@ -137,13 +140,28 @@ class WorkerMemory:
         """Whether `take_due` or `take_asked` returns any."""
         return bool(self._due or self._asked)
 
-    def _vacate(self, worker: Incarnation) -> bool:
-        """Let the copies leave a drained worker; return whether any did.
+    def move(self, log: AdapterLog, worker_id: str) -> None:
+        """Let an adapter go on on this worker, between two cycles; its copy elsewhere leaves first."""
+        self._classes.send(log, worker_id)
+        self._group.mark_dirty(log)
+
+    @property
+    def targets(self) -> Mapping[str, str]:
+        """Adapters that are to go on on a certain worker; see `is_moving`."""
+        return self._classes.targets
+
+    def is_moving(self, log: AdapterLog) -> bool:
+        """Return whether the adapter's copy is to leave its worker for another one that takes work."""
+        target = self.targets.get(log.adapter_id, log.home)
+        return bool(log.home) and target != log.home and target in self.worker_ids()
+
+    def _vacate(self, worker: Incarnation, adapter_ids: Iterable[str]) -> bool:
+        """Let these copies leave a worker; return whether any did.
 
         A copy stays until its snapshot counts, those with something to run first. One that cannot be snapshotted now
         leaves at once: its adapter replays the log.
         """
-        resident = [self._group.logs[each] for each in self._group.residency.on(worker.info.worker_id)]
+        resident = [self._group.logs[each] for each in adapter_ids]
         is_reachable = worker.is_live and not worker.is_away
         due: list[AdapterLog] = []
         has_left = False

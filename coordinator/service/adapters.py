@@ -12,7 +12,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from coordinator.base.errors import Code, exists, invalid, unavailable, unmet
+from coordinator.base.errors import Code, exists, invalid, not_found, unavailable, unmet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
@@ -227,6 +227,23 @@ class AdapterUseCases(UseCases):
         ):
             raise invalid("rank and train_* must be those of the checkpoint: leave them out")
         return model, AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
+
+    async def move_adapter(self, principal: Principal, request: pb.MoveAdapterRequest) -> pb.MoveAdapterResponse:
+        """Let an adapter go on on a worker."""
+        core, log = self._core, self._core.registry.get(request.adapter_id)
+        if log is None or not (principal.is_admin or log.tenant_id == principal.tenant_id):
+            raise not_found("adapter", request.adapter_id)
+        fleet, worker_id = core.fleet, request.worker_id
+        if worker_id not in fleet.worker_ids() or fleet.worker(worker_id).info.model.name != log.base_model:
+            raise not_found(f"worker of {log.base_model}", worker_id)
+        worker = fleet.worker(worker_id)
+        if worker not in fleet.available(log.base_model):
+            raise unmet(
+                "WORKER_NOT_READY",
+                f"{worker_id} takes no work now: choose one that `tinkerpool worker list` shows ready",
+            )
+        core.loops[log.base_model].planning.memory.move(log, worker_id)
+        return pb.MoveAdapterResponse(changes_numerics=log.fingerprint not in ("", worker.info.model.fingerprint))
 
     async def _copy_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> Start:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""

@@ -39,6 +39,7 @@ LEAST_ROLES: Mapping[str, Role] = {
             "finish_session",
             "create_adapter",
             "delete_adapter",
+            "move_adapter",
             "forward",
             "forward_backward",
             "optim_step",

@@ -9,7 +9,7 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
-from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
+from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS, MOVE_ADAPTER
 from tinkerpool.v1 import adapters_pb2
 
 app = typer.Typer(no_args_is_help=True)
@@ -70,3 +70,20 @@ def delete(
         typer.confirm(f"Delete {adapter_id} and its training state for good?", abort=True)
     call(target, DELETE_ADAPTER, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter_id))
     show.note(f"{adapter_id} is deleted.")
+
+
+@app.command()
+@calls_pool
+def move(
+    target: Target,
+    adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The id in `tinkerpool worker list`.")],
+) -> None:
+    """Let an adapter go on on a worker, for example because it waits for one with the numerics of before.
+
+    Its training goes on where it was. If the worker has other numerics, results may differ in the last bits.
+    """
+    request = adapters_pb2.MoveAdapterRequest(adapter_id=adapter_id, worker_id=worker)
+    moved = call(target, MOVE_ADAPTER, request)
+    note = " It has other numerics: results may differ in the last bits from now on." if moved.changes_numerics else ""
+    show.note(f"{adapter_id} goes on on worker {worker} with its next operation.{note}")

@@ -406,3 +406,51 @@ class DeleteAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteAdapterResponse: _TypeAlias = DeleteAdapterResponse  # noqa: Y015
+
+@_typing.final
+class MoveAdapterRequest(_message.Message):
+    """Request of MoveAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    """The adapter."""
+    worker_id: _builtins.str
+    """The worker."""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveAdapterRequest: _TypeAlias = MoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class MoveAdapterResponse(_message.Message):
+    """Response of MoveAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_NUMERICS_FIELD_NUMBER: _builtins.int
+    changes_numerics: _builtins.bool
+    """Whether the worker has other numerics than the adapter's last one."""
+    def __init__(
+        self,
+        *,
+        changes_numerics: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_numerics", b"changes_numerics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveAdapterResponse: _TypeAlias = MoveAdapterResponse  # noqa: Y015

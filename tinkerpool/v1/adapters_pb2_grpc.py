@@ -58,6 +58,11 @@ class AdapterServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterResponse.FromString,
                 _registered_method=True)
+        self.MoveAdapter = channel.unary_unary(
+                '/tinkerpool.v1.AdapterService/MoveAdapter',
+                request_serializer=tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdapterServiceServicer(object):
@@ -109,6 +114,18 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveAdapter(self, request, context):
+        """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
+        the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
+        (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+        adapters of all tenants.
+
+        NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +148,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.DeleteAdapter,
                     request_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterResponse.SerializeToString,
+            ),
+            'MoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveAdapter,
+                    request_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -245,6 +267,33 @@ class AdapterService(object):
             '/tinkerpool.v1.AdapterService/DeleteAdapter',
             tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.SerializeToString,
             tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdapterService/MoveAdapter',
+            tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_adapters__pb2.MoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,14 @@ class AdapterServiceStub:
 
     NOT_FOUND: no such adapter.
     """
+    MoveAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]
+    """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
+    the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
+    (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+    adapters of all tenants.
+
+    NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
+    """
 
 @_typing.type_check_only
 class AdapterServiceAsyncStub(AdapterServiceStub):
@@ -98,6 +106,14 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     deleted themselves. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such adapter.
+    """
+    MoveAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]  # type: ignore[assignment]
+    """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
+    the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
+    (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+    adapters of all tenants.
+
+    NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
     """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -155,6 +171,20 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         deleted themselves. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such adapter.
+        """
+
+    @_abc_1.abstractmethod
+    def MoveAdapter(
+        self,
+        request: _adapters_pb2.MoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.MoveAdapterResponse, _abc.Awaitable[_adapters_pb2.MoveAdapterResponse]]:
+        """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
+        the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
+        (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+        adapters of all tenants.
+
+        NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
         """
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.toy_pool import ToyPool, running_pool
+from coordinator.base.errors import Code, ServiceError
+from tests.support.toy_pool import ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
+from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import WorkerLost
@@ -109,3 +111,56 @@ async def test_a_pool_whose_workers_all_have_other_numerics_goes_on_at_once_and_
         assert is_noted(found)
         [row] = pool.store.adapters.not_deleted()
         assert row.fingerprint == "torch 2"
+
+
+async def move(pool: ToyPool, adapter: str, worker_id: str, tenant: str = "alice") -> bool:
+    """Move an adapter; return whether the numerics change."""
+    request = adapters_pb2.MoveAdapterRequest(adapter_id=adapter, worker_id=worker_id)
+    return bool((await pool.service.move_adapter(await pool.principal(tenant), request)).changes_numerics)
+
+
+async def test_an_adapter_that_waits_for_its_class_can_be_moved_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        adapter, home = await trained(pool)
+        pool.lose_worker(home)
+        name = await pool.submit(adapter, 2)
+        await asyncio.sleep(0.1)
+        assert not pool.log_of(adapter).home
+        other = "w1" if home == "w0" else "w0"
+        assert await move(pool, adapter, other)
+        [found] = await asyncio.wait_for(pool.wait(name), 30)
+        assert (pool.log_of(adapter).home, is_noted(found)) == (other, True)
+
+
+async def test_a_moved_adapter_keeps_its_bits_and_stays_where_it_is(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        adapter, home = await trained(pool)
+        other = "w1" if home == "w0" else "w0"
+        for seq, worker_id in ((2, other), (3, home), (4, home), (5, other)):
+            assert not await move(pool, adapter, worker_id)
+            await asyncio.wait_for(pool.wait(await pool.submit(adapter, seq)), 30)
+            assert pool.log_of(adapter).home == worker_id
+        await asyncio.wait_for(pool.wait(await pool.submit(adapter, 6)), 30)
+        assert pool.log_of(adapter).home == other, "it was moved once"
+        copy = pool.engines[other][-1].adapters[adapter]
+        assert copy.chain == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
+
+
+async def test_only_ones_own_adapters_are_moved_and_only_to_workers_that_take_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        adapter, home = await trained(pool)
+        other = "w1" if home == "w0" else "w0"
+        for refused in ((adapter, other, "bob"), (adapter, "w7", "alice"), (f"{adapter}9", other, "alice")):
+            with pytest.raises(ServiceError) as error:
+                await move(pool, *refused)
+            assert error.value.code is Code.NOT_FOUND
+        pool.lose_worker(other)
+        with pytest.raises(ServiceError, match=f"{other} takes no work now") as error:
+            await move(pool, adapter, other)
+        assert error.value.code is Code.FAILED_PRECONDITION
+        request = adapters_pb2.MoveAdapterRequest(adapter_id=adapter, worker_id=home)
+        await pool.service.move_adapter(await pool.administrator(), request)

@@ -426,6 +426,14 @@ def test_adapter_delete_requires_confirmation(run: Run, service: FakeService, mo
     assert service.calls[0][0] == "delete_adapter"
 
 
+def test_adapter_move_says_whether_numerics_change(run: Run, service: FakeService) -> None:
+    service.responses["move_adapter"] = adapters_pb2.MoveAdapterResponse(changes_numerics=True)
+    done = run("adapter", "move", "s:train:0", "w1")
+    assert (done.code, service.calls[0][0]) == (0, "move_adapter")
+    assert "s:train:0 goes on on worker w1" in done.err
+    assert "other numerics" in done.err
+
+
 def test_checkpoint_list_does_not_truncate_paths(run: Run, service: FakeService) -> None:
     path = f"tinker://{'s' * 36}:train:0/sampler_weights/{'n' * 60}"
     checkpoint = checkpoints_pb2.Checkpoint(path=path, size_bytes=1_500_000, rank=8)

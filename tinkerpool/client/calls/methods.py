@@ -129,6 +129,8 @@ CANCEL_OPERATION = Unary(
     "OperationService", "CancelOperation", operations.CancelOperationRequest, operations.CancelOperationResponse
 )
 
+MOVE_ADAPTER = Unary("AdapterService", "MoveAdapter", adapters.MoveAdapterRequest, adapters.MoveAdapterResponse)
+
 GET_POOL_STATUS = Unary("PoolService", "GetPoolStatus", pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
 WATCH_CYCLES = ServerStream("PoolService", "WatchCycles", pool.WatchCyclesRequest, pool.WatchCyclesResponse)
 DRAIN_WORKER = Unary("PoolService", "DrainWorker", pool.DrainWorkerRequest, pool.DrainWorkerResponse)
