@@ -179,7 +179,11 @@ class SampleScheduler:
             self._spawn(self._start(worker, self._samples[name]))
 
     def _requeue(self, sample: Sample) -> None:
+        """Queue a sample again whose worker does not have it any more; end it if it was cancelled meanwhile."""
         self._placement.free(sample)
+        if sample.is_cancelled:
+            self._end(sample, SampleResult(op_id=sample.name, error=CANCELLED))
+            return
         sample.restart()
         self._queues.requeue(sample)
 
@@ -252,9 +256,12 @@ class SampleScheduler:
         return sample.worker is worker and sample.name in worker.samples
 
     def _finish(self, sample: Sample, result: SampleResult) -> None:
+        self._end(sample, result)
+        self._dispatch(sample.base_model)
+
+    def _end(self, sample: Sample, result: SampleResult) -> None:
         self._queues.finish(sample, sample.decide(result))
         self._spawn(self._commit(sample))
-        self._dispatch(sample.base_model)
 
     def _fail(self, sample: Sample, error: ops_pb.OperationError) -> None:
         sample.fail(error)

@@ -19,6 +19,7 @@ from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import SampleRequest
+from workers.pool.local import LocalPool
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
@@ -134,6 +135,26 @@ async def test_a_cancelled_sample_ends_whether_it_is_queued_or_decoded(tmp_path:
     assert (cancelled.state, cancelled.error.code) == (FAILED, 1)
     assert finished == unchanged
     assert finished.state == SUCCEEDED
+
+
+async def test_a_cancelled_sample_ends_with_the_loss_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever behind a tenant that is being deleted, whose samples do not start."""
+
+    async def no_cancellation(_: LocalPool, worker_id: str, op_id: str) -> None:
+        """The worker does not get to it."""
+
+    monkeypatch.setattr(LocalPool, "cancel_sample", no_cancellation)
+    async with running_pool(tmp_path, time=FakeTime()) as pool:  # a worker restarts only when the time advances
+        name = await pool.sample(await pool.sampler(await pool.session()), 1, max_tokens=60)
+        pool.hold()
+        await until(lambda: pool.samples_on() == [name])
+        await pool.cancel(name)
+        pool.lose_worker()
+        [cancelled] = await asyncio.wait_for(pool.wait(name), 60)
+        assert (cancelled.state, cancelled.error.code) == (FAILED, 1)
+        await pool.release()
 
 
 async def test_a_sampler_names_its_checkpoint_and_base_model(pool: ToyPool) -> None:
