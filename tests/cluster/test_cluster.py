@@ -6,17 +6,14 @@ Each test prints the longest pauses: of an adapter whose worker was lost, and of
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, has_netem, made_hosts, problem, wait_until
+from tests.cluster.hosts import Host, has_netem, made_folder, made_hosts, problem, wait_until
 from tests.cluster.pools import Clients, ClusterPool, Reference, longest_pause_s, now
 
 PROBLEM = problem()
@@ -43,18 +40,8 @@ SERVED_TIMEOUT_S = 240.0
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Reference]:
-    with _folder() as folder, Reference.started(folder) as reference:
+    with made_folder() as folder, Reference.started(folder) as reference:
         yield reference
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder on the machine's disk: each host has a /dev/shm of its own, and its sockets need short paths."""
-    folder = Path(tempfile.mkdtemp(prefix="tp-", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -63,7 +50,7 @@ def training(
 ) -> Iterator[tuple[ClusterPool, Clients]]:
     """Run a pool on a head and nodes, with clients that have trained a while; show its log if the block fails."""
     num_hosts = 1 + num_nodes + (not coordinator_beside_head)
-    with _folder() as folder, made_hosts(num_hosts, folder) as hosts:
+    with made_folder() as folder, made_hosts(num_hosts, folder) as hosts:
         pool = ClusterPool(hosts, folder, coordinator=0 if coordinator_beside_head else num_hosts - 1, on_disk=on_disk)
         try:
             pool.start_head()
@@ -274,7 +261,7 @@ def test_serve_ends_with_one_sentence_when_the_head_is_refused_and_its_store_was
 
 
 def test_host_without_a_raylet_is_told_so_within_seconds(scenario: Scenario) -> None:
-    with _folder() as folder, made_hosts(2, folder) as hosts:
+    with made_folder() as folder, made_hosts(2, folder) as hosts:
         pool = ClusterPool(hosts, folder, coordinator=1)
         pool.start_head()
         begin_s, _ = now()
