@@ -6,6 +6,7 @@ Each test prints the longest pauses: of an adapter whose worker was lost, and of
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ NOTICE_S = 45
 """Seconds between the announcement that a host leaves and its end. A start takes 7 to 12 s, on busy cores 25."""
 LEFT_PAUSE_S_MAX = 4.0
 """Longest pause when a host leaves: 2 s, and a cycle (`cycle_s_max`)."""
+ENDED_S = 30.0
+"""Longest time for the end of `serve` after a signal; it finishes its cycle."""
 REFUSED_S = 25.0
 """Longest life of `serve` without a head: 10 s of refused connections, 5 s for Ray's end; more on busy cores."""
 SERVED_TIMEOUT_S = 240.0
@@ -46,12 +49,18 @@ def reference() -> Iterator[Reference]:
 
 @contextlib.contextmanager
 def training(
-    num_nodes: int, num_workers: int, *, coordinator_beside_head: bool = True, on_disk: bool = False
+    num_nodes: int,
+    num_workers: int,
+    *,
+    coordinator_beside_head: bool = True,
+    on_disk: bool = False,
+    keep_workers: bool = False,
 ) -> Iterator[tuple[ClusterPool, Clients]]:
     """Run a pool on a head and nodes, with clients that have trained a while; show its log if the block fails."""
     num_hosts = 1 + num_nodes + (not coordinator_beside_head)
     with made_folder() as folder, made_hosts(num_hosts, folder) as hosts:
-        pool = ClusterPool(hosts, folder, coordinator=0 if coordinator_beside_head else num_hosts - 1, on_disk=on_disk)
+        coordinator = 0 if coordinator_beside_head else num_hosts - 1
+        pool = ClusterPool(hosts, folder, coordinator=coordinator, on_disk=on_disk, keep_workers=keep_workers)
         try:
             pool.start_head()
             for host in hosts[1:]:
@@ -210,17 +219,25 @@ def test_link_that_is_slow_and_drops_packets_for_20_s_loses_no_worker(scenario: 
         assert not pool.said(r"^worker \S+ lost", datetime.min)
 
 
-def test_coordinator_killed_and_started_again(scenario: Scenario) -> None:
-    with training(num_nodes=2, num_workers=2) as (pool, clients):
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_coordinator_ended_and_started_again_loads_no_model(scenario: Scenario, signum: signal.Signals) -> None:
+    """It keeps its workers at SIGTERM; at SIGKILL it cannot end them."""
+    with training(num_nodes=2, num_workers=2, keep_workers=signum == signal.SIGTERM) as (pool, clients):
 
         def fault() -> None:
-            assert pool.server is not None
-            pool.server.kill()
+            server = pool.server
+            assert server is not None
+            server.send(signum)
+            wait_until(lambda: server.exit_code is not None, ENDED_S, "serve does not end")
             time.sleep(1)
             pool.begin(num_workers=2)
             pool.wait_ready()
 
         scenario.run(pool, clients, fault, hit=pool.hosts)
+        adopted = pool.said(r"^worker \S+ was left by the last coordinator and goes on as ", datetime.min)
+        assert len(adopted) == 2
+        assert len(pool.said(r"^loading kjv-2m ", datetime.min)) == 1, "the second start loads a model"
+        assert not pool.said(r"^worker \S+ (lost|joined)", datetime.min)
 
 
 def test_head_host_killed_and_back_after_30_s_with_its_store_on_disk(scenario: Scenario) -> None:
