@@ -32,35 +32,37 @@ HEADING, NEXT_HEADING = "\n## Two hosts, step by step\n", "\n## "
 CODE = 8 * " "
 PROMPT = re.compile(r"(one|two)\$ (.+)")
 CUT = re.compile(r"\w+\.\.\.")
+"""A line of output that is cut on the page: a token, or a key."""
 LOOKS = ("curl ", "tinkerpool logs", "tinkerpool status")
-"""Commands that change nothing: repeated until their output is that of the page, which says "within seconds"."""
+"""Commands that change nothing. They are repeated until they print what the page shows: it says "within seconds"."""
 SEEN_S = 90.0
+"""Seconds for that. A worker starts in 7 to 25 s."""
 AGAIN_S = 1.0
 COMMAND_S = 240.0
 
-ANYTHING = "(?s:.*)"
 TENANT = r"(?:alice|bob|carol)(?: \+step)?"
-SHAPES = {
-    r"(?:\d+\.){2,3}\d+(?::\d+)?": None,  # a version, or an address
+VARYING = (
+    rf"{TENANT}(?:, {TENANT})+",  # those of a shared cycle
+    TENANT,
+    r"\b\d\d:\d\d:\d\d\.\d{3}\b",
+    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b",
+    r"\btp_[0-9a-f]{12}",
+    r"\bw\d-[0-9a-f]{12}\b",
+    r"\bw\d\b",
+    r"\b\d+(?:\.\d+)? (?:us|ms|s|min)\b",
+    r"\b\d+(?:\.\d+)? k?M?B\b",
+    r"\b\d+\.\d+\b",
+    r"\b[1-9]\d*\b",
+)
+"""What differs from run to run: each stands for what has the same shape. So a zero stands for a zero only."""
+SHAPES: dict[str, str | None] = {
+    r"(?:\d+\.){2,3}\d+(?::\d+)?": None,  # a version or an address stands for itself, as all words do
     r"\b[0-9a-f]{12}\.\.\.": "[0-9a-f]{64}",  # a token
-    r"\.\.\.": ANYTHING,
+    r"\.\.\.": "(?s:.*)",
     r" +": " +",
-    rf"{TENANT}(?:, {TENANT})+": rf"{TENANT}(?:, {TENANT})+",  # of a cycle that is shared
-    TENANT: TENANT,
-    r"\d\d:\d\d:\d\d\.\d{3}": r"\d\d:\d\d:\d\d\.\d{3}",
-    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    r"\btp_[0-9a-f]{12}": "tp_[0-9a-f]{12}",
-    r"\bw\d-[0-9a-f]{12}": r"w\d-[0-9a-f]{12}",
-    r"\bw\d\b": r"w\d",
-    r"\b\d+(?:\.\d+)? (?:us|ms|s)\b": r"\d+(?:\.\d+)? (?:us|ms|s)",
-    r"\b\d+(?:\.\d+)? k?M?B\b": r"\d+(?:\.\d+)? k?M?B",
-    r"\b\d+\.\d+\b": r"\d+\.\d+",
-    r"\b[1-9]\d*\b": r"[1-9]\d*",
+    **dict(zip(VARYING, VARYING, strict=True)),
 }
-"""What stands on the page, and what may stand in its place in the output (None: the same); the first that fits.
-
-Anything else stands for itself: words, and zeros.
-"""
+"""Expressions for what stands on the page, and for what may stand there in the output. The first that fits counts."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Terminal:
         return by_host(self._host.run(["bash", "-c", command], self._environment, self._home, timeout_s=COMMAND_S))
 
 
-def follow(section: str, terminals: dict[str, Terminal], by_hand: dict[str, Callable[[], object]]) -> None:
+def follow(section: str, terminals: dict[str, Terminal], by_hand: dict[str, Callable[[], None]]) -> None:
     """Do what a section says, and compare what is printed. `by_hand`: what to do where the prose has these words."""
     words_in_full: dict[str, str] = {}
     """What was printed for a line that is cut on the page, such as a key; later commands take it in full."""
