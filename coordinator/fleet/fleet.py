@@ -126,7 +126,7 @@ class Incarnation:
 
     def end(self) -> tuple[tuple[Flight, ...], tuple[Flight, ...]]:
         """Mark the incarnation lost; return the training operations and samples that were in flight."""
-        self.is_live = False
+        self.is_live, self.held_bytes = False, 0
         training, samples = self.training, tuple(self.samples.values())
         self.training, self.samples = (), {}
         return training, samples

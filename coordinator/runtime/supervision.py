@@ -241,7 +241,8 @@ class Supervisor:
         """See to it that a drained worker has nothing any more when its host leaves."""
         end_s = self._notices.get(worker.name, math.inf) - END_S
         if self._time.monotonic() >= end_s:
-            self._losses.record(worker.info.worker_id, worker.name, LossKind.LEFT, "its host leaves now")
+            kind = LossKind.SILENT if worker.is_late else LossKind.LEFT  # what silenced it must not go on unsuspected
+            self._losses.record(worker.info.worker_id, worker.name, kind, "its host leaves now")
         elif self._has_others(worker):
             self._samples.leave(worker, end_s)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,16 @@ def has_netem() -> bool:
     """Return whether this kernel can delay and drop packets."""
     command = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def made_folder() -> Iterator[Path]:
+    """Make a folder on the machine's disk: each host has a /dev/shm of its own, and its sockets need short paths."""
+    folder = Path(tempfile.mkdtemp(prefix="tp-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Started:

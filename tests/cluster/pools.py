@@ -98,7 +98,15 @@ class Clients:
 class ClusterPool:
     """Ray on hosts, and `tinkerpool serve` on one of them. The first host is Ray's head, without a worker."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, *, coordinator: int = 0, on_disk: bool = False) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        *,
+        coordinator: int = 0,
+        on_disk: bool = False,
+        keep_workers: bool = False,
+    ) -> None:
         """`coordinator`: the number of its host. `on_disk`: the head's GCS is in RocksDB, and outlives the head."""
         self.hosts = hosts
         self.head = hosts[0]
@@ -111,6 +119,7 @@ class ClusterPool:
         self.serving: Serving | None = None
         self.server: Started | None = None
         self._folder = folder
+        self._keep_workers = ["--keep-workers"] if keep_workers else []
         self._num_clients = 0
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TINKERPOOL_", "RAY_"))}
         self.environment = inherited | {
@@ -148,7 +157,7 @@ class ClusterPool:
         """Start the coordinator, without waiting for it."""
         (self.home / "pool" / READY_FILE).unlink(missing_ok=True)
         options = ["--ray-address", self.address, "--workers", str(num_workers), "--threads", "1"]
-        command = [sys.executable, "-m", "tinkerpool.cli", "serve", *options]
+        command = [sys.executable, "-m", "tinkerpool.cli", "serve", *options, *self._keep_workers]
         self.server = self.place.start(command, self.environment, ROOT, log=self.log)
 
     def wait_ready(self) -> None:

@@ -6,17 +6,15 @@ Each test prints the longest pauses: of an adapter whose worker was lost, and of
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, has_netem, made_hosts, problem, wait_until
+from tests.cluster.hosts import Host, has_netem, made_folder, made_hosts, problem, wait_until
 from tests.cluster.pools import Clients, ClusterPool, Reference, longest_pause_s, now
 
 PROBLEM = problem()
@@ -35,6 +33,8 @@ NOTICE_S = 45
 """Seconds between the announcement that a host leaves and its end. A start takes 7 to 12 s, on busy cores 25."""
 LEFT_PAUSE_S_MAX = 4.0
 """Longest pause when a host leaves: 2 s, and a cycle (`cycle_s_max`)."""
+ENDED_S = 30.0
+"""Longest time for the end of `serve` after a signal; it finishes its cycle."""
 REFUSED_S = 25.0
 """Longest life of `serve` without a head: 10 s of refused connections, 5 s for Ray's end; more on busy cores."""
 SERVED_TIMEOUT_S = 240.0
@@ -43,28 +43,24 @@ SERVED_TIMEOUT_S = 240.0
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Reference]:
-    with _folder() as folder, Reference.started(folder) as reference:
+    with made_folder() as folder, Reference.started(folder) as reference:
         yield reference
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder on the machine's disk: each host has a /dev/shm of its own, and its sockets need short paths."""
-    folder = Path(tempfile.mkdtemp(prefix="tp-", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def training(
-    num_nodes: int, num_workers: int, *, coordinator_beside_head: bool = True, on_disk: bool = False
+    num_nodes: int,
+    num_workers: int,
+    *,
+    coordinator_beside_head: bool = True,
+    on_disk: bool = False,
+    keep_workers: bool = False,
 ) -> Iterator[tuple[ClusterPool, Clients]]:
     """Run a pool on a head and nodes, with clients that have trained a while; show its log if the block fails."""
     num_hosts = 1 + num_nodes + (not coordinator_beside_head)
-    with _folder() as folder, made_hosts(num_hosts, folder) as hosts:
-        pool = ClusterPool(hosts, folder, coordinator=0 if coordinator_beside_head else num_hosts - 1, on_disk=on_disk)
+    with made_folder() as folder, made_hosts(num_hosts, folder) as hosts:
+        coordinator = 0 if coordinator_beside_head else num_hosts - 1
+        pool = ClusterPool(hosts, folder, coordinator=coordinator, on_disk=on_disk, keep_workers=keep_workers)
         try:
             pool.start_head()
             for host in hosts[1:]:
@@ -223,17 +219,25 @@ def test_link_that_is_slow_and_drops_packets_for_20_s_loses_no_worker(scenario: 
         assert not pool.said(r"^worker \S+ lost", datetime.min)
 
 
-def test_coordinator_killed_and_started_again(scenario: Scenario) -> None:
-    with training(num_nodes=2, num_workers=2) as (pool, clients):
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_coordinator_ended_and_started_again_loads_no_model(scenario: Scenario, signum: signal.Signals) -> None:
+    """It keeps its workers at SIGTERM; at SIGKILL it cannot end them."""
+    with training(num_nodes=2, num_workers=2, keep_workers=signum == signal.SIGTERM) as (pool, clients):
 
         def fault() -> None:
-            assert pool.server is not None
-            pool.server.kill()
+            server = pool.server
+            assert server is not None
+            server.send(signum)
+            wait_until(lambda: server.exit_code is not None, ENDED_S, "serve does not end")
             time.sleep(1)
             pool.begin(num_workers=2)
             pool.wait_ready()
 
         scenario.run(pool, clients, fault, hit=pool.hosts)
+        adopted = pool.said(r"^worker \S+ was left by the last coordinator and goes on as ", datetime.min)
+        assert len(adopted) == 2
+        assert len(pool.said(r"^loading kjv-2m ", datetime.min)) == 1, "the second start loads a model"
+        assert not pool.said(r"^worker \S+ (lost|joined)", datetime.min)
 
 
 def test_head_host_killed_and_back_after_30_s_with_its_store_on_disk(scenario: Scenario) -> None:
@@ -274,7 +278,7 @@ def test_serve_ends_with_one_sentence_when_the_head_is_refused_and_its_store_was
 
 
 def test_host_without_a_raylet_is_told_so_within_seconds(scenario: Scenario) -> None:
-    with _folder() as folder, made_hosts(2, folder) as hosts:
+    with made_folder() as folder, made_hosts(2, folder) as hosts:
         pool = ClusterPool(hosts, folder, coordinator=1)
         pool.start_head()
         begin_s, _ = now()

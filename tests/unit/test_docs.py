@@ -150,7 +150,7 @@ def commands(page: str) -> Iterator[list[str]]:
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     fenced = "".join(f"\n    {line}" for _, code in blocks(page) for line in code.splitlines())
-    shown = r"^ {4,}(?:\$ )?(tinkerpool (?!is ready |\d).+)$|`(tinkerpool [^`\n]+)`"
+    shown = r"^ {4,}(?:\w*\$ )?(tinkerpool (?!is ready |\d).+)$|`(tinkerpool [^`\n]+)`"
     for found in re.finditer(shown, text + fenced, re.MULTILINE):
         yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
 
