@@ -660,6 +660,27 @@ GUARDS = (
         tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "usage"),
     ),
     Guard(
+        name="what silenced a worker is suspected although its host leaves",
+        file="coordinator/runtime/supervision.py",
+        before="LossKind.SILENT if worker.is_late else LossKind.LEFT",
+        after="LossKind.LEFT",
+        tests=("tests/integration/cycles/test_drains.py", "-k", "what_silenced"),
+    ),
+    Guard(
+        name="adapters stay in the class of their worker",
+        file="coordinator/scheduling/worker_memory.py",
+        before="        return self._classes.others(log).union(full)\n",
+        after="        return frozenset(full)\n",
+        tests=("tests/integration/cycles/test_classes.py", "-k", "another_worker_of_its_class"),
+    ),
+    Guard(
+        name="a cancelled sample ends with its worker",
+        file="coordinator/sampling/scheduler.py",
+        before="        if sample.is_cancelled:\n            self._end(",
+        after="        if False:\n            self._end(",
+        tests=("tests/integration/sampling/test_sampling_service.py", "-k", "loss_of_its_worker", "--timeout", "40"),
+    ),
+    Guard(
         name="an adopted worker drops what its last coordinator left",
         file="workers/pool/loop.py",
         before="        engine.begin(epoch, incarnation)\n",
