@@ -123,6 +123,7 @@ class Classes:
 
     def _is_awaited(self, fingerprint: str) -> bool:
         """Return whether a worker of a class that has none at present is to come, and the wait is not over."""
+        self._update()  # a worker may just have come with another class than before
         if fingerprint not in {self._reported.get(each) for each in self._fleet.expected}:
             return False
         if fingerprint not in self._absent_since:

@@ -78,6 +78,14 @@ def test_workers_that_all_report_another_class_than_before_get_its_adapters_at_o
     assert reports.rows == {"w0": "torch 2", "w1": "torch 2"}
 
 
+def test_nobody_waits_for_a_worker_that_has_just_come_back_with_another_class() -> None:
+    fleet = a_fleet(w0="a")
+    classes = classes_of(fleet)
+    lose(fleet, "w0")
+    fleet.add(toy_worker_info("w0", 2, fingerprint="b"))
+    assert classes.others(an_adapter("a")) == frozenset()
+
+
 async def test_the_wait_begins_anew_when_a_worker_of_the_class_was_there_meanwhile() -> None:
     fleet, time, log = a_fleet(w0="a", w1="b"), FakeTime(0.0), an_adapter("a")
     classes = classes_of(fleet, time, WAIT_S)
