@@ -48,6 +48,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "create_sampler": lambda t: sampling_pb2.CreateSamplerRequest(session_id=t.session, base_model="toy", index=0),
     "get_adapter": lambda t: adapters_pb2.GetAdapterRequest(adapter_id=t.adapter),
     "delete_adapter": lambda t: adapters_pb2.DeleteAdapterRequest(adapter_id=t.adapter),
+    "move_adapter": lambda t: adapters_pb2.MoveAdapterRequest(adapter_id=t.adapter, worker_id="w0"),
     "forward": lambda t: training_pb2.ForwardRequest(
         adapter_id=t.adapter, seq=1, data=[datum(3)], loss_function=CROSS_ENTROPY
     ),
