@@ -109,8 +109,9 @@ class WorkerMemory:
         has_dropped = False
         for worker in self._fleet.drained(self._base_model):
             has_dropped |= self._vacate(worker, self._group.residency.on(worker.info.worker_id))
-        for log in [self._group.logs[each] for each in self.targets]:
-            if self.is_moving(log):
+        for adapter_id in list(self.targets):
+            log = self._group.logs.get(adapter_id)  # None: it is being deleted
+            if log is not None and self.is_moving(log) and log.home not in self.away:
                 has_dropped |= self._vacate(self._fleet.worker(log.home), [log.adapter_id])
         for worker in self._available():
             for adapter_id in self._group.residency.take_left(worker.info.worker_id):

@@ -243,3 +243,14 @@ def test_copies_of_a_drained_worker_are_snapshotted_as_many_at_a_time_as_may_be_
     bench.files.unsettled.add("busy")
     bench.memory.make_room()
     assert bench.memory.take_due() == [idle]
+
+
+def test_an_adapter_that_is_deleted_while_it_is_to_be_moved_is_left_alone() -> None:
+    bench = Bench(8, 8)
+    log = bench.put("moved")
+    bench.memory.move(log, "w1")
+    assert bench.memory.is_moving(log)
+    bench.group.remove(log)  # a deletion: the adapter is forgotten when no cycle has it any more
+    assert not bench.memory.make_room()
+    bench.memory.forget("moved")
+    assert not bench.memory.targets
