@@ -250,7 +250,10 @@ class SoloTurns:
     def _is_wanted(self, turn: _Turn, can_run: Callable[[AdapterLog], bool]) -> bool:
         """Return whether a turn may go on: a sample ends its own turn."""
         worker = self._fleet.find(turn.worker_id)
-        if worker is None or (worker.is_draining and turn.name not in worker.samples):
+        if worker is None:
+            return False
+        in_flight = {*worker.samples, *(flight.target_id for flight in worker.training)}
+        if worker.is_draining and turn.name not in in_flight:
             return False
         if turn.is_running and turn.is_sample:
             return True

@@ -255,3 +255,13 @@ def test_the_solo_worker_is_one_of_the_class_of_the_adapter_and_others_of_the_cl
     bench.turns.end_cycle()
     assert bench.turns.leaves_room(good)
     assert bench.turns.workers_for(good, {"w0": 0, "w1": 5}) == {"w1": 5}, "although others avoid it for a while"
+
+
+def test_a_turn_that_is_in_flight_goes_on_while_its_worker_is_drained_and_pays_for_its_loss() -> None:
+    bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
+    assert bench.update() == "bad"
+    worker = bench.fleet.worker(bench.turns.reserved)
+    worker.begin_phase((Flight("bad:1", "bad", 1, 0, "bad"),))
+    bench.fleet.drain(worker.info.worker_id, is_ending=False)
+    assert bench.update() == "bad"
+    assert bench.turns.lose(worker.info.worker_id), "the loss is one of its turn"
