@@ -299,11 +299,11 @@ class Fleet:
 
     def available(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that take work: live, not drained, and not away."""
-        return [w for w in self._of(base_model) if w.is_live and not w.is_draining and not w.is_away]
+        return [w for w in self.live(base_model) if not w.is_away]
 
-    def num_live(self, base_model: str) -> int:
-        """Return how many workers of this base model are live and not drained; they may be away."""
-        return sum(w.is_live and not w.is_draining for w in self._of(base_model))
+    def live(self, base_model: str) -> list[Incarnation]:
+        """Return the workers of a base model that are live and not drained; they may be away."""
+        return [w for w in self._of(base_model) if w.is_live and not w.is_draining]
 
     def drained(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are drained, live or not."""

@@ -20,7 +20,7 @@ from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.scheduling.worker_losses import LossKind, LossRecorder
+from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss
 from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import Pool, WorkerLost
 
@@ -254,11 +254,14 @@ class Supervisor:
             worker = self._fleet.find(worker_id)
             if worker is None:
                 continue
-            await self._ping_once(worker)
+            await self._ping_once(worker, asyncio.Event())
         self._pinged.discard(worker_id)
 
-    async def _ping_once(self, worker: Incarnation) -> None:
-        """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after."""
+    async def _ping_once(self, worker: Incarnation, is_proven: asyncio.Event) -> None:
+        """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after.
+
+        Sets `is_proven` once the worker has replied, or is late or lost.
+        """
         timeout_s = self._config.ping_timeout_s
         late_s = min(LATE_S, timeout_s)
         worker_id, ping = worker.info.worker_id, asyncio.ensure_future(self._pool.ping(worker.info.worker_id))
@@ -267,6 +270,7 @@ class Supervisor:
                 await within(late_s, asyncio.shield(ping))
             except TimeoutError:
                 self._fleet.be_late(worker, is_late=True)
+                is_proven.set()
                 await within(timeout_s - late_s, ping)
             self._fleet.be_late(worker, is_late=False)
         except WorkerLost as error:
@@ -275,13 +279,25 @@ class Supervisor:
             reason = f"no reply within {timeout_s:g} s"
             self._losses.record(worker_id, worker.name, LossKind.SILENT, reason)
         finally:
+            is_proven.set()
             ping.cancel()
+
+    async def _check_others(self, loss: WorkerLoss) -> None:
+        """Ping the other workers after a loss: what was in flight there runs next on one that lives."""
+        proven = [asyncio.Event() for _ in loss.unproven]
+        for worker, is_proven in zip(loss.unproven, proven, strict=True):
+            self._tasks.spawn(self._ping_once(worker, is_proven))
+        for is_proven in proven:
+            await is_proven.wait()
+        self._losses.checked(loss)
 
     async def _replace_lost(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             for loss in self._lost.take():
+                if loss.unproven:
+                    self._tasks.spawn(self._check_others(loss))
                 if not self._is_stopping:
                     self._replacing.add(loss.worker_id)
                     self._tasks.spawn(self._replace(loss.worker_id, is_at_once=loss.is_blameless))

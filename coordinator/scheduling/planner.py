@@ -244,7 +244,7 @@ class Planning:
 
     def has_live_workers(self) -> bool:
         """Return whether a worker of this base model is live; it may be late."""
-        return self._fleet.num_live(self.base_model) > 0
+        return bool(self._fleet.live(self.base_model))
 
     def is_full(self) -> bool:
         """Return whether the ready chunks fill the budget of every worker."""

@@ -39,7 +39,9 @@ class Quarantine:
     is not halved. Samples run with others: they may take long, and others would wait for them.
 
     A group that has lost a second worker waits while it could take the last one (`pause`), and a group on a worker that
-    is late waits for that worker (`note_late`); all others run meanwhile.
+    is late waits for that worker (`note_late`); all others run meanwhile. After each loss all groups wait until the
+    other workers have been asked whether they live (`begin_check`): of two workers that are lost at once, the group of
+    the first one would otherwise run on the second one, and count as what killed it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,17 @@ class Quarantine:
         self._solo_losses: Counter[str] = Counter()
         """Solo losses by operation."""
         self._is_short = False
+        self._num_checks = 0
+
+    def begin_check(self) -> None:
+        """Hold all groups back: a worker was lost, and the others are asked whether they live."""
+        self._num_checks += 1
+        self.changed.notify()
+
+    def end_check(self) -> None:
+        """End one check: each other worker has replied, or is late or lost, so nothing is placed there."""
+        self._num_checks -= 1
+        self.changed.notify()
 
     def pause(self, *, is_paused: bool) -> None:
         """Hold groups back that have lost two workers, while one is left and another one missing; or end that pause."""
@@ -154,6 +167,8 @@ class Quarantine:
 
     def _first(self) -> _Group | None:
         """Return the first group that need not wait."""
+        if self._num_checks:
+            return None
         for group in self._groups:
             if not (group.has_killed and self._is_short) and group.names.isdisjoint(self._late):
                 return group

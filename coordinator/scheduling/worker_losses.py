@@ -21,7 +21,7 @@ from enum import Enum
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import Publishing
-from coordinator.fleet.fleet import Fleet, Flight
+from coordinator.fleet.fleet import Fleet, Flight, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, service_error
 from coordinator.operations.registry import AdapterRegistry
@@ -59,6 +59,8 @@ class WorkerLoss:
     """The probation of the poison's tenant, for its owner; empty without one."""
     is_blameless: bool = False
     """It was lost in a solo turn of a tenant on probation, which limits how often that happens, or its host leaves."""
+    unproven: tuple[Incarnation, ...] = ()
+    """The other live workers, if the quarantine waits until they were asked whether they live; see `checked`."""
 
 
 class LossFeed:
@@ -130,6 +132,9 @@ class LossRecorder:
         had_turn = not has_left and self._turns[base_model].lose(worker_id)
         poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
         self._pause(base_model)
+        unproven = () if has_left else tuple(self._fleet.live(base_model))
+        if unproven:
+            quarantine.begin_check()
         probation = ""
         if poison is not None:
             probation = self._put_on_probation(poison)
@@ -138,7 +143,11 @@ class LossRecorder:
                 group.mark_dirty(group.logs[poison.target_id])
         name, is_blameless = poison.name if poison else "", had_turn or has_left
         for feed in self._feeds:
-            feed.put(WorkerLoss(worker_id, incarnation, samples, name, probation, is_blameless))
+            feed.put(WorkerLoss(worker_id, incarnation, samples, name, probation, is_blameless, unproven))
+
+    def checked(self, loss: WorkerLoss) -> None:
+        """Record that each unproven worker has replied to a ping that was sent after the loss, or is late or lost."""
+        self._quarantines[loss.unproven[0].info.model.name].end_check()
 
     def settled(self, worker_id: str) -> None:
         """Record that nothing waits for a worker any more: it was lost and is replaced, or it is to be removed."""
@@ -157,7 +166,7 @@ class LossRecorder:
         """Hold back what might take the last worker, while another one is missing."""
         is_missing = self._fleet.has_lost(base_model)
         self._turns[base_model].pause(is_paused=is_missing)
-        self._quarantines[base_model].pause(is_paused=is_missing and self._fleet.num_live(base_model) <= 1)
+        self._quarantines[base_model].pause(is_paused=is_missing and len(self._fleet.live(base_model)) <= 1)
 
     def _base_model(self, worker_id: str) -> str:
         return self._fleet.worker(worker_id).info.model.name

@@ -77,8 +77,8 @@ GUARDS = (
     Guard(
         name="a worker that is late gets nothing new",
         file="coordinator/fleet/fleet.py",
-        before="if w.is_live and not w.is_draining and not w.is_away]",
-        after="if w.is_live and not w.is_draining]",
+        before="return [w for w in self.live(base_model) if not w.is_away]",
+        after="return self.live(base_model)",
         tests=("tests/integration/cycles/test_late_workers.py", "-k", "gets_nothing_new", "--timeout", "30"),
     ),
     Guard(
@@ -103,6 +103,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "go_on_at_once", "--timeout", "30"),
     ),
     Guard(
+        name="operations of a lost worker run next on one that was asked since",
+        file="coordinator/scheduling/worker_losses.py",
+        before="            quarantine.begin_check()\n",
+        after="            pass\n",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "lost_at_once", "--timeout", "30"),
+    ),
+    Guard(
         name="a copy that a quarantine holds gives its room to what may run",
         file="coordinator/scheduling/worker_memory.py",
         before="if not (log.is_between_operations or is_held):",
@@ -112,8 +119,8 @@ GUARDS = (
     Guard(
         name="a worker that is drained gets nothing new",
         file="coordinator/fleet/fleet.py",
-        before="if w.is_live and not w.is_draining and not w.is_away]",
-        after="if w.is_live and not w.is_away]",
+        before="if w.is_live and not w.is_draining]",
+        after="if w.is_live]",
         tests=("tests/integration/cycles/test_membership.py", "-k", "next_one_runs_elsewhere"),
     ),
     Guard(

@@ -42,7 +42,11 @@ async def two_workers(
             await ping(worker_id)
 
         monkeypatch.setattr(pool.core.pool, "ping", pinged)
-        yield pool, adapters["alice"], adapters["bob"], replies
+        try:
+            yield pool, adapters["alice"], adapters["bob"], replies
+        finally:  # a pool that stops waits for its workers
+            replies.set()
+            await pool.release()
 
 
 def silence(pool: ToyPool, adapter_id: str, replies: asyncio.Event) -> None:
@@ -142,7 +146,8 @@ async def test_a_late_worker_gets_nothing_new_and_its_tenants_pay_for_no_wait(
         await until(lambda: bool(pool.core.fleet.away))
         fresh = [await pool.adapter("bob") for _ in range(3)]
         for adapter in fresh:
-            await pool.wait(await pool.forward_backward(adapter, 1, 5, tenant="bob"), tenant="bob")
+            name_of_other = await pool.forward_backward(adapter, 1, 5, tenant="bob")
+            await asyncio.wait_for(pool.wait(name_of_other, tenant="bob"), 20)
         assert {pool.log_of(each).home for each in fresh} == {pool.log_of(other).home}
         await asyncio.sleep(0.3)
         replies.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.runtime import supervision
 from coordinator.scheduling import cost_model, probation
 from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import running_pool
@@ -195,6 +196,40 @@ async def test_operations_of_a_lost_worker_go_on_at_once_on_another(
         await killing
         [done] = await asyncio.wait_for(pool.wait(name), 60)
         assert done.state == SUCCEEDED
+
+
+async def test_operations_of_one_of_two_workers_that_are_lost_at_once_do_not_run_on_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count as what has lost both, and wait until one is replaced."""
+    monkeypatch.setattr(supervision, "LATE_S", 0.05)
+    async with running_pool(tmp_path, num_workers=3, ping_interval_s=60.0, ping_timeout_s=0.1) as pool:
+        adapters = [await pool.adapter() for _ in range(3)]
+        for adapter in adapters:
+            await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        homes = {pool.log_of(adapter).home: adapter for adapter in adapters}
+        for seq in range(2, 5):
+            await pool.wait(await pool.forward_backward(homes["w2"], seq, 50))
+        ping = pool.core.pool.ping
+
+        async def pinged(worker_id: str) -> None:
+            if worker_id == "w1":
+                await asyncio.Event().wait()
+            await ping(worker_id)
+
+        async def never(_: str) -> Any:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(pool.core.pool, "ping", pinged)
+        monkeypatch.setattr(pool.core.pool, "replace", never)
+        pool.hold()
+        name = await pool.forward_backward(homes["w0"], 2, 5)
+        await until(lambda: bool(pool.core.fleet.worker("w0").training))
+        pool.lose_worker("w0")
+        pool.engines["w2"][-1].may_run.set()
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
+        assert done.state == SUCCEEDED
+        assert pool.log_of(homes["w0"]).home == "w2"
 
 
 async def test_a_poison_takes_each_of_two_workers_at_most_once_before_they_are_replaced(

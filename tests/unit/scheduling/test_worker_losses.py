@@ -79,11 +79,13 @@ class Bench:
             worker.begin_sample(sample)
 
     def lose(self, kind: LossKind = LossKind.DIED) -> WorkerLoss:
-        """Lose the first worker's incarnation; return the event."""
+        """Lose the first worker's incarnation, and find that the second one lives; return the event."""
         name = self.fleet.worker("w0").name
         self.recorder.record("w0", name, kind, "test")
         [loss] = self.feed.take()
         assert loss.incarnation == name
+        if loss.unproven:
+            self.recorder.checked(loss)
         return loss
 
     def lose_solo(self, operation: Operation, times: int) -> list[str]:
@@ -114,6 +116,21 @@ async def test_copies_and_operations_of_a_lost_worker_are_dropped_and_quarantine
     assert running.quarantined == (1, 2)
     assert set(bench.group.dirty) == {"a", "b"}
     assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [True, False, False]
+
+
+async def test_what_was_in_flight_waits_until_the_other_workers_were_asked_whether_they_live() -> None:
+    log, other = adapter_with(FB), adapter_with(FB, name="b")
+    bench = Bench(log, other)
+    bench.dispatch(log.operations[1])
+    bench.recorder.record("w0", "w0.1", LossKind.DIED, "test")
+    bench.recorder.record("w1", "w1.1", LossKind.DIED, "test")
+    first, second = bench.feed.take()
+    assert first.unproven == (bench.fleet.worker("w1"),)
+    assert not bench.quarantine.may_run("a")
+    assert bench.quarantine.may_run("b"), "it was not in flight"
+    assert second.unproven == (), "no other worker is left"
+    bench.recorder.checked(first)
+    assert bench.quarantine.may_run("a")
 
 
 async def test_a_first_silence_suspects_nothing_and_a_second_one_what_was_in_flight_at_both() -> None:
