@@ -137,7 +137,7 @@ def passes() -> list[Vector]:
     filled = types_pb2.AdamParams(**OPTIM_STEP_DEFAULTS | {"learning_rate": 3e-4, "grad_clip_norm": 1.0})
     defaults = types_pb2.AdamParams(learning_rate=1e-4, **OPTIM_STEP_DEFAULTS)
     step = training_pb2.OptimStepRequest
-    train_step = training_pb2.TrainStepRequest(adapter_id=ADAPTER, seq=5, data=[sent], adam=adam, **cross_entropy)
+    train_step = training_pb2.TrainStepRequest(adapter_id=ADAPTER, seq=4, data=[sent], adam=adam, **cross_entropy)
     return [
         Vector(name="datum", message=sent),
         Vector(
@@ -152,13 +152,13 @@ def passes() -> list[Vector]:
             payloads=("forward_backward_payload",),
         ),
         Vector(name="forward_backward_payload", message=request(**drawn), kind="forward_backward"),
-        Vector(name="forward_backward_abandoned", message=request(adapter_id=ADAPTER, seq=4, abandoned="too long")),
+        Vector(name="forward_backward_abandoned", message=request(adapter_id=ADAPTER, seq=2, abandoned="too long")),
         Vector(name="train_step", message=train_step, payloads=("train_step_pass_payload", "train_step_step_payload")),
         Vector(name="train_step_pass_payload", message=payload, kind="forward_backward"),
         Vector(name="train_step_step_payload", message=step(adapter_id=ADAPTER, adam=filled), kind="optim_step"),
         Vector(
             name="optim_step",
-            message=step(adapter_id=ADAPTER, seq=7, adam=types_pb2.AdamParams()),
+            message=step(adapter_id=ADAPTER, seq=6, adam=types_pb2.AdamParams()),
             payloads=("optim_step_payload",),
         ),
         Vector(name="optim_step_payload", message=step(adapter_id=ADAPTER, adam=defaults), kind="optim_step"),
@@ -183,7 +183,7 @@ def _recorded_pass() -> list[Vector]:
         ],
     )
     values: dict[str, Any] = {"data": [datum], "loss_function": types_pb2.LOSS_FUNCTION_STABLE_REINFORCE}
-    request = training_pb2.ForwardBackwardRequest(adapter_id=ADAPTER, seq=8, **values)
+    request = training_pb2.ForwardBackwardRequest(adapter_id=ADAPTER, seq=11, **values)
     payload = training_pb2.ForwardBackwardRequest(adapter_id=ADAPTER, **values)
     return [
         Vector(name="recorded_pass", message=request, payloads=("recorded_pass_payload",)),
@@ -195,14 +195,14 @@ def states() -> list[Vector]:
     """Return the other operations of an adapter: their payload is the request without seq and request_id."""
     path = f"tinker://{ADAPTER}/weights/best"
     requests: dict[str, Message] = {
-        "load_state": training_pb2.LoadStateRequest(adapter_id=ADAPTER, seq=11, path=path, with_optimizer=True),
-        "discard_gradient": training_pb2.DiscardGradientRequest(adapter_id=ADAPTER, request_id="once"),
         "save_state": checkpoints_pb2.SaveStateRequest(
-            adapter_id=ADAPTER, seq=9, name="best", user_metadata={"run": "7", "note": "größer"}, ttl_seconds=86400
+            adapter_id=ADAPTER, seq=7, name="best", user_metadata={"run": "7", "note": "größer"}, ttl_seconds=86400
         ),
         "save_weights_for_sampler": checkpoints_pb2.SaveWeightsForSamplerRequest(
-            adapter_id=ADAPTER, seq=10, sampler_index=0
+            adapter_id=ADAPTER, seq=8, sampler_index=0
         ),
+        "load_state": training_pb2.LoadStateRequest(adapter_id=ADAPTER, seq=9, path=path, with_optimizer=True),
+        "discard_gradient": training_pb2.DiscardGradientRequest(adapter_id=ADAPTER, request_id="then"),
     }
     return [
         vector
@@ -347,22 +347,22 @@ def completed(vectors: Sequence[Vector]) -> list[Vector]:
 
     A message that is part of none of them, as the responses, gets the first of each of its own parts.
     """
-    named = {vector.message.DESCRIPTOR for vector in vectors}
-    first: dict[Descriptor, Message] = {}
+    named = {vector.message.DESCRIPTOR.full_name for vector in vectors}
+    first: dict[str, Message] = {}
     for vector in vectors:
         for message in _with_parts(vector.message):
-            first.setdefault(message.DESCRIPTOR, message)
+            first.setdefault(message.DESCRIPTOR.full_name, message)
     found = list(vectors)
     for descriptor in messages_with_tensors():
-        if descriptor not in first:
-            first[descriptor] = GetMessageClass(descriptor)()
+        if descriptor.full_name not in first:
+            first[descriptor.full_name] = GetMessageClass(descriptor)()
             for field in descriptor.fields:
                 if field.message_type is not None and carries_tensors(field.message_type):
-                    value = getattr(first[descriptor], field.name)
-                    (value.add() if field.is_repeated else value).CopyFrom(first[field.message_type])
-        if descriptor not in named:
+                    value = getattr(first[descriptor.full_name], field.name)
+                    (value.add() if field.is_repeated else value).CopyFrom(first[field.message_type.full_name])
+        if descriptor.full_name not in named:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", descriptor.name).lower()
-            found.append(Vector(name=name, message=first[descriptor]))
+            found.append(Vector(name=name, message=first[descriptor.full_name]))
     return found
 
 
