@@ -5,6 +5,7 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := .venv/bin
+CONTRACT := protos/tinkerpool.binpb
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
@@ -50,6 +51,10 @@ CPU_TORCH = $$(folders=$${UV_FIND_LINKS:-}; \
 # Locks versions and hashes for every Python from 3.11 on and every system, of what the package index has: no local wheels.
 LOCK = $(INDEX); env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --custom-compile-command "make lock" $(ARGS)
+
+# The frozen contract: descriptors, without comments. A change that breaks clients of before is refused.
+IMAGE = $(BIN)/buf build --path protos/tinkerpool/v1 --exclude-source-info
+UNBROKEN = $(BIN)/buf breaking --against $(CONTRACT) || { echo "this breaks clients: leave what is there, and add beside it"; exit 1; }
 
 # Without cached byte code each of the tests' hundreds of processes would compile the product's files again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -118,6 +123,8 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/buf lint
+	@$(UNBROKEN)
+	@$(IMAGE) -o - | cmp -s - $(CONTRACT) || { echo "$(CONTRACT) is out of date; run \`make protos\` and commit the result"; exit 1; }
 	@.venv-protos/bin/python -m scripts.generate_protos --check
 
 host-memory: $(READY) ## train 1,000 adapters in 200 MB of a worker, half an hour, 26 GB of disk (ARGS="--adapters 100")
@@ -145,8 +152,11 @@ lock: ## lock versions and hashes of dependencies after a change in pyproject.to
 	    mv .venv/cpu.txt constraints-cpu.txt || \
 	    echo "constraints-cpu.txt stays as it is: pytorch's index of CPU builds has not replied"
 
-protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/, after a change there
+protos: $(READY) $(PROTOS_READY) ## generate code, image and page from protos/, after a change there; one that breaks clients is refused
+	@$(UNBROKEN)
 	@.venv-protos/bin/python -m scripts.generate_protos
+	@$(IMAGE) -o $(CONTRACT)
+	@$(BIN)/python -m scripts.generate_contract
 
 up: $(READY) ## start a pool in the background, for other terminals to use
 	@$(BIN)/tinkerpool up $(if $(MODEL),--model "$(MODEL)")
