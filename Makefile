@@ -5,6 +5,7 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := .venv/bin
+CONTRACT := protos/tinkerpool.binpb
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
@@ -12,6 +13,7 @@ COOKBOOK_VERSION := 0.6.1
 BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
+PACKAGE_READY := .venv-package/.installed
 DOCS_PORT ?= 8000
 MKDOCS = NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
 KILLS ?= 200
@@ -51,6 +53,10 @@ CPU_TORCH = $$(folders=$${UV_FIND_LINKS:-}; \
 LOCK = $(INDEX); env -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --custom-compile-command "make lock" $(ARGS)
 
+# The frozen contract: descriptors, without comments. A change that breaks clients of before is refused.
+IMAGE = $(BIN)/buf build --path protos/tinkerpool/v1 --exclude-source-info
+UNBROKEN = $(BIN)/buf breaking --against $(CONTRACT) || { echo "this breaks clients: leave what is there, and add beside it"; exit 1; }
+
 # Without cached byte code each of the tests' hundreds of processes would compile the product's files again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -61,7 +67,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
+.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -118,7 +124,16 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/buf lint
+	@$(UNBROKEN)
+	@$(IMAGE) -o - | cmp -s - $(CONTRACT) || { echo "$(CONTRACT) is out of date; run \`make protos\` and commit the result"; exit 1; }
 	@.venv-protos/bin/python -m scripts.generate_protos --check
+
+# Reads what users install, as a package index would.
+package: $(READY) $(PACKAGE_READY) ## build the wheel and the sdist into dist/, and check them
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build --directory dist
+	@.venv-package/bin/twine check --strict dist/*
+	@.venv-package/bin/check-wheel-contents dist/*.whl
 
 host-memory: $(READY) ## train 1,000 adapters in 200 MB of a worker, half an hour, 26 GB of disk (ARGS="--adapters 100")
 	@$(BIN)/python -m scripts.reliability.host_memory $(ARGS)
@@ -135,7 +150,7 @@ lock: ## lock versions and hashes of dependencies after a change in pyproject.to
 	@$(call ENVIRONMENT,.venv)
 	@$(LOCK) --extra dev pyproject.toml --output-file constraints.txt
 	@$(LOCK) --group cookbook --constraint constraints.txt --output-file constraints-cookbook.txt
-	@$(foreach group,uv protos docs,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
+	@$(foreach group,uv protos package docs,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
 	@$(LOCK) --no-deps --group alone --output-file constraints-alone.txt
 	@$(foreach version,$(SDK_VERSIONS),echo tinker==$(version) | \
 	    { $(LOCK) --no-deps --no-header - --output-file .venv/sdk.txt; } && cat .venv/sdk.txt >> constraints-alone.txt && \
@@ -145,8 +160,11 @@ lock: ## lock versions and hashes of dependencies after a change in pyproject.to
 	    mv .venv/cpu.txt constraints-cpu.txt || \
 	    echo "constraints-cpu.txt stays as it is: pytorch's index of CPU builds has not replied"
 
-protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/, after a change there
+protos: $(READY) $(PROTOS_READY) ## generate code, image and page from protos/, after a change there; one that breaks clients is refused
+	@$(UNBROKEN)
 	@.venv-protos/bin/python -m scripts.generate_protos
+	@$(IMAGE) -o $(CONTRACT)
+	@$(BIN)/python -m scripts.generate_contract
 
 up: $(READY) ## start a pool in the background, for other terminals to use
 	@$(BIN)/tinkerpool up $(if $(MODEL),--model "$(MODEL)")
@@ -176,7 +194,8 @@ sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the
 	@$(BIN)/python -m scripts.clients.sdk_versions $(SDK_VERSIONS:%=.venv/beside/tinker-%) $(ARGS)
 
 # What CI runs beside `check` and `test`: with other people's clients, and on more machines.
-ci-extra: ## run the short forms of what needs other clients
+ci-extra: ## check the package, and run the short forms of what needs other clients
+	@$(MAKE) --no-print-directory package
 	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
@@ -191,7 +210,7 @@ docs-serve: $(DOCS_READY) ## serve the site on this machine, and build it again 
 	@$(MKDOCS) serve --livereload --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 clean: ## remove the virtual environments and caches; a pool's data stays
-	rm -rf .venv .venv-protos .venv-cookbook .venv-docs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-protos .venv-cookbook .venv-docs .venv-package build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # hatchling, which builds the project, is one of the locked dependencies.
@@ -234,6 +253,12 @@ $(PROTOS_READY): constraints-protos.txt constraints-uv.txt
 	@echo "Setting up .venv-protos (once; the compiler for .proto files) ..."
 	@$(call ENVIRONMENT,.venv-protos)
 	@$(call INSTALL,.venv-protos) --group protos --constraint constraints-protos.txt
+	@touch $@
+
+$(PACKAGE_READY): constraints-package.txt constraints-uv.txt
+	@echo "Setting up .venv-package (once; what checks the package) ..."
+	@$(call ENVIRONMENT,.venv-package)
+	@$(call INSTALL,.venv-package) --group package --constraint constraints-package.txt
 	@touch $@
 
 $(DOCS_READY): constraints-docs.txt constraints-uv.txt

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"changelog.md": "CHANGELOG.md", "node.md": "scripts/clients/node/README.md"}
+PAGES = {
+    "changelog.md": "CHANGELOG.md",
+    "node.md": "scripts/clients/node/README.md",
+    "vectors.md": "tests/data/wire/README.md",
+}
 """Pages of the site that are not in docs/, by their names in the site: paths in the repository."""
 
 logger = logging.getLogger("mkdocs.hooks.docs_site")  # mkdocs counts the warnings of its own loggers

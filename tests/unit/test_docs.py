@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from scripts import docs_site
+from scripts import docs_site, generate_contract
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
@@ -201,7 +201,7 @@ def test_the_page_on_models_has_every_family_of_the_tests() -> None:
 def test_a_page_for_users_names_no_test(page: str) -> None:
     if page not in FOR_ENGINEERS:
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        assert not re.findall(r"\btests/|`test_\w+\.py`", text)
+        assert not re.findall(r"\btests/(?!data/wire/)|`test_\w+\.py`", text)
         assert not set(re.findall(r"`(test_\w+)`", text)) & names_of_tests()
 
 
@@ -340,6 +340,23 @@ def test_a_refusal_is_made_with_a_retry_delay_exactly_if_the_page_of_errors_says
     made = {each for tree in trees for each in raised(tree)}
     assert {reason for reason, has_delay in made if has_delay} == waiting_helps
     assert not {reason for reason, has_delay in made if not has_delay} & waiting_helps
+
+
+def test_page_of_the_contract_is_generated_from_the_protos() -> None:
+    written = generate_contract.PAGE.read_text(encoding="utf-8")
+    assert written == generate_contract.page(), "run `make protos`"
+    headings = re.findall(r"^#+ (.*)$", written.lower(), flags=re.MULTILINE)
+    assert len(headings) == len(set(headings)), "two things have the same anchor"
+
+
+def test_every_call_of_the_contract_says_what_is_durable_and_whether_it_is_safe_to_repeat() -> None:
+    for source in generate_contract.sources():
+        for index, service in enumerate(source.file.service):
+            for number, method in enumerate(service.method):
+                said = source.of_service(index) + source.of_method(index, number)
+                as_another = re.search(r"(?:[Ll]ike|as in) [A-Z]\w+", said)
+                assert as_another or re.search(r"[Dd]urable|Reads only|At most once", said), method.name
+                assert as_another or re.search(r"[Ii]dempotent|[Rr]epeat|Reads only|At most once", said), method.name
 
 
 def test_page_of_configuration_is_generated_from_the_settings() -> None:

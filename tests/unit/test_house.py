@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -175,3 +176,28 @@ def test_generated_code_matches_the_protos() -> None:
     command = [str(python), str(ROOT / "scripts" / "generate_protos.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_allowed"),
+    [
+        ("", "", True),
+        ("int64 offset = 3;", "int64 offset = 3;\n  int64 more = 99;", True),
+        ("int64 offset = 3;", "", False),
+        ("int64 offset = 3;", "int32 offset = 3;", False),
+        ("int64 offset = 3;", "int64 offset = 33;", False),
+        ("int64 offset = 3;", "int64 position = 3;", False),
+        ("DATA_TYPE_INT64 = 3;", "", False),
+    ],
+)
+def test_a_change_of_the_contract_that_breaks_clients_is_refused(
+    before: str, after: str, is_allowed: bool, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    changed = tmp_path / "protos" / "tinkerpool" / "v1" / "types.proto"
+    assert before in changed.read_text()
+    changed.write_text(changed.read_text().replace(before, after, 1))
+    command = [str(Path(sys.executable).parent / "buf"), "breaking", "--against", "protos/tinkerpool.binpb"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is is_allowed, done.stdout + done.stderr

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
+from tinkerpool.client.calls.versions import mismatch
 from tinkerpool.errors import ApiError, ConfigurationError, FailedPrecondition, NotFound, TinkerpoolError
 from tinkerpool.v1 import sessions_pb2
 
@@ -57,7 +59,18 @@ class Session:
         self._heartbeats = asyncio.create_task(self._keep_alive(session_id))
         return session_id
 
+    async def _check_version(self) -> None:
+        request = sessions_pb2.GetCapabilitiesRequest()
+        try:
+            pool = await self.connection.call_once(methods.GET_CAPABILITIES, request, timeout_s=HEARTBEAT_TIMEOUT_S)
+        except (ApiError, ConfigurationError) as error:
+            _log.info("the pool's version is not known: %s", error)
+        else:
+            if said := mismatch(version("tinkerpool"), pool.version):
+                _log.warning("%s", said)
+
     async def _keep_alive(self, session_id: str) -> None:
+        await self._check_version()
         request = sessions_pb2.HeartbeatRequest(session_id=session_id)
         silence_s = 0.0
         while True:

@@ -117,7 +117,7 @@ class AdapterServiceServicer(object):
     def MoveAdapter(self, request, context):
         """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
         the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
-        (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+        (`numerics_changed:max`). Idempotent. Not durable: a restart before its next operation forgets it. An administrator's key moves the
         adapters of all tenants.
 
         NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.

@@ -66,7 +66,7 @@ class AdapterServiceStub:
     MoveAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]
     """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
     the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
-    (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+    (`numerics_changed:max`). Idempotent. Not durable: a restart before its next operation forgets it. An administrator's key moves the
     adapters of all tenants.
 
     NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
@@ -110,7 +110,7 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     MoveAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]  # type: ignore[assignment]
     """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
     the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
-    (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+    (`numerics_changed:max`). Idempotent. Not durable: a restart before its next operation forgets it. An administrator's key moves the
     adapters of all tenants.
 
     NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.
@@ -181,7 +181,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_adapters_pb2.MoveAdapterResponse, _abc.Awaitable[_adapters_pb2.MoveAdapterResponse]]:
         """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
         the numerics of before: on another one its results may differ in the last bits from then on, and its next result says so
-        (`numerics_changed:max`). Not durable: a restart before its next operation forgets it. An administrator's key moves the
+        (`numerics_changed:max`). Idempotent. Not durable: a restart before its next operation forgets it. An administrator's key moves the
         adapters of all tenants.
 
         NOT_FOUND: no such adapter, or no such worker of its base model. FAILED_PRECONDITION: the worker takes no work now.

@@ -141,7 +141,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateTenant(self, request, context):
-        """Creates a tenant, without a key. Durable when it returns.
+        """Creates a tenant, without a key. Durable when it returns. Safe to repeat: then ALREADY_EXISTS.
 
         INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
         """

@@ -62,7 +62,7 @@ class AdminServiceStub:
     NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
     CreateTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.CreateTenantResponse]
-    """Creates a tenant, without a key. Durable when it returns.
+    """Creates a tenant, without a key. Durable when it returns. Safe to repeat: then ALREADY_EXISTS.
 
     INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
     """
@@ -137,7 +137,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
     CreateTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTenantRequest, _admin_pb2.CreateTenantResponse]  # type: ignore[assignment]
-    """Creates a tenant, without a key. Durable when it returns.
+    """Creates a tenant, without a key. Durable when it returns. Safe to repeat: then ALREADY_EXISTS.
 
     INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
     """
@@ -239,7 +239,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CreateTenantRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateTenantResponse, _abc.Awaitable[_admin_pb2.CreateTenantResponse]]:
-        """Creates a tenant, without a key. Durable when it returns.
+        """Creates a tenant, without a key. Durable when it returns. Safe to repeat: then ALREADY_EXISTS.
 
         INVALID_ARGUMENT: a name that is not 1 to 64 of letters, digits, `-`, `_`. ALREADY_EXISTS: there is one of this name.
         """

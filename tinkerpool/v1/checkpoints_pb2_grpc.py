@@ -131,9 +131,9 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """Deletes a checkpoint for good. Durable when it returns.
+        """Deletes a checkpoint for good. Durable when it returns. Safe to repeat: then NOT_FOUND.
 
-        NOT_FOUND: no such checkpoint.
+        NOT_FOUND: no such checkpoint, or not any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

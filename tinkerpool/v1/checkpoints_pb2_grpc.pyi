@@ -60,9 +60,9 @@ class CheckpointServiceStub:
     NOT_FOUND: no such checkpoint.
     """
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.DeleteCheckpointRequest, _checkpoints_pb2.DeleteCheckpointResponse]
-    """Deletes a checkpoint for good. Durable when it returns.
+    """Deletes a checkpoint for good. Durable when it returns. Safe to repeat: then NOT_FOUND.
 
-    NOT_FOUND: no such checkpoint.
+    NOT_FOUND: no such checkpoint, or not any more.
     """
     SetCheckpointTtl: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointTtlRequest, _checkpoints_pb2.SetCheckpointTtlResponse]
     """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
@@ -127,9 +127,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     NOT_FOUND: no such checkpoint.
     """
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.DeleteCheckpointRequest, _checkpoints_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
-    """Deletes a checkpoint for good. Durable when it returns.
+    """Deletes a checkpoint for good. Durable when it returns. Safe to repeat: then NOT_FOUND.
 
-    NOT_FOUND: no such checkpoint.
+    NOT_FOUND: no such checkpoint, or not any more.
     """
     SetCheckpointTtl: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointTtlRequest, _checkpoints_pb2.SetCheckpointTtlResponse]  # type: ignore[assignment]
     """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
@@ -221,9 +221,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoints_pb2.DeleteCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoints_pb2.DeleteCheckpointResponse, _abc.Awaitable[_checkpoints_pb2.DeleteCheckpointResponse]]:
-        """Deletes a checkpoint for good. Durable when it returns.
+        """Deletes a checkpoint for good. Durable when it returns. Safe to repeat: then NOT_FOUND.
 
-        NOT_FOUND: no such checkpoint.
+        NOT_FOUND: no such checkpoint, or not any more.
         """
 
     @_abc_1.abstractmethod

@@ -86,7 +86,8 @@ class OperationServiceServicer(object):
     def CancelOperation(self, request, context):
         """Asks that an operation not be finished. A queued or decoding sample ends at the next decode step; a queued training
         operation fails with CANCELLED and consumes its seq (a forward_backward closes its gradient window). One that is
-        running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent.
+        running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent. Not durable:
+        a restart before the operation is finished may forget it.
 
         NOT_FOUND: no such operation.
         """

@@ -53,7 +53,8 @@ class OperationServiceStub:
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CancelOperationRequest, _operations_pb2.CancelOperationResponse]
     """Asks that an operation not be finished. A queued or decoding sample ends at the next decode step; a queued training
     operation fails with CANCELLED and consumes its seq (a forward_backward closes its gradient window). One that is
-    running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent.
+    running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent. Not durable:
+    a restart before the operation is finished may forget it.
 
     NOT_FOUND: no such operation.
     """
@@ -83,7 +84,8 @@ class OperationServiceAsyncStub(OperationServiceStub):
     CancelOperation: _aio.UnaryUnaryMultiCallable[_operations_pb2.CancelOperationRequest, _operations_pb2.CancelOperationResponse]  # type: ignore[assignment]
     """Asks that an operation not be finished. A queued or decoding sample ends at the next decode step; a queued training
     operation fails with CANCELLED and consumes its seq (a forward_backward closes its gradient window). One that is
-    running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent.
+    running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent. Not durable:
+    a restart before the operation is finished may forget it.
 
     NOT_FOUND: no such operation.
     """
@@ -128,7 +130,8 @@ class OperationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_operations_pb2.CancelOperationResponse, _abc.Awaitable[_operations_pb2.CancelOperationResponse]]:
         """Asks that an operation not be finished. A queued or decoding sample ends at the next decode step; a queued training
         operation fails with CANCELLED and consumes its seq (a forward_backward closes its gradient window). One that is
-        running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent.
+        running in a cycle, or finished, is left as it is. Returns the operation as it is after that. Idempotent. Not durable:
+        a restart before the operation is finished may forget it.
 
         NOT_FOUND: no such operation.
         """

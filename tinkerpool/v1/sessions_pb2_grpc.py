@@ -97,7 +97,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateSession(self, request, context):
-        """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
+        """Starts a session. Durable when it returns. Idempotent by request_id: the same call again returns the same session.
 
         INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
         RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
@@ -109,7 +109,7 @@ class SessionServiceServicer(object):
     def Heartbeat(self, request, context):
         """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
         expires: its samplers end, its adapters leave the bank; training state and checkpoints stay. A heartbeat does not
-        revive an expired session.
+        revive an expired session. Not durable. Safe to repeat.
 
         NOT_FOUND: no such session. FAILED_PRECONDITION: the session expired or was finished.
         """
@@ -118,7 +118,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishSession(self, request, context):
-        """Ends a session as if it had expired. Idempotent.
+        """Ends a session as if it had expired. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such session.
         """

@@ -44,7 +44,7 @@ class SessionServiceStub:
     NOT_FOUND: the pool does not serve that base model.
     """
     CreateSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.CreateSessionRequest, _sessions_pb2.CreateSessionResponse]
-    """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
+    """Starts a session. Durable when it returns. Idempotent by request_id: the same call again returns the same session.
 
     INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
     RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
@@ -52,12 +52,12 @@ class SessionServiceStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
     expires: its samplers end, its adapters leave the bank; training state and checkpoints stay. A heartbeat does not
-    revive an expired session.
+    revive an expired session. Not durable. Safe to repeat.
 
     NOT_FOUND: no such session. FAILED_PRECONDITION: the session expired or was finished.
     """
     FinishSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.FinishSessionRequest, _sessions_pb2.FinishSessionResponse]
-    """Ends a session as if it had expired. Idempotent.
+    """Ends a session as if it had expired. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such session.
     """
@@ -88,7 +88,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     NOT_FOUND: the pool does not serve that base model.
     """
     CreateSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.CreateSessionRequest, _sessions_pb2.CreateSessionResponse]  # type: ignore[assignment]
-    """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
+    """Starts a session. Durable when it returns. Idempotent by request_id: the same call again returns the same session.
 
     INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
     RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
@@ -96,12 +96,12 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_sessions_pb2.HeartbeatRequest, _sessions_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
     expires: its samplers end, its adapters leave the bank; training state and checkpoints stay. A heartbeat does not
-    revive an expired session.
+    revive an expired session. Not durable. Safe to repeat.
 
     NOT_FOUND: no such session. FAILED_PRECONDITION: the session expired or was finished.
     """
     FinishSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.FinishSessionRequest, _sessions_pb2.FinishSessionResponse]  # type: ignore[assignment]
-    """Ends a session as if it had expired. Idempotent.
+    """Ends a session as if it had expired. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such session.
     """
@@ -147,7 +147,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.CreateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.CreateSessionResponse, _abc.Awaitable[_sessions_pb2.CreateSessionResponse]]:
-        """Starts a session. Durable when it returns. The same `request_id` again returns the same session.
+        """Starts a session. Durable when it returns. Idempotent by request_id: the same call again returns the same session.
 
         INVALID_ARGUMENT: metadata too large. FAILED_PRECONDITION: the tenant has as many live sessions as it may have.
         RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was consumed).
@@ -161,7 +161,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sessions_pb2.HeartbeatResponse, _abc.Awaitable[_sessions_pb2.HeartbeatResponse]]:
         """Says that the client is alive; every 10 s is a good habit. After 10 minutes of service time without one the session
         expires: its samplers end, its adapters leave the bank; training state and checkpoints stay. A heartbeat does not
-        revive an expired session.
+        revive an expired session. Not durable. Safe to repeat.
 
         NOT_FOUND: no such session. FAILED_PRECONDITION: the session expired or was finished.
         """
@@ -172,7 +172,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.FinishSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.FinishSessionResponse, _abc.Awaitable[_sessions_pb2.FinishSessionResponse]]:
-        """Ends a session as if it had expired. Idempotent.
+        """Ends a session as if it had expired. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such session.
         """
