@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.contract.adapted_modules import ModuleKind, initial_A
@@ -101,6 +103,10 @@ class Part:
         part = flat[..., self.offset : self.offset + self.num_rows * self.num_columns]
         return part.view(*flat.shape[:-1], self.num_rows, self.num_columns)
 
+    def matrix(self, flat: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (P,) as (num_rows, num_columns), sharing memory."""
+        return flat[self.offset : self.offset + self.num_rows * self.num_columns].reshape(self.num_rows, -1)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
@@ -147,23 +153,26 @@ class RowLayout:
             B_grads=() if grad is None else tuple(part.view(grad) for part in parts.Bs),
         )
 
-    def matrices(self, flat: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r)."""
+    def matrices(self, flat: NDArray[np.float32], rank: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r).
+
+        Of an array, because a view of a tensor takes ten times as long, and an adapter has hundreds of small matrices.
+        """
         for parts in self.parts:
             if parts is None:
                 continue
-            As = parts.A.view(flat).split(self.padded_rank)
+            As = parts.A.matrix(flat).reshape(len(parts.shape.names), self.padded_rank, parts.shape.d_in)
             for name, A, B in zip(parts.shape.names, As, parts.Bs, strict=True):
                 yield f"{name}.lora_A.weight", A[:rank]
-                yield f"{name}.lora_B.weight", B.view(flat)[:rank].t()
+                yield f"{name}.lora_B.weight", B.matrix(flat)[:rank].T
 
     def initial_weights(self, spec: AdapterSpec) -> Tensor:
         """Return a fresh adapter (P,), fp32 on the CPU: A drawn by `initial_A`, B zero.
 
         Depends on neither slot nor process nor padding.
         """
-        flat = torch.zeros(self.num_values)
+        flat = np.zeros(self.num_values, dtype=np.float32)
         for name, matrix in self.matrices(flat, spec.rank):
             if name.endswith(".lora_A.weight"):
-                matrix.copy_(torch.from_numpy(initial_A(spec.seed, name, matrix.shape[0], matrix.shape[1])))
-        return flat
+                matrix[...] = initial_A(spec.seed, name, matrix.shape[0], matrix.shape[1])
+        return torch.from_numpy(flat)

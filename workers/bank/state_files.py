@@ -90,9 +90,8 @@ def read_state(
 
 
 def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> dict[str, NDArray[np.float32]]:
-    # Arrays, because PyTorch takes ten times as long for each of an adapter's hundreds of small matrices.
-    named = layout.matrices(flat.cpu(), spec.rank)
-    return {prefix + name: np.ascontiguousarray(matrix.numpy()) for name, matrix in named}
+    named = layout.matrices(flat.cpu().numpy(), spec.rank)
+    return {prefix + name: np.ascontiguousarray(matrix) for name, matrix in named}
 
 
 def _save(matrices: dict[str, NDArray[np.float32]]) -> bytes:
@@ -110,8 +109,8 @@ def _load(data: bytes, what: str) -> dict[str, NDArray[Any]]:
 
 def _read(layout: RowLayout, spec: AdapterSpec, found: dict[str, NDArray[Any]], prefix: str, what: str) -> Tensor:
     """Return the flat row (P,) of named matrices, after all checks."""
-    flat = torch.zeros(layout.num_values)
-    expected = {prefix + name: matrix.numpy() for name, matrix in layout.matrices(flat, spec.rank)}
+    flat = np.zeros(layout.num_values, dtype=np.float32)
+    expected = {prefix + name: matrix for name, matrix in layout.matrices(flat, spec.rank)}
     if found.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         is_subset = bool(found) and not (missing and extra) and all(name.startswith(prefix) for name in found)
@@ -133,7 +132,7 @@ def _read(layout: RowLayout, spec: AdapterSpec, found: dict[str, NDArray[Any]], 
                 f"expected float32 of shape {target.shape}"
             )
         target[...] = matrix
-    if not bool(torch.isfinite(flat).all()):
+    if not np.isfinite(flat).all():
         name = next(name for name, matrix in expected.items() if not np.isfinite(matrix).all())
         raise DamagedStateError(f"{name} in the {what} has values that are not finite")
-    return flat
+    return torch.from_numpy(flat)

@@ -214,14 +214,16 @@ class Driver:
     def gradients(self, key: str) -> dict[str, torch.Tensor]:
         """Return the pending gradient by matrix, unpadded."""
         entry = self.engine.bank.entry(key)
-        return dict(entry.layout.matrices(self.gradient(key), entry.spec.rank))
+        named = entry.layout.matrices(self.gradient(key).numpy(), entry.spec.rank)
+        return {name: torch.from_numpy(matrix) for name, matrix in named}
 
     def weights(self, key: str) -> dict[str, torch.Tensor]:
         """Return the weights by matrix, unpadded."""
         entry = self.engine.bank.entry(key)
         host = self.engine.bank.entry(key).read()
         assert host.weights is not None
-        return {name: m.to("cpu", copy=True) for name, m in entry.layout.matrices(host.weights, entry.spec.rank)}
+        named = entry.layout.matrices(host.weights.cpu().numpy(), entry.spec.rank)
+        return {name: torch.from_numpy(matrix.copy()) for name, matrix in named}
 
 
 def training_items(driver: Driver, tenant: Tenant) -> list[PassItem]:

@@ -37,8 +37,8 @@ def some_row(spec: AdapterSpec) -> HostRow:
     vectors = []
     for _ in range(4):
         flat = torch.zeros(layout.num_values)
-        for _, matrix in layout.matrices(flat, spec.rank):
-            matrix.copy_(torch.randn(matrix.shape))
+        for _, matrix in layout.matrices(flat.numpy(), spec.rank):
+            matrix[...] = torch.randn(matrix.shape)
         vectors.append(flat)
     return HostRow(*vectors)
 
