@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,18 @@ from tinkerpool.v1 import admin_pb2, admin_pb2_grpc, pool_pb2, pool_pb2_grpc
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 180.0
 POLL_S = 0.05
+PORTS = range(20_000, 30_000)
+"""Below the kernel's ephemeral ports, so that no process takes ours between two coordinators."""
+
+
+def free_port() -> int:
+    """Return a port of the loopback that is free, and stays free while a coordinator is started again."""
+    start = os.getpid() % len(PORTS)
+    for i in range(len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", PORTS[(start + i) % len(PORTS)]))
+            return int(probe.getsockname()[1])
+    raise RuntimeError(f"no free port from {PORTS.start} to {PORTS.stop}")
 
 
 class PoolEnded(Exception):

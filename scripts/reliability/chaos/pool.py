@@ -13,7 +13,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,13 @@ from pathlib import Path
 
 import grpc
 
-from scripts.pool_process import POLL_S, PoolProcess
+from scripts.pool_process import POLL_S, PoolProcess, free_port
 from workers.contract.failpoints import ENVIRONMENT, POINTS
 
 STOP_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 LEFTOVERS_S = 10.0
 """Timeout for the processes of a stopping pool to end."""
-PORTS = range(20_000, 30_000)
-"""Below the kernel's ephemeral ports, so that no process takes ours between two coordinators."""
 
 
 class Violation(Exception):
@@ -58,7 +55,7 @@ class ServedPool(PoolProcess):
         self.failpoints = self.folder / "failpoints"
         self._channel: grpc.Channel | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._arguments = ["--port", str(_free_port()), "--no-http", *serve_arguments]
+        self._arguments = ["--port", str(free_port()), "--no-http", *serve_arguments]
 
     def start(self) -> None:
         """Start a coordinator without waiting for it."""
@@ -188,12 +185,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
             return False
         time.sleep(poll_s)
     return True
-
-
-def _free_port() -> int:
-    start = os.getpid() % len(PORTS)
-    for i in range(len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", PORTS[(start + i) % len(PORTS)]))
-            return int(probe.getsockname()[1])
-    raise RuntimeError(f"no free port from {PORTS.start} to {PORTS.stop}")
