@@ -69,11 +69,14 @@ class Distribution:
 class NonFiniteLogitsError(Exception):
     """Logits are infinite or not a number, so they have no distribution."""
 
+    def __init__(self) -> None:
+        super().__init__("the model's logits are infinite or not a number; the adapter may have diverged")
+
 
 def check_finite(logits: NDArray[np.float32]) -> None:
     """Raise NonFiniteLogitsError for logits of any shape that are not all finite."""
     if not np.isfinite(logits).all():
-        raise NonFiniteLogitsError("the model's logits are infinite or not a number; the adapter may have diverged")
+        raise NonFiniteLogitsError
 
 
 def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> int:

@@ -85,12 +85,20 @@ Part = NextPart | PromptPart
 
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
-    """Rows of logits, before temperature, and log-probabilities at the temperatures of their parts."""
+    """Rows of logits, before temperature, and log-probabilities at the temperatures of their parts.
 
-    logits: NDArray[np.float32]
-    """(N, V), on the CPU."""
+    Both are on the model's device.
+    """
+
+    logits: Tensor
+    """(N, V) fp32."""
     logprobs: Tensor
-    """(N, V) fp32, on the model's device."""
+    """(N, V) fp32."""
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The logits (N, V) in host memory; on a CPU it is theirs."""
+        return self.logits.cpu().numpy()
 
     def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each row's token; if there is one row, of all these tokens."""
@@ -109,7 +117,7 @@ class LogitsRows:
 
     def copy(self) -> LogitsRows:
         """Return a copy, so that views do not keep all rows of a pass in memory."""
-        return LogitsRows(self.logits.copy(), self.logprobs.clone())
+        return LogitsRows(self.logits.clone(), self.logprobs.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +203,7 @@ class SamplePass:
         runs = [(part.key, count) for part, count in zip(parts, counts, strict=True) if count]
         logits = self._base_model.unembed(torch.cat(list(hidden)), _segments(runs, bank_rows)).float()  # (N, V)
         temperatures = np.repeat([part.logprobs_temperature for part in parts], counts)
-        return LogitsRows(logits.cpu().numpy(), _logprobs(logits, temperatures))
+        return LogitsRows(logits, _logprobs(logits, temperatures))
 
     def _note(self, part: PromptPart, hidden: Tensor, bank_rows: dict[str, Row]) -> None:
         """Call `part.note` with the logits that are wanted, from the hidden states (n, D) of the part's tokens."""

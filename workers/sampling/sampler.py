@@ -23,9 +23,17 @@ from tokenizers import Tokenizer
 from workers.bank.bank import Bank
 from workers.bank.state_files import read_state
 from workers.contract.capacity import SEQUENCE_SLOTS
-from workers.contract.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
+from workers.contract.messages import (
+    ErrorCode,
+    ItemError,
+    SampleEvent,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+)
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
+from workers.sampling import device_drawing
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
 from workers.sampling.kv_cache import BlockPool, KVCache, block_bytes
@@ -271,11 +279,8 @@ class Sampler:
         params = [active.request.params for active, _ in drawing for _ in active.sequences]
         own = logits.pick([row for _, rows in drawing for row in range(rows.start, rows.stop)])
         try:
-            check_finite(own.logits)
-            tokens = draw_rows(
-                own.logits, params, [number for active, _ in drawing for number in active.next_numbers()]
-            )
-            logprobs = own.logprobs_of(tokens)
+            numbers = [number for active, _ in drawing for number in active.next_numbers()]
+            tokens, logprobs = _drawn(own, params, numbers)
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             if len(drawing) == 1:
                 active = drawing[0][0]
@@ -318,3 +323,14 @@ class Sampler:
         if active.key:
             self._bank.unpin(active.key)
         self.blocks.drop_orphans()
+
+
+def _drawn(
+    rows: LogitsRows, params: Sequence[SamplingParams], numbers: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Return a token for each row and its log-probability. Raises NonFiniteLogitsError."""
+    if not rows.logits.is_cpu:
+        return device_drawing.draw_rows(rows.logits, rows.logprobs, params, numbers)
+    check_finite(rows.values)
+    tokens = draw_rows(rows.values, params, numbers)
+    return tokens, rows.logprobs_of(tokens)

@@ -207,11 +207,12 @@ class ActiveRequest:
         first = self._first
         if self.num_begun == self.request.num_samples:
             self._first = None
-        check_finite(first.logits)
+        logits = first.values
+        check_finite(logits)
         params = self.request.params
         if params.max_tokens == 0:
             return [], [self._finish(sequence, StopReason.LENGTH) for sequence in begun]
-        distribution = Distribution(first.logits[0], params)
+        distribution = Distribution(logits[0], params)
         tokens = [distribution.pick(number) for number in self._numbers(begun)]
         return self._append(begun, tokens, first.logprobs_of(tokens), first, [0] * len(begun))
 

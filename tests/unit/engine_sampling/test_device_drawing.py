@@ -1,0 +1,74 @@
+"""Drawing as a device does it, here on CPU tensors, against drawing on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.contract.messages import SamplingParams
+from workers.sampling import device_drawing, drawing
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 10_000},
+    {"top_p": 0.6},
+    {"top_p": 1e-9},
+    {"temperature": 2.0, "top_k": 40, "top_p": 0.9},
+]
+
+
+def drawn(
+    logits: np.ndarray[Any, np.dtype[np.float32]], params: list[SamplingParams], numbers: list[float]
+) -> tuple[list[int], list[float]]:
+    """Draw as a device does."""
+    rows = torch.from_numpy(logits)
+    return device_drawing.draw_rows(rows, rows.log_softmax(-1), params, numbers)
+
+
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from([2, 97, 2048]), levels=st.sampled_from([3, 10_000]))
+def test_rows_are_drawn_as_on_a_cpu(seed: int, vocab_size: int, levels: int) -> None:
+    """`levels`: of the logits. With few of them many are equal."""
+    rng = np.random.default_rng(seed)
+    params = [SamplingParams(max_tokens=1, **changes) for changes in SETTINGS]
+    logits = (rng.integers(0, levels, (len(params), vocab_size)) * (10 / levels)).astype(np.float32)
+    numbers = rng.random(len(params)).tolist()
+    tokens, logprobs = drawn(logits, params, numbers)
+    assert tokens == drawing.draw_rows(logits, params, numbers)
+    expected = torch.from_numpy(logits).log_softmax(-1)[torch.arange(len(params)), tokens]
+    assert logprobs == expected.tolist()
+
+
+def test_a_row_is_drawn_as_solo_among_others() -> None:
+    rng = np.random.default_rng(0)
+    params = [SamplingParams(max_tokens=1, **changes) for changes in SETTINGS]
+    logits, numbers = rng.normal(size=(len(params), 97)).astype(np.float32), rng.random(len(params)).tolist()
+    tokens, _ = drawn(logits, params, numbers)
+    for row, token in enumerate(tokens):
+        assert drawn(logits[row : row + 1], params[row : row + 1], numbers[row : row + 1])[0] == [token]
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_numbers_at_the_ends_pick_kept_tokens(number: float) -> None:
+    logits = np.array([[-np.float32(200), 1, 0, -200]], np.float32).repeat(2, axis=0)
+    params = [SamplingParams(max_tokens=1, temperature=0.1), SamplingParams(max_tokens=1, temperature=0.1, top_k=2)]
+    tokens, _ = drawn(logits, params, [number] * 2)
+    assert tokens == drawing.draw_rows(logits, params, [number] * 2)
+    assert set(tokens) <= {1, 2}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_logits_that_are_not_finite_are_refused(bad: float, changes: dict[str, Any]) -> None:
+    logits = np.zeros((2, 97), np.float32)
+    logits[1, 96] = bad
+    with pytest.raises(drawing.NonFiniteLogitsError, match="infinite or not a number"):
+        drawn(logits, [SamplingParams(max_tokens=1, **changes)] * 2, [0.5, 0.999])
