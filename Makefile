@@ -67,7 +67,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
+.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -193,10 +193,14 @@ tutorial: real-model ## run docs/tutorial.md with that model, an hour or more (A
 sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the Tinker SDK against a pool (ARGS=--short)
 	@$(BIN)/python -m scripts.clients.sdk_versions $(SDK_VERSIONS:%=.venv/beside/tinker-%) $(ARGS)
 
+clients: $(READY) ## run programs in Node, Go, Java, C++ and Ruby against a pool, and compare bits with Python (ARGS=--short: Node, Go)
+	@$(BIN)/python -m scripts.clients.languages $(ARGS)
+
 # What CI runs beside `check` and `test`: with other people's clients, and on more machines.
 ci-extra: ## check the package, and run the short forms of what needs other clients
 	@$(MAKE) --no-print-directory package
 	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
+	@$(MAKE) --no-print-directory clients ARGS=--short
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)

@@ -17,7 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "changelog.md": "CHANGELOG.md",
+    "cpp.md": "scripts/clients/cpp/README.md",
+    "go.md": "scripts/clients/go/README.md",
+    "java.md": "scripts/clients/java/README.md",
     "node.md": "scripts/clients/node/README.md",
+    "ruby.md": "scripts/clients/ruby/README.md",
     "vectors.md": "tests/data/wire/README.md",
 }
 """Pages of the site that are not in docs/, by their names in the site: paths in the repository."""

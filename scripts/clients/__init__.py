@@ -1,1 +1,1 @@
-"""Other clients of a pool: the Tinker cookbook, the official SDK in several versions, Node."""
+"""Other clients of a pool: the Tinker cookbook, the official SDK in several versions, programs in other languages."""
