@@ -80,16 +80,17 @@ class ServedPool(LoopThread):
         self.run(self._start())
 
     def stop(self) -> None:
-        """Stop serving, then stop the coordinator."""
+        """Stop as the server does: take no new calls, end what waits in the coordinator, then close."""
         self.run(self._parts.aclose())
 
     async def _start(self) -> None:
         self._parts = AsyncExitStack()
-        self.pool = await self._parts.enter_async_context(self._running())
         door = GrpcDoor(GrpcConfig(port=self._port))
         door.bind()
-        await door.start(self.coordinator)
         self._parts.push_async_callback(door.stop, 0)
+        self.pool = await self._parts.enter_async_context(self._running())
+        await door.start(self.coordinator)
+        self._parts.push_async_callback(door.refuse)
         self._port = door.port
         http_door = HttpDoor(HttpConfig(port=self._http_port, **self._http))
         http_door.bind()
