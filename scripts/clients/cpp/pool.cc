@@ -16,8 +16,6 @@ namespace {
 
 namespace v1 = tinkerpool::v1;
 
-constexpr auto kGiveUpAfter = std::chrono::minutes(2);
-
 Details details_of(const grpc::Status& status) {
   Details found;
   google::rpc::Status whole;
@@ -34,9 +32,17 @@ std::string code_name(const grpc::Status& status) {
   return google::rpc::Code_Name(static_cast<google::rpc::Code>(status.error_code()));
 }
 
+// Returns whether an error without a reason of the pool's is one of the network, or of a stop of the pool.
 bool is_lost(const grpc::Status& status) {
-  const auto code = status.error_code();
-  return code == grpc::UNAVAILABLE || code == grpc::DEADLINE_EXCEEDED || code == grpc::CANCELLED;
+  switch (status.error_code()) {
+    case grpc::UNAVAILABLE:
+    case grpc::DEADLINE_EXCEEDED:
+    case grpc::CANCELLED:
+    case grpc::INTERNAL:
+      return true;
+    default:
+      return false;
+  }
 }
 
 std::shared_ptr<grpc::Channel> connect(const std::string& url, const std::string& trusted) {
@@ -79,14 +85,13 @@ Pool::Pool(const std::string& url, std::string api_key, const std::string& trust
 void Pool::repeated(const std::string& name, const std::function<grpc::Status(grpc::ClientContext*)>& attempt) {
   std::mt19937 random(std::random_device{}());
   std::uniform_real_distribution<double> vary(1, 1.25);
-  const auto give_up = std::chrono::steady_clock::now() + kGiveUpAfter;
   for (double pause_s = 0.2;; pause_s = std::min(2 * pause_s, 2.0)) {
     grpc::ClientContext context;
     context.AddMetadata("authorization", authorization_);
     const grpc::Status status = attempt(&context);
     if (status.ok()) return;
     const Details details = details_of(status);
-    if ((!details.delay_s && !is_lost(status)) || std::chrono::steady_clock::now() > give_up) throw CallError(status);
+    if (!details.delay_s && !(details.info.reason().empty() && is_lost(status))) throw CallError(status);
     const double wait_s = details.delay_s.value_or(pause_s) * vary(random);
     std::ostringstream line;
     line << name << ": " << (details.info.reason().empty() ? code_name(status) : details.info.reason())

@@ -117,7 +117,10 @@ std::string from_environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-void run() {
+}  // namespace
+
+// Catches nothing: an error ends the program at once, also while another thread waits.
+int main() {
   Pool pool(from_environment("TINKERPOOL_BASE_URL"), from_environment("TINKERPOOL_API_KEY"),
             from_environment("TINKERPOOL_CERTIFICATE"));
   const auto models =
@@ -192,15 +195,4 @@ void run() {
   end.set_session_id(session_id);
   pool.call("FinishSession", pool.sessions, &v1::SessionService::Stub::FinishSession, end);
   std::printf("done\n");
-}
-
-}  // namespace
-
-int main() {
-  try {
-    run();
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-    return 1;
-  }
 }

@@ -20,7 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-const callTimeout, giveUpAfter, longestPause = 30 * time.Second, 2 * time.Minute, 2 * time.Second
+const callTimeout, longestPause = 30 * time.Second, 2 * time.Second
 
 // key puts an API key into the metadata of every call. It may travel in plaintext: to a pool on this machine.
 type key string
@@ -70,18 +70,15 @@ func call[Request, Response any](
 
 // repeated attempts until it succeeds: after the delay that a refusal tells, or growing pauses without a connection.
 func repeated[Result any](name string, attempt func() (Result, error)) (Result, error) {
-	begin, pause := time.Now(), 200*time.Millisecond
+	pause := 200 * time.Millisecond
 	for {
 		result, err := attempt()
 		info, delay := details(err)
 		if delay == nil {
-			if !lost(err) {
+			if info.Reason != "" || !lost(err) {
 				return result, err
 			}
 			delay = &pause
-		}
-		if time.Since(begin) > giveUpAfter {
-			return result, err
 		}
 		reason := info.Reason
 		if reason == "" {
@@ -96,10 +93,13 @@ func repeated[Result any](name string, attempt func() (Result, error)) (Result, 
 	}
 }
 
-// lost returns whether the connection failed, or the time of the call was over.
+// lost returns whether an error without a reason of the pool's is one of the network, or of a stop of the pool.
 func lost(err error) bool {
-	found := status.Code(err)
-	return found == codes.Unavailable || found == codes.DeadlineExceeded || found == codes.Canceled
+	switch status.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Internal:
+		return true
+	}
+	return false
 }
 
 // details returns why a call was refused, and the delay after which it may succeed; nil: it will not.

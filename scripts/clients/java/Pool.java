@@ -38,9 +38,9 @@ import tinkerpool.v1.WaitOperationsRequest;
 /** A connection to a pool: stubs whose calls carry the key, and calls that are repeated. */
 final class Pool implements AutoCloseable {
   private static final long CALL_S = 30;
-  private static final double GIVE_UP_S = 120;
-  private static final Set<Status.Code> REPEATED =
-      Set.of(Status.Code.UNAVAILABLE, Status.Code.DEADLINE_EXCEEDED, Status.Code.CANCELLED);
+  /** Codes of a call that the network or a stop of the pool ended: without a reason of the pool's. */
+  private static final Set<Status.Code> LOST = Set.of(
+      Status.Code.UNAVAILABLE, Status.Code.DEADLINE_EXCEEDED, Status.Code.CANCELLED, Status.Code.INTERNAL);
 
   private final ManagedChannel connection;
   private final Channel channel;
@@ -111,14 +111,13 @@ final class Pool implements AutoCloseable {
    * request again is safe: it has a seq or a request_id, or changes nothing.
    */
   <T> T repeated(String name, Supplier<T> attempt) {
-    long begin = System.nanoTime();
     for (double pauseS = 0.2; ; pauseS = Math.min(2 * pauseS, 2)) {
       try {
         return attempt.get();
       } catch (StatusRuntimeException error) {
         RetryInfo retry = detail(error, RetryInfo.class);
-        boolean isRefusal = retry == null && !REPEATED.contains(error.getStatus().getCode());
-        if (isRefusal || System.nanoTime() - begin > GIVE_UP_S * 1e9) {
+        ErrorInfo info = detail(error, ErrorInfo.class);
+        if (retry == null && (info != null || !LOST.contains(error.getStatus().getCode()))) {
           throw error;
         }
         double waitS = pauseS;
@@ -126,7 +125,6 @@ final class Pool implements AutoCloseable {
           waitS = retry.getRetryDelay().getSeconds() + retry.getRetryDelay().getNanos() / 1e9;
         }
         waitS *= 1 + ThreadLocalRandom.current().nextDouble() / 4;
-        ErrorInfo info = detail(error, ErrorInfo.class);
         String reason = info == null ? error.getStatus().getCode().name() : info.getReason();
         System.err.printf("%s: %s; again in %.1f s%n", name, reason, waitS);
         sleep(waitS);

@@ -91,7 +91,7 @@ final class Train {
     for (int step = NUM_STEPS; step > NUM_STEPS - NUM_EARLY; step--) {
       early.addAll(send(adapterId, step));
     }
-    CompletableFuture<Map<String, Operation>> waiting = CompletableFuture.supplyAsync(() -> pool.finished(early));
+    CompletableFuture<Map<String, Operation>> waiting = CompletableFuture.supplyAsync(() -> pool.finished(early), Train::inBackground);
     System.out.println("sent " + NUM_EARLY + " steps");
     for (int step = NUM_STEPS - NUM_EARLY; step > 0; step--) {
       late.addAll(send(adapterId, step));
@@ -108,6 +108,13 @@ final class Train {
       System.out.printf("step %d loss %.4f %s grad_norm %s%n", step, loss, bits(loss), bits(norm));
       System.out.printf("step %d logprobs %s%n", step, String.join(" ", Tensors.texts(forward.getLogprobs(0))));
     }
+  }
+
+  /** Runs a task on a thread that does not keep the program from ending after an error. */
+  private static void inBackground(Runnable task) {
+    Thread thread = new Thread(task);
+    thread.setDaemon(true);
+    thread.start();
   }
 
   /** Sends a step, and returns the names of its two operations. */

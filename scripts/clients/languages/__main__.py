@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,7 +61,7 @@ def main() -> int:
                 mode: runs.run([PYTHON, *languages], Path(folder) / f"run{number}", is_tls=is_tls, is_killed=is_killed)
                 for number, (mode, (is_tls, is_killed)) in enumerate(MODES.items())
             }
-    except (ToolchainError, PoolEnded) as error:
+    except (ToolchainError, PoolEnded, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1
     return report([PYTHON, *languages], seconds, results)
@@ -93,7 +94,7 @@ def report(languages: Sequence[Language], seconds: dict[str, float], results: di
             num_repeats = sum(line.endswith(" s") and "; again in " in line for line in found.errors.splitlines())
             cells.append("FAILED" if fault else f"{len(found.output.splitlines())} lines, {num_repeats} repeats")
             if fault:
-                faults.append(f"{language.name}, {mode}: {fault}\n{indented(found.errors[-4000:])}")
+                faults.append(f"{language.name}, {mode}: {fault}\n{indented(found.errors[-2000:])}")
         table.add_row(language.name, language.library(language.folder), took, *cells)
     Console(width=120).print(table)
     print(*faults, sep="\n", end="\n" if faults else "")

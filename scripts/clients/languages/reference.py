@@ -12,10 +12,11 @@ import hashlib
 import os
 import random
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,8 +47,14 @@ T = TypeVar("T")
 TOKENS = [459, 342, 343, 386, 505, 351, 77, 260]
 WEIGHTS = [1.0, 0.5, 0.25, 1.0, 0.5, 0.25, 1.0]
 NUM_STEPS, NUM_EARLY = 10, 6
-REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-CALL_S, GIVE_UP_S = 30.0, 120.0
+LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+)
+"""Codes of a call that the network or a stop of the pool ended: without a reason of the pool's."""
+CALL_S = 30.0
 
 
 def connect() -> grpc.Channel:
@@ -91,14 +98,14 @@ def error_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, fl
 
 def repeated(name: str, attempt: Callable[[], T]) -> T:
     """Attempt until it succeeds: after the delay that a refusal tells, or growing pauses without a connection."""
-    pause_s, deadline = 0.2, time.monotonic() + GIVE_UP_S
+    pause_s = 0.2
     while True:
         try:
             return attempt()
         except grpc.RpcError as error:
             code = error.code()
             info, delay_s = error_details(error)
-            if (delay_s is None and code not in REPEATED) or time.monotonic() > deadline:
+            if delay_s is None and (info.reason or code not in LOST):
                 raise
             wait_s = (pause_s if delay_s is None else delay_s) * random.uniform(1, 1.25)
             print(f"{name}: {info.reason or code.name}; again in {wait_s:.1f} s", file=sys.stderr, flush=True)
@@ -127,6 +134,20 @@ def finished(names: Iterable[str]) -> dict[str, operations_pb2.Operation]:
 
     repeated("WaitOperations", wait)
     return found
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Start work on a thread that does not keep a program from ending after an error."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # it is raised where the result is taken
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 def int32(values: Sequence[int]) -> types_pb2.Tensor:
@@ -173,11 +194,10 @@ def train(adapter_id: str) -> None:
     # The pool takes steps in any order and runs them by seq: sent last first, none can finish before the first is sent.
     order = range(NUM_STEPS, 0, -1)
     early = [name for step in order[:NUM_EARLY] for name in send(step)]
-    with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(finished, early)
-        print(f"sent {NUM_EARLY} steps", flush=True)
-        late = [name for step in order[NUM_EARLY:] for name in send(step)]
-        results = waiting.result() | finished(late)
+    waiting = in_background(lambda: finished(early))
+    print(f"sent {NUM_EARLY} steps", flush=True)
+    late = [name for step in order[NUM_EARLY:] for name in send(step)]
+    results = waiting.result() | finished(late)
     if send(NUM_STEPS) != early[:2]:
         raise RuntimeError("the same seq again gave another operation")
     for step in range(1, NUM_STEPS + 1):

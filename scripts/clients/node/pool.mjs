@@ -10,9 +10,9 @@ import protobuf from "protobufjs";
 
 export const PROTOS = process.env.TINKERPOOL_PROTOS || fileURLToPath(new URL("../../../protos", import.meta.url));
 export const FILES = ["sessions", "adapters", "training", "operations", "checkpoints", "sampling"];
-const REPEATED = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED, grpc.status.CANCELLED]);
+// Codes of a call that the network or a stop of the pool ended: without a reason of the pool's.
+const LOST = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED, grpc.status.CANCELLED, grpc.status.INTERNAL]);
 const CALL_MS = 30_000;
-const GIVE_UP_MS = 120_000;
 
 // Pings keep a wait from hanging on a dead connection. Without the bound a channel waits up to two minutes between two
 // attempts to reach a pool that restarts. The library's own retries would add to those made here.
@@ -103,13 +103,12 @@ export function errorDetails(error) {
 
 // Attempts until it succeeds: after the delay that a refusal tells, or growing pauses without a connection.
 async function repeated(name, attempt) {
-  const giveUp = Date.now() + GIVE_UP_MS;
   for (let pauseMs = 200; ; pauseMs = Math.min(2 * pauseMs, 2000)) {
     try {
       return await attempt();
     } catch (error) {
       const { reason, delayMs } = errorDetails(error);
-      if ((delayMs === null && !REPEATED.has(error.code)) || Date.now() > giveUp) throw error;
+      if (delayMs === null && (reason || !LOST.has(error.code))) throw error;
       const waitMs = (delayMs ?? pauseMs) * (1 + Math.random() / 4);
       console.error(`${name}: ${reason || grpc.status[error.code]}; again in ${(waitMs / 1000).toFixed(1)} s`);
       await sleep(waitMs);

@@ -13,8 +13,8 @@ class Pool
   include Tinkerpool::V1
 
   CALL_S = 30
-  GIVE_UP_S = 120
-  REPEATED = [GRPC::Unavailable, GRPC::DeadlineExceeded, GRPC::Cancelled].freeze
+  # Errors of a call that the network or a stop of the pool ended: without a reason of the pool's.
+  LOST = [GRPC::Unavailable, GRPC::DeadlineExceeded, GRPC::Cancelled, GRPC::Internal].freeze
   # Pings keep a wait from hanging on a dead connection. Without the bound a channel waits up to two minutes between two
   # attempts to reach a pool that restarts. The library's own retries would add to those made here.
   CHANNEL = {
@@ -89,13 +89,12 @@ class Pool
   # Attempts until it succeeds: after the delay that a refusal tells, or growing pauses without a connection.
   def repeated(method)
     name = method.to_s.split('_').map(&:capitalize).join
-    give_up = Time.now + GIVE_UP_S
     pause_s = 0.2
     begin
       yield
     rescue GRPC::BadStatus => e
       info, delay_s = Pool.details(e)
-      raise if (delay_s.nil? && !REPEATED.include?(e.class)) || Time.now > give_up
+      raise if delay_s.nil? && !(info.reason.empty? && LOST.include?(e.class))
 
       wait_s = (delay_s || pause_s) * rand(1.0..1.25)
       warn format('%s: %s; again in %.1f s', name, info.reason.empty? ? Pool.code_name(e) : info.reason, wait_s)

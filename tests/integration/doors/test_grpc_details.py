@@ -22,7 +22,7 @@ from tinkerpool.v1 import limits_pb2, training_pb2
 pytestmark = pytest.mark.slow
 
 CHECKS = node.ROOT / "tests" / "support" / "doors" / "checks.mjs"
-CHECK_TIMEOUT_S = 60
+CHECK_TIMEOUT_S = 120
 LIMIT = GrpcConfig().message_bytes_max
 
 

@@ -20,7 +20,7 @@ def test_a_program_that_has_only_the_protos_prints_the_same_bits_as_python(tmp_p
     with shipped_pool(tmp_path / "pool") as pool:
         found, wanted = (
             subprocess.run(
-                command, cwd=node.ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
+                command, cwd=node.ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False
             )
             for command, variables in (
                 (["node", str(program / "train.mjs")], node.environment(pool, "alice")),
