@@ -160,8 +160,8 @@ class VarlenAttention:
             (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window))
             for start, stop, ends, longest in self._on(query)
         ]
-        # Views: linear layers leave these tensors row by row in memory.
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
+        # Views: linear layers leave these tensors row by row in memory. The backward of `tensor[0]` would copy them.
+        rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
         out: Tensor = _VarlenFunction.apply(*rows, self._kernel, calls)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
 
@@ -275,7 +275,7 @@ def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[li
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
     """Return the run's rows of (1, heads, T, E) as (S, heads, L, E)."""
-    rows = tensor[0, :, run.start : run.start + run.count * run.length]
+    rows = tensor.squeeze(0)[:, run.start : run.start + run.count * run.length]
     sequences: Tensor = rows.unflatten(1, (run.count, run.length))
     return sequences.transpose(0, 1)
 
