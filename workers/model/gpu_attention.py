@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.host.uploads import on_device
 from workers.model.attention import AttendPacked, PackedAttention, Run, runs_of
 
 HEAD_DIM_MAX = 256
@@ -179,7 +180,7 @@ class VarlenAttention:
                 groups = [[*groups[0], missing]]
             calls, start = [], 0
             for lengths in groups:
-                ends = torch.tensor([0, *lengths]).cumsum(0).int().to(query.device, non_blocking=True)
+                ends = on_device(torch.tensor([0, *lengths]).cumsum(0), query.device, torch.int32)
                 calls.append((start, start + sum(lengths), ends, max(lengths)))
                 start += sum(lengths)
             self._calls = calls
