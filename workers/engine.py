@@ -126,9 +126,9 @@ class TrainingEngine:
             for install in batch.installs:
                 self._copies.install(install)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
-            if any(isinstance(item, PassItem) for item in batch.items):
-                self._passes.room.measure()
             with self._running():
+                if passes := [item for item in batch.items if isinstance(item, PassItem)]:
+                    self._passes.measure_room(passes)
                 results = self._items.run(batch.items)
             self._passes.prefetch.end_batch()
         return BatchResult(

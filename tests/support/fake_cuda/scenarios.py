@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.gpu_count.cases import ALL_KINDS, engine_of
+from scripts.bench.gpu.cases import Case
+from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, engine_of, training
 from tests.support.fake_cuda.counting import Counts
 from workers.contract.messages import AdapterSpec, SampleRequest, SampleResult, SamplerVersion, SamplingParams
+from workers.training.memory import Load, PassMemory
 
 
 def steps_in_which_samples_join(**settings: Any) -> list[Counts]:
@@ -37,3 +39,28 @@ def steps_in_which_samples_join(**settings: Any) -> list[Counts]:
             assert not [event for event in events if isinstance(event, SampleResult) and event.error]
         assert not engine.can_decode()
         return steps
+
+
+def memory_of_a_pass(name: str, load: Case, **settings: Any) -> tuple[int, int, int]:
+    """Return the peak of a step's passes, the estimate of it, and the buffers of attention in the estimate.
+
+    The peak is without the buffers: they are inside of a kernel.
+    """
+    counts, _ = training(name, load, **settings)
+    with engine_of(name, **settings) as (engine, _):
+        base_model = engine.base_model
+        num_sequences = load.num_tenants * load.num_seqs
+        num_tokens = num_sequences * load.num_tokens
+        estimate = PassMemory(base_model).peak_bytes(
+            Load(
+                num_tokens=num_tokens,
+                lengths=[load.num_tokens],
+                num_sequences=num_sequences,
+                rank=RANK,
+                num_adapters=load.num_tenants,
+            ),
+            backward=True,
+            recompute=settings.get("recompute") == "on",
+        )
+        shape = num_tokens, num_sequences, base_model.num_heads, base_model.head_dim
+        return counts.peak_bytes, estimate, base_model.attend_packed([1], [1]).buffer_bytes(*shape)
