@@ -74,7 +74,7 @@ class TrainingEngine:
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
-        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
+        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
         self.sampler = Sampler(base_model, bank, limits, memory)
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)
         fitting = fitting_tokens(self._passes)
