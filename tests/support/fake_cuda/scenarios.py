@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import torch
 
+from scripts.bench.gpu import sides
 from scripts.bench.gpu.cases import Case, random_data
 from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, engine_of, training
 from tests.support.fake_cuda.counting import Counts
@@ -119,3 +120,21 @@ def failing_kernel(error: Exception, *, spoils_device: bool, what: str) -> str:
             return f"raised {raised}"
         assert failure is not None
         return failure.code.name
+
+
+def orders_of_a_backward(**settings: Any) -> list[bool]:
+    """Return, for each backward of two batches, whether the library adds in a fixed order."""
+    orders: list[bool] = []
+    backward = torch.autograd.backward
+
+    def recording(*args: Any) -> None:
+        orders.append(torch.are_deterministic_algorithms_enabled())
+        backward(*args)
+
+    with engine_of("tiny", cache_bytes_max=0, **settings) as (engine, _):
+        with patch.object(sides, "TrainingEngine", lambda _: engine):
+            side = sides.Fused(engine.settings, Case(2, 1, 16), RANK)
+        with patch.object(torch.autograd, "backward", recording):
+            side.run_passes()
+            side.run_passes()
+    return orders
