@@ -74,7 +74,7 @@ class TrainingEngine:
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
-        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
+        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
         self.sampler = Sampler(base_model, bank, limits, memory)
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)
         fitting = fitting_tokens(self._passes)
@@ -126,9 +126,9 @@ class TrainingEngine:
             for install in batch.installs:
                 self._copies.install(install)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
-            if any(isinstance(item, PassItem) for item in batch.items):
-                self._passes.room.measure()
             with self._running():
+                if passes := [item for item in batch.items if isinstance(item, PassItem)]:
+                    self._passes.measure_room(passes)
                 results = self._items.run(batch.items)
             self._passes.prefetch.end_batch()
         return BatchResult(
