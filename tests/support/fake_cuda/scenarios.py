@@ -17,6 +17,7 @@ from workers.contract.messages import (
     AdapterInstall,
     AdapterSpec,
     Batch,
+    Datum,
     PassItem,
     SampleRequest,
     SampleResult,
@@ -93,18 +94,7 @@ def failing_kernel(error: Exception, *, spoils_device: bool, what: str) -> str:
             stack.enter_context(patch.object(torch.cuda, "synchronize", Mock(side_effect=error)))
         try:
             if what == "batch":
-                item = PassItem(
-                    op_id="",
-                    adapter_id="a",
-                    prev_seq=0,
-                    seq=1,
-                    chunk_index=0,
-                    num_chunks=1,
-                    data=random_data(0, [9, 9], 512),
-                    loss_fn="cross_entropy",
-                    loss_config={},
-                    backward=True,
-                )
+                item = _pass_of(*random_data(0, [9, 9], 512))
                 (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
                 failure = result.error
             else:
@@ -138,3 +128,32 @@ def orders_of_a_backward(**settings: Any) -> list[bool]:
             side.run_passes()
             side.run_passes()
     return orders
+
+
+def kernels_of_targets(num_targets: int) -> int:
+    """Return the kernels of a pass with so many targets of each token."""
+    with engine_of("tiny", cache_bytes_max=0) as (engine, counting):
+        spec = AdapterSpec(adapter_id="a", rank=8, alpha=32.0, seed=1, **ALL_KINDS)
+        engine.run(Batch(epoch=1, cycle_id=0, installs=(AdapterInstall(spec=spec, state=None),), items=()))
+        shape = 40, num_targets
+        inputs: Any = {"target_tokens": np.ones(shape, np.int32), "weights": np.ones(shape, np.float32)}
+        item = _pass_of(Datum(tokens=np.arange(40, dtype=np.int32), loss_inputs=inputs))
+        with counting.stretch() as counts:
+            (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
+        assert result.error is None
+    return counts.num_kernels
+
+
+def _pass_of(*data: Datum) -> PassItem:
+    return PassItem(
+        op_id="",
+        adapter_id="a",
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=data,
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
