@@ -21,13 +21,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.model.pretrained import UnsupportedModelError
 
 ATTENTION_NAME = "tinkerpool"
-"""The name of `_attention` and `_no_mask` in the tables of transformers."""
+"""The name of `_attention` in transformers' table of attentions.
+
+Its table of masks does not have the name, so transformers makes none: `Attend` keeps sequences apart. Even a mask of
+None under the name would have it guess the sequences from position ids, for which it waits for the device."""
 # The overloads: a call needs no lookup.
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -52,6 +54,9 @@ class AttendSequences(Attend, Protocol):
     makes_masks: bool
     """Whether it keeps a mask (L, L) for every length L above a sliding window."""
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """Return the bytes that the kernel's backward allocates at most, besides gradients, for rows in sequences."""
+
 
 AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
 """Makes the `Attend` of whole sequences, one after another from row 0. Takes their lengths and, in row order, the
@@ -62,11 +67,10 @@ class LayerAttention:
     """The attention of all layers of one model: the `Attend` of the current pass. Used by one thread."""
 
     def __init__(self, model: Any) -> None:
-        """Let the layers of a model of transformers attend here, and keep transformers from making masks."""
+        """Let the layers of a model of transformers attend here, without masks."""
         self.current: Attend | None = None
         if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
@@ -79,10 +83,6 @@ class LayerAttention:
     def end(self) -> None:
         """Drop the `Attend` of the last pass."""
         self.current = None
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Make no mask: `Attend` keeps sequences apart, and transformers would guess them from position ids."""
 
 
 def _attention(
@@ -148,6 +148,10 @@ class PackedAttention:
             query, key, value, self.runs, masks, scaling
         )
         return out
+
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `AttendSequences`: none."""
+        return 0
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the additive mask (L, L) of a sliding window that is shorter than L; otherwise None: plain causal."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.messages import SamplingParams
+from workers.host.uploads import on_device
 from workers.sampling.drawing import NonFiniteLogitsError
 
 
@@ -27,10 +29,8 @@ def draw_rows(
 
     Raises NonFiniteLogitsError if a row is not finite.
     """
-    settings = torch.tensor([_settings(*of_row) for of_row in zip(params, numbers, strict=True)], dtype=torch.float64)
-    if logits.is_cuda:
-        settings = settings.pin_memory()
-    temperatures, top_k, top_p, at = settings.to(logits.device, non_blocking=True).unbind(1)
+    settings = np.array([_settings(*of_row) for of_row in zip(params, numbers, strict=True)])  # (N, 4)
+    temperatures, top_k, top_p, at = on_device(settings, logits.device).unbind(1)
     tokens = logits.argmax(1)
     if any(own.temperature for own in params):
         weights = _weights(logits, temperatures)
