@@ -68,3 +68,8 @@ def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> No
 
 def test_a_budget_names_a_case_once() -> None:
     assert len({(budget.model, budget.case, budget.key) for budget in BUDGETS}) == len(BUDGETS)
+
+
+def test_many_targets_of_a_token_take_few_kernels_more_than_one(fake_gpu: FakeCudaProcess) -> None:
+    one, many = (fake_gpu.call("tests.support.fake_cuda.scenarios:kernels_of_targets", number) for number in (1, 200))
+    assert many - one <= 50

@@ -3,7 +3,7 @@
 Does not depend on layers, models or adapters.
 
 Main invariant: a sequence's output and gradient depend only on its own rows. The order of a kernel's sums may depend
-on all sequences of a call; with one call per request, it depends only on that request.
+on all sequences of a call; with one call per request, and backwards in `fixed_order`, it depends only on that request.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -11,8 +11,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,9 +70,9 @@ class FlashKernel:
     Called directly, because `torch.nn.attention.varlen` of torch 2.11 does not let query heads share keys.
     """
 
-    def __init__(self, *, is_deterministic: bool = False) -> None:
-        """Let the backward add in a fixed order if `is_deterministic`; that is slower."""
-        self._is_deterministic = is_deterministic
+    def __init__(self, *, is_ordered: bool = False) -> None:
+        """`is_ordered`: the backward runs in `fixed_order`, which takes more memory."""
+        self._is_ordered = is_ordered
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
@@ -107,23 +106,22 @@ class FlashKernel:
         """See `Kernel`."""
         log_sum_exp, random_state, unused = saved
         ends, longest = sequences.ends, sequences.longest
-        with _fixed_order() if self._is_deterministic else nullcontext():
-            gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-                dout,
-                *inputs,
-                out,
-                log_sum_exp,
-                ends,
-                ends,
-                longest,
-                longest,
-                0.0,
-                sequences.window is None,
-                random_state,
-                unused,
-                scale=sequences.scaling,
-                **_window(sequences.window),
-            )
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            dout,
+            *inputs,
+            out,
+            log_sum_exp,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            sequences.window is None,
+            random_state,
+            unused,
+            scale=sequences.scaling,
+            **_window(sequences.window),
+        )
         return gradients
 
     def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
@@ -133,25 +131,11 @@ class FlashKernel:
         add in a fixed order, as many dq as keep every processor busy: most of them if each sequence has its own call.
         """
         num_rows = num_tokens + PADDING_ROWS * num_sequences
-        if self._is_deterministic:
+        if self._is_ordered:
             num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
             num_rows += (num_tokens + PADDING_ROWS) * (-(-num_processors // num_heads) - 1)
         widened = 2 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize
         return 4 * num_rows * num_heads * (-(-head_dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + 1) + widened
-
-
-@contextmanager
-def _fixed_order() -> Iterator[None]:
-    """Switch the library to deterministic kernels: flash attention has no other option for it."""
-    before, is_warning = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(mode=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=is_warning)
 
 
 def _window(window: int | None) -> dict[str, int]:
@@ -314,6 +298,6 @@ def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *
         return PackedAttention
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
     if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
-        kernel = FlashKernel(is_deterministic=exact)
+        kernel = FlashKernel(is_ordered=exact)
         return lambda lengths, counts: VarlenAttention(kernel, lengths, counts if exact else None)
     return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)

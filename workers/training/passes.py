@@ -274,7 +274,8 @@ class PassRunner:
             self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
-                torch.autograd.backward(hidden, dhidden)
+                assert dhidden is not None
+                self.base_model.backward(hidden, dhidden)
             self._loss.settle()
         return packed.parts
 

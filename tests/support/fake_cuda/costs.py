@@ -372,6 +372,9 @@ _table("cuda/ReduceSumProdKernel.cu, ReduceMaxValuesKernel.cu, ReduceNormKernel.
 _table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "embedding")
 _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
+_table(
+    "cuda/Sort.cpp: sort_cuda_kernel of at most 4,096 values copies them, numbers them and sorts", kernels(3), "sort"
+)
 _table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
 _table("cuda/IndexKernel.cu: index_put_kernel, without accumulation", put, "index_put_", "_index_put_impl_")
 _table("cuda/Shape.cu: cat_out_cuda, parallel_cat", joined, "cat", "stack")
