@@ -54,7 +54,7 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
 
 def make_engine(**settings: Any) -> TrainingEngine:
     """Return an engine; call it in `fake_cuda` and `no_files`, and use it there."""
-    defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16"}
+    defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16", "cache_bytes_max": None}
     made = EngineSettings(**defaults | settings)
     loaded = BaseModel("none", device=made.device, dtype=getattr(torch, made.dtype), exact=made.exact)
     return TrainingEngine(made, base_model=loaded)
