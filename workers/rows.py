@@ -74,6 +74,11 @@ class AdapterViews:
     scaling: float = 0.0
     """alpha / rank of the adapter in the slot."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the slab."""
+        return next(views.A.device for views in self.slab if views is not None)
+
     def occupy(self, spec: AdapterSpec) -> None:
         """Let the views stand for this adapter, which now lies in the slot."""
         self.scaling = spec.alpha / spec.rank

@@ -21,13 +21,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.model.pretrained import UnsupportedModelError
 
 ATTENTION_NAME = "tinkerpool"
-"""The name of `_attention` and `_no_mask` in the tables of transformers."""
+"""The name of `_attention` in transformers' table of attentions.
+
+Its table of masks does not have the name, so transformers makes none: `Attend` keeps sequences apart. Even a mask of
+None under the name would have it guess the sequences from position ids, for which it waits for the device."""
 # The overloads: a call needs no lookup.
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -62,11 +64,10 @@ class LayerAttention:
     """The attention of all layers of one model: the `Attend` of the current pass. Used by one thread."""
 
     def __init__(self, model: Any) -> None:
-        """Let the layers of a model of transformers attend here, and keep transformers from making masks."""
+        """Let the layers of a model of transformers attend here, without masks."""
         self.current: Attend | None = None
         if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
@@ -79,10 +80,6 @@ class LayerAttention:
     def end(self) -> None:
         """Drop the `Attend` of the last pass."""
         self.current = None
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Make no mask: `Attend` keeps sequences apart, and transformers would guess them from position ids."""
 
 
 def _attention(

@@ -154,7 +154,7 @@ class BaseModel:
         out = self.model.model(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=None, use_cache=False
         )
-        hidden: Tensor = out.last_hidden_state[0]  # (T + padding, D)
+        hidden: Tensor = out.last_hidden_state.squeeze(0)  # (T + padding, D)
         return hidden[:num_rows] if padding else hidden
 
     @torch.no_grad()

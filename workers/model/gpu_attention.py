@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.host.uploads import on_device
 from workers.model.attention import AttendPacked, PackedAttention, Run, runs_of
 
 HEAD_DIM_MAX = 256
@@ -160,8 +161,8 @@ class VarlenAttention:
             (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window))
             for start, stop, ends, longest in self._on(query)
         ]
-        # Views: linear layers leave these tensors row by row in memory.
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
+        # Views: linear layers leave these tensors row by row in memory. The backward of `tensor[0]` would copy them.
+        rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
         out: Tensor = _VarlenFunction.apply(*rows, self._kernel, calls)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
 
@@ -179,7 +180,7 @@ class VarlenAttention:
                 groups = [[*groups[0], missing]]
             calls, start = [], 0
             for lengths in groups:
-                ends = torch.tensor([0, *lengths]).cumsum(0).int().to(query.device, non_blocking=True)
+                ends = on_device(torch.tensor([0, *lengths]).cumsum(0), query.device, torch.int32)
                 calls.append((start, start + sum(lengths), ends, max(lengths)))
                 start += sum(lengths)
             self._calls = calls
@@ -275,7 +276,7 @@ def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[li
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
     """Return the run's rows of (1, heads, T, E) as (S, heads, L, E)."""
-    rows = tensor[0, :, run.start : run.start + run.count * run.length]
+    rows = tensor.squeeze(0)[:, run.start : run.start + run.count * run.length]
     sequences: Tensor = rows.unflatten(1, (run.count, run.length))
     return sequences.transpose(0, 1)
 

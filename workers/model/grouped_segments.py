@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from workers.host.uploads import on_device
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupShape, GroupViews
 
@@ -129,11 +130,11 @@ class GroupedRun:
             filled: list[int] = []
             for slot in range(slots[0], slots[-1] + 1):
                 filled.append(ends[slot] if slot in ends else filled[-1])
-            own = _on_device(self._ends, torch.int32, device)
+            own = on_device(self._ends, device, torch.int32)
             if len(filled) == len(slots):
                 self._tensors = own, own, None
             else:
-                self._tensors = _on_device(filled, torch.int32, device), own, _on_device(slots, torch.int64, device)
+                self._tensors = on_device(filled, device, torch.int32), own, on_device(slots, device)
         return self._tensors
 
 
@@ -144,11 +145,6 @@ def group_segments(segments: Sequence[Segment]) -> list[GroupedRun]:
         if not (runs and runs[-1].try_add(segment)):
             runs.append(GroupedRun(segment))
     return runs
-
-
-def _on_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device, without the wait for the device that `torch.tensor(..., device=...)` causes."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.host.uploads import on_device
 from workers.rows import AdapterViews, GroupViews
 
 
@@ -150,8 +151,7 @@ class Run:
         first, last = self.adapters[0].slot, self.adapters[-1].slot + 1
         if last - first == len(self.adapters):
             return slice(first, last)
-        device = next(views.A.device for views in self.adapters[0].slab if views is not None)
-        return torch.tensor([adapter.slot for adapter in self.adapters]).to(device, non_blocking=True)
+        return on_device([adapter.slot for adapter in self.adapters], self.adapters[0].device)
 
 
 class ShortRun:
@@ -178,9 +178,10 @@ class ShortRun:
             gathered += own + own[:1] * (rows_min - len(own))
             positions += range(number * rows_min, number * rows_min + len(own))
             rows += own
-        self._gathered = torch.tensor(gathered)
+        device = segments[0].adapter.device
+        self._gathered = on_device(gathered, device)
         """(S * rows_min,) rows of the pass, padding included."""
-        self._positions, self._rows = torch.tensor(positions), torch.tensor(rows)
+        self._positions, self._rows = on_device(positions, device), on_device(rows, device)
         """The rows that are no padding: positions in the batch, and rows of the pass."""
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:

@@ -62,6 +62,7 @@ class KVCache:
         """Allocate the blocks; raises the library's error if there is not enough memory."""
         sizes = (BLOCK_TOKENS, model.head_dim)
         shape = (model.num_layers, num_blocks, model.num_key_value_heads)
+        self.device = model.device
         self._keys = torch.empty(*shape, *reversed(sizes), dtype=model.dtype, device=model.device)
         self._values = torch.empty(*shape, *sizes, dtype=model.dtype, device=model.device)
 

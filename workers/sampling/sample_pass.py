@@ -24,6 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.entries import Row
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
+from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
@@ -94,14 +95,14 @@ class LogitsRows:
 
     def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each row's token; if there is one row, of all these tokens."""
-        picked = torch.tensor(tokens, device=self.logprobs.device).unsqueeze(1)  # (N, 1)
+        picked = on_device(tokens, self.logprobs.device).unsqueeze(1)  # (N, 1)
         return self.logprobs.expand(len(tokens), -1).gather(1, picked).squeeze(1).tolist()
 
     def pick(self, rows: Sequence[int]) -> LogitsRows:
         """Return rows in another order; does not copy if they are all rows in order."""
         if list(rows) == list(range(len(self.logits))):
             return self
-        return LogitsRows(self.logits[rows], self.logprobs[rows])
+        return LogitsRows(self.logits[rows], self.logprobs[on_device(rows, self.logprobs.device)])
 
     def some(self, rows: slice) -> LogitsRows:
         """Return some of the rows, as views."""
@@ -155,8 +156,8 @@ class SamplePass:
         starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()
         device = self._base_model.device
         hidden = self._base_model.forward(
-            torch.from_numpy(np.concatenate([part.tokens for part in ordered])).to(device),
-            torch.from_numpy(np.concatenate([_positions(part) for part in ordered])).to(device),
+            on_device(np.concatenate([part.tokens for part in ordered]), device),
+            on_device(np.concatenate([_positions(part) for part in ordered]), device),
             _segments([(part.key, len(part.tokens)) for part in ordered], bank_rows),
             self._attention(ordered, starts),
         )  # (T, D)
@@ -186,7 +187,7 @@ class SamplePass:
         if not tokens:
             self._decoding = None
         elif self._decoding is None or not self._decoding.try_continue(tokens):
-            self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple)
+            self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple, self._cache.device)
         return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
     def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
@@ -215,7 +216,7 @@ def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:
     if (temperatures == 1).all():
         return logits.log_softmax(-1)
     divisors = np.maximum(temperatures[:, None], LOGPROBS_TEMPERATURE_MIN)
-    return (logits / torch.from_numpy(divisors).to(logits)).log_softmax(-1)
+    return (logits / on_device(divisors, logits.device, logits.dtype)).log_softmax(-1)
 
 
 def _bank_order(row: Row | None) -> tuple[int, int]:

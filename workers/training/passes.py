@@ -29,6 +29,7 @@ from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
 from workers.host.allocator import is_out_of_memory, without_holes
 from workers.host.free_memory import MemoryShare
+from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.training.device_logits import DeviceLoss
@@ -284,8 +285,8 @@ def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device,
         parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
         start = stop
     return Packed(
-        tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        tokens=on_device(np.concatenate(tokens).astype(np.int64), device),
+        positions=on_device(np.concatenate(positions), device),
         lengths=lengths,
         counts=counts,
         segments=segments,

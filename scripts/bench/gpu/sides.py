@@ -88,6 +88,11 @@ class Fused:
 
     def step(self) -> None:
         """Run every tenant's forward_backward, then every tenant's step."""
+        self.run_passes()
+        self.run_steps()
+
+    def run_passes(self) -> None:
+        """Run every tenant's forward_backward."""
         seqs: dict[str, Any] = {"op_id": "", "prev_seq": self.seq, "seq": self.seq + 1}
         passes: list[Item] = [
             PassItem(
@@ -104,9 +109,13 @@ class Fused:
             for index, data in enumerate(chunks)
         ]
         self._run(items=tuple(passes))
-        seqs = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
+        self.seq += 1
+
+    def run_steps(self) -> None:
+        """Run every tenant's optimizer step."""
+        seqs: dict[str, Any] = {"op_id": "", "prev_seq": self.seq, "seq": self.seq + 1, "params": PARAMS}
         self._run(items=tuple(OptimStepItem(adapter_id=key, **seqs) for key in self.keys))
-        self.seq += 2
+        self.seq += 1
 
 
 class SequentialPeft:

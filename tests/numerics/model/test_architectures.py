@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def test_model_that_the_fused_pass_gets_wrong_is_refused(
     monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
         load_base_model(EngineSettings(model_path=str(model_directories["gemma3"]), dtype=dtype))
+
+
+def test_transformers_looks_for_no_sequences_among_the_rows(
+    any_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does to make masks, and waits for the device to find out whether there are several sequences."""
+    driver = Driver(any_model_directory)
+    driver.install(make_spec("a", 4))
+    find = Mock(side_effect=AssertionError("transformers looks for packed sequences"))
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", find)
+    driver.train(driver.backward("a", DATA))
 
 
 SMALL: dict[str, Any] = {

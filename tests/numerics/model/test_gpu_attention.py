@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.allocations import Allocations
-from tests.support.numerics.harness import Driver
+from tests.support.numerics.harness import Driver, make_spec
 from tests.support.numerics.tenants import TENANTS
-from workers.model.attention import Attend, PackedAttention
+from workers.model.attention import Attend, AttendPacked, PackedAttention
 from workers.model.gpu_attention import (
     FlashKernel,
     SdpaAttention,
@@ -24,6 +25,7 @@ from workers.model.gpu_attention import (
     VarlenAttention,
     attend_packed_for,
 )
+from workers.model.segments import Segment
 
 LENGTHS = [5, 12, 12, 1, 33]
 NUM_ROWS = 70
@@ -157,6 +159,26 @@ def test_model_with_gpu_attention_gives_the_same_results_and_gradients(
     apart = distance(observe(driver, TENANTS), observe(Driver(qwen3), TENANTS))
     assert 0 < apart.logprobs < 1e-4
     assert apart.gradients < 1e-4
+
+
+@pytest.mark.parametrize("attention", [partial(VarlenAttention, SlowKernel()), SdpaAttention])
+def test_backward_copies_no_tensor_of_all_rows_to_take_off_the_batch(
+    model_directory: Path, attention: AttendPacked
+) -> None:
+    """The backward of `tensor[0]` fills a tensor of all rows with zeros and copies the gradient into it."""
+    driver = Driver(model_directory)
+    driver.install(make_spec("a"))
+    (row,) = driver.engine.bank.acquire(["a"])
+    tokens, positions = torch.zeros(9, dtype=torch.long), torch.arange(9)
+    hidden = driver.engine.base_model.forward(tokens, positions, [Segment(0, 9, row.groups)], attention([9], [1]))
+    nodes = [hidden.grad_fn]
+    for node in nodes:
+        assert node is not None
+        nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    names = {type(node).__name__ for node in nodes}
+    assert "SqueezeBackward1" in names
+    assert "SelectBackward0" not in names
+    driver.engine.base_model.reset()
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.host.uploads import on_device
+
 ROWS_MULTIPLES = (4, 8, 16, 32)
 """Candidates for what R must be a multiple of. Libraries have separate kernels for 1, 2 and 3 rows."""
 TRIED_READS = 7
@@ -49,7 +51,7 @@ class BlockReads:
 
 def score_mask(is_hidden: Tensor, like: Tensor) -> Tensor:
     """Return the addend of scores for hidden keys, in the dtype and on the device of `like`."""
-    return torch.zeros(is_hidden.shape).masked_fill_(is_hidden, HIDDEN).to(like.device, like.dtype)
+    return on_device(torch.zeros(is_hidden.shape).masked_fill_(is_hidden, HIDDEN), like.device, like.dtype)
 
 
 def attend_to_blocks(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.capacity import BLOCK_TOKENS
+from workers.host.uploads import on_device
 from workers.sampling.attention.block_products import BlockReads, score_mask
 from workers.sampling.kv_cache import PromptBlocks, SequenceBlocks
 
@@ -89,7 +90,7 @@ class DecodePlanner:
         self._tokens = tokens
         self._heads_per_key = heads_per_key
         self._rows_multiple = rows_multiple
-        self._rows = torch.tensor([token.row for token in tokens])
+        self._rows = np.array([token.row for token in tokens])
         by_prompt: dict[int, list[int]] = {}
         for number, token in enumerate(tokens):
             by_prompt.setdefault(id(token.prompt), []).append(number)
@@ -128,8 +129,7 @@ class DecodePlanner:
             levels.append((len(results), len(members)))
             results += [results_of[number][level] for number in members]
             owners += range(len(members))
-        order = torch.empty(len(falling), dtype=torch.long)
-        order[torch.tensor(falling)] = torch.arange(len(falling))
+        order = np.argsort(falling)
         by_tile = None
         if tile_reads:
             mask = _mask(self._is_hidden_from_tiles(tile_reads, window), like)
@@ -140,10 +140,10 @@ class DecodePlanner:
             by_tile,
             self._block_reads(own_reads, self._singles, queries.mask(self._tokens, window, like)),
             queries,
-            torch.tensor(results, device=device),
-            torch.tensor(owners, device=device),
+            on_device(results, device),
+            on_device(owners, device),
             levels,
-            order.to(device),
+            on_device(order, device),
         )
 
     def _reads(self, window: int | None) -> tuple[list[Read], list[Read], list[list[int]]]:
@@ -193,10 +193,11 @@ class DecodePlanner:
         num_rows = -(-sequences_of.shape[1] * self._heads_per_key // self._rows_multiple) * self._rows_multiple
         if mask.shape[2] > 1:
             mask = F.pad(mask, (0, 0, 0, num_rows - mask.shape[2]))
+        queries = self._rows[sequences_of[[reader for _, reader, _ in reads]].ravel()]
         return BlockReads(
-            self._rows[torch.from_numpy(sequences_of[[reader for _, reader, _ in reads]].ravel())].to(mask.device),
+            on_device(queries, mask.device),
             num_rows,
-            torch.tensor([block for block, _, _ in reads], device=mask.device),
+            on_device([block for block, _, _ in reads], mask.device),
             runs,
             mask,
         )

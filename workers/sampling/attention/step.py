@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.capacity import BLOCK_TOKENS
+from workers.host.uploads import on_device
 from workers.sampling.attention.block_products import attend_prompt, attend_to_blocks, combine, score_mask
 from workers.sampling.attention.decode_plan import DecodePlan, DecodePlanner, NextToken
 from workers.sampling.kv_cache import KVCache, PromptBlocks
@@ -47,20 +48,19 @@ class PromptChunk:
 class PrefillAttention:
     """The attention of one chunk, in all layers of a pass."""
 
-    def __init__(self, chunk: PromptChunk, heads_per_key: int) -> None:
-        """Take a chunk; `heads_per_key` is G."""
+    def __init__(self, chunk: PromptChunk, heads_per_key: int, device: torch.device) -> None:
+        """Take a chunk, for tensors on `device`; `heads_per_key` is G."""
         assert chunk.start % BLOCK_TOKENS == 0
         assert chunk.stop % BLOCK_TOKENS == 0 or chunk.stop == chunk.prompt.length
         self._rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
         self._first, self._end = chunk.start // BLOCK_TOKENS, -(-chunk.stop // BLOCK_TOKENS)
         self._padding = self._end * BLOCK_TOKENS - chunk.stop
-        self._blocks = torch.tensor(chunk.prompt.blocks[: self._end])
+        self._blocks = on_device(chunk.prompt.blocks[: self._end], device)
         self._heads_per_key = heads_per_key
         self._masks: dict[int | None, Tensor] = {}
 
     def write(self, memory: Tensor, rows: Tensor) -> None:
         """Write the chunk's keys or values, among rows (T, K, E), to its blocks of (N, K, B, E)."""
-        self._blocks = self._blocks.to(memory.device)
         memory[self._blocks[self._first :]] = self._in_blocks(rows).transpose(1, 2)
 
     def attend(
@@ -116,8 +116,14 @@ class PrefillAttention:
 class DecodeAttention:
     """The next token of every running sequence; and the tokens after it, while no sequence begins, ends or grows."""
 
-    def __init__(self, tokens: Sequence[NextToken], heads_per_key: int, rows_multiple: int) -> None:
-        """Take the tokens; `heads_per_key` is H / K, and products have a multiple of `rows_multiple` query rows."""
+    def __init__(
+        self, tokens: Sequence[NextToken], heads_per_key: int, rows_multiple: int, device: torch.device
+    ) -> None:
+        """Take the tokens, for tensors on `device`.
+
+        `heads_per_key` is H / K, and products have a multiple of `rows_multiple` query rows.
+        """
+        self._device = device
         self._layout = _layout(tokens)
         self._planner = DecodePlanner(tokens, heads_per_key, rows_multiple)
         first, last = tokens[0].row, tokens[-1].row
@@ -125,9 +131,9 @@ class DecodeAttention:
         self._rows: slice | Tensor = slice(first, last + 1)
         """The tokens' rows of the pass; adjacent rows, as in a pass without prompts, need no gathering."""
         if rows != list(range(first, last + 1)):
-            self._rows = torch.tensor(rows)
-        self._block = torch.tensor([token.own.blocks[-1] for token in tokens])
-        self._offset = _offsets(tokens)
+            self._rows = on_device(rows, device)
+        self._block = on_device([token.own.blocks[-1] for token in tokens], device)
+        self._offset = self._offsets(tokens)
         self._plans: dict[int | None, DecodePlan] = {}
         """By sliding window."""
 
@@ -139,7 +145,7 @@ class DecodeAttention:
         if _layout(tokens) != self._layout:
             return False
         self._planner.move_to(tokens)
-        self._offset = _offsets(tokens)
+        self._offset = self._offsets(tokens)
         plan = self._plans.get(None)
         self._plans.clear()  # the keys inside a window change with every token
         if plan is not None:
@@ -165,6 +171,10 @@ class DecodeAttention:
         joined = combine(result, log_sum_exp, plan.owners, plan.levels).index_select(0, plan.order)  # (S, K, G, E)
         out[self._rows] = joined.flatten(1, 2).to(out.dtype)
 
+    def _offsets(self, tokens: Sequence[NextToken]) -> Tensor:
+        """Return each token's position in its block, (S,)."""
+        return on_device([token.own.length % BLOCK_TOKENS for token in tokens], self._device)
+
 
 class StepAttention:
     """Implements `model.attention.Attend` for one pass, and writes keys and values to the cache."""
@@ -174,7 +184,7 @@ class StepAttention:
     ) -> None:
         """Take the parts of a pass; `heads_per_key` is H / K, `decoding` is None if no sequence decodes."""
         self._cache = cache
-        self._chunks = [PrefillAttention(chunk, heads_per_key) for chunk in chunks]
+        self._chunks = [PrefillAttention(chunk, heads_per_key, cache.device) for chunk in chunks]
         self._decoding = decoding
 
     def __call__(
@@ -205,8 +215,3 @@ def _layout(tokens: Sequence[NextToken]) -> list[tuple[int, int, int, int, int]]
     return [
         (token.row, id(token.prompt), token.own.index, len(token.own.blocks), token.own.blocks[-1]) for token in tokens
     ]
-
-
-def _offsets(tokens: Sequence[NextToken]) -> Tensor:
-    """Return each token's position in its block, (S,)."""
-    return torch.tensor([token.own.length % BLOCK_TOKENS for token in tokens])

@@ -1,0 +1,367 @@
+"""What an operation of torch costs on a CUDA device: launches, bytes of memory traffic, FLOP.
+
+Nothing is guessed. An operation with torch's tag `pointwise` is one kernel over its operands. Every other one stands in
+the table, with the CUDA source whose launches were counted; a kernel of our own is declared by `declare`, from its
+grid. An operation in none of these raises `UncountedOperation`.
+
+Bytes are what a kernel must move between memory and chip: each element of an operand once, unless the source reads it
+again. A broadcast operand counts once. Launches are kernels; a copy within the device is one too, a memset is none.
+
+Does not depend on the workers.
+
+Dimensions of products: M rows, K summed, N columns, S groups or batches. Of attention: T rows, S sequences, L tokens of
+the longest, H query heads, E head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+INT_MAX = 2**31 - 1
+
+
+class UncountedOperation(BaseException):
+    """The operation is neither pointwise, nor in the table, nor declared.
+
+    Not an Exception: an engine turns those into results of requests.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one operation."""
+
+    num_kernels: int = 0
+    num_bytes: int = 0
+    flops: float = 0.0
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation with its arguments and its result."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        """The name without the overload: `aten::add`."""
+        return str(self.func._schema.name)
+
+    def argument(self, name: str) -> Any:
+        """Return an argument by its name in the schema; its default if it was not given."""
+        for place, declared in enumerate(self.func._schema.arguments):
+            if declared.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                if place < len(self.args) and not declared.kwarg_only:
+                    return self.args[place]
+                return declared.default_value
+        raise KeyError(name)
+
+    @cached_property
+    def read(self) -> list[Tensor]:
+        """The tensors on the device that are read. An `out` is not, nor what is overwritten whole."""
+        return [
+            tensor
+            for declared, value in self._given()
+            for tensor in _on_device(value)
+            if not declared.is_out and not (declared.name == "self" and self.name in OVERWRITING)
+        ]
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """The tensors on the device that are written: results, each once."""
+        written = list(_on_device(self.result))
+        for declared, value in self._given():
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                written += _on_device(value)
+        return list({id(tensor): tensor for tensor in written}.values())
+
+    def _given(self) -> Iterator[tuple[Any, Any]]:
+        for declared in self.func._schema.arguments:
+            value = self.argument(declared.name)
+            if value is not None:
+                yield declared, value
+
+    @property
+    def traffic(self) -> int:
+        """The bytes of all that is read, and of all that is written."""
+        return sum(map(num_bytes, self.read)) + sum(map(num_bytes, self.written))
+
+
+Rule = Callable[[Call], Cost]
+
+OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_"}
+"""Operations that write `self` without reading it."""
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; a broadcast dimension counts once."""
+    return tensor.element_size() * prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+    )
+
+
+def num_pieces(tensors: list[Tensor]) -> int:
+    """Return how many kernels a pointwise operation is: one, unless offsets need more than 32 bits.
+
+    ATen/native/TensorIterator.cpp: `with_32bit_indexing` halves the dimension with the largest extent.
+    """
+    shape = list(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    strides = [
+        [step * tensor.element_size() for step in tensor.expand(shape).stride()] for tensor in tensors if tensor.numel()
+    ]
+    return _pieces_of(shape, strides)
+
+
+def _pieces_of(shape: list[int], strides: list[list[int]]) -> int:
+    extents = [[(size - 1) * step for size, step in zip(shape, steps, strict=True)] for steps in strides]
+    if prod(shape) <= INT_MAX and all(1 + sum(extent) <= INT_MAX for extent in extents):
+        return 1
+    widest = max(range(len(shape)), key=lambda place: max(extent[place] for extent in extents))
+    first = shape[widest] // 2
+    halves = ([*shape[:widest], size, *shape[widest + 1 :]] for size in (first, shape[widest] - first))
+    return sum(_pieces_of(half, strides) for half in halves)
+
+
+def _on_device(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+
+
+def cost_of(call: Call) -> Cost:
+    """Return the cost of an operation on tensors of the device. Raises UncountedOperation."""
+    rule = RULES.get(call.name)
+    if rule is not None:
+        return rule[0](call)
+    if is_view(call.func):
+        return Cost()
+    if torch.Tag.pointwise in call.func.tags:
+        return pointwise(call)
+    raise UncountedOperation(
+        f"{call.name} is not counted yet: find its launches in torch's CUDA sources and add a rule with that source to "
+        "tests/support/fake_cuda/costs.py; for a kernel of our own use `declare`"
+    )
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operation only returns views of its arguments."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def declare(name: str, rule: Rule, source: str) -> None:
+    """Add the cost of a kernel of our own, `namespace::name`; `source`: what proves the number of launches."""
+    assert name not in RULES, f"{name} is declared already"
+    RULES[name] = rule, source
+
+
+# ------------------------------------------------------------------ rules
+
+
+def nothing(_: Call) -> Cost:
+    """An operation of the host."""
+    return Cost()
+
+
+def pointwise(call: Call) -> Cost:
+    """One kernel over all operands."""
+    return Cost(num_pieces([*call.read, *call.written]), call.traffic)
+
+
+def kernels(number: int) -> Rule:
+    """A fixed number of kernels, which move each operand once."""
+    return lambda call: Cost(number, call.traffic)
+
+
+def copied(call: Call) -> Cost:
+    """A copy or conversion within the device; copies from and to the host are no kernels."""
+    if len({leaf.device.type for leaf in tree_leaves((call.args, call.result)) if isinstance(leaf, Tensor)}) > 1:
+        return Cost()
+    return Cost(num_pieces([*call.read, *call.written]), call.traffic)
+
+
+def written_only(call: Call) -> Cost:
+    """A new tensor that is filled."""
+    tensors = call.written
+    return Cost(num_pieces(tensors), sum(map(num_bytes, tensors)))
+
+
+def picked(call: Call) -> Cost:
+    """Elements that indices name are read, and written to the result."""
+    return Cost(1, sum(map(num_bytes, call.read[1:])) + 2 * sum(map(num_bytes, call.written)))
+
+
+def put(call: Call) -> Cost:
+    """Values (the last operand) are written to places that indices name."""
+    values = call.argument("values")
+    places = [tensor for tensor in call.argument("indices") if tensor is not None]
+    count = prod(torch.broadcast_shapes(*(place.shape for place in places)))
+    kept = prod(size for size, index in zip(call.args[0].shape[len(places) :], call.args[0].shape, strict=False))
+    num_values = max(values.numel(), count * kept)
+    return Cost(1, sum(map(num_bytes, _on_device(places))) + num_bytes(values) + num_values * values.element_size())
+
+
+def added(call: Call) -> Cost:
+    """A source is added to places that indices name, which are read and written."""
+    source = call.read[-1]
+    return Cost(1, sum(map(num_bytes, call.read[1:])) + 2 * num_bytes(source))
+
+
+def padded(call: Call) -> Cost:
+    """The result is filled whole, then the input is copied into it."""
+    (source,), (out,) = call.read, call.written
+    return Cost(2, num_bytes(out) + 2 * num_bytes(source))
+
+
+def joined(call: Call) -> Cost:
+    """Kernels over many operands each; operands of several dtypes are copied one by one."""
+    tensors, (out,) = call.read, call.written
+    if len(tensors) == 1 or any(tensor.dtype != out.dtype for tensor in tensors) or num_pieces([out]) > 1:
+        return Cost(len(tensors), call.traffic)
+    most = 128 if all(tensor.is_contiguous() for tensor in tensors) else 64
+    return Cost(-(-len(tensors) // most), call.traffic)
+
+
+def softmax(call: Call) -> Cost:
+    """One kernel. It reads a row that does not fit into shared memory three times: maximum, sum, result."""
+    logits = call.read[0]
+    row_bytes = logits.shape[call.argument("dim")] * logits.element_size()
+    return Cost(1, call.traffic + (2 * num_bytes(logits) if row_bytes > SHARED_BYTES else 0))
+
+
+SHARED_BYTES = 48 << 10
+"""Shared memory of a block without opting in for more: `sharedMemPerBlock` of an H100."""
+
+
+def scan(call: Call) -> Cost:
+    """One kernel for many rows; a single row is the vendor's scan, whose state another kernel initialises.
+
+    Another dtype is converted first.
+    """
+    source, out = call.args[0], call.result
+    is_single = source.numel() == source.shape[call.argument("dim")]
+    is_converted = source.dtype != out.dtype
+    return Cost(1 + is_single + is_converted, call.traffic + (2 * num_bytes(out) if is_converted else 0))
+
+
+def product(call: Call) -> Cost:
+    """One product of the vendor's library, of matrices or of batches, added to something or not."""
+    left, right = call.read[-2:]
+    operands = [left, right, *call.written]
+    addend = call.argument("self") if "add" in call.name else None
+    if addend is not None and call.argument("beta") != 0:
+        operands.append(addend)
+    flops = 2.0 * left.numel() * right.shape[-1]
+    return Cost(1, sum(map(num_bytes, operands)), flops)
+
+
+def grouped_product(call: Call) -> Cost:
+    """A kernel that prepares pointers and sizes, and one that multiplies all groups.
+
+    (M, K) x (S, K, N), each row with its group's matrix; or (M, K) x (K, N), whose K is cut into groups.
+    """
+    left, right = call.args[:2]
+    return Cost(2, call.traffic, 2.0 * left.numel() * right.shape[-1])
+
+
+def attention_forward(call: Call) -> Cost:
+    """One kernel; a query sees half of the longest sequence on average."""
+    query = call.args[0]
+    longest = call.argument("max_q")
+    return Cost(1, call.traffic, 4.0 * query.numel() * longest / 2, is_attention=True)
+
+
+def attention_backward(call: Call) -> Cost:
+    """Sums of dout out, with clearing the fp32 gradient of queries; the gradients; the conversion of that of queries.
+
+    Where query heads share keys, the gradients of keys and values of all query heads are summed by two more kernels.
+    Deterministic algorithms clear a buffer for each of several splits first.
+    """
+    query, key = call.args[1:3]
+    ends, longest = call.argument("cum_seq_q"), call.argument("max_q")
+    num_seqs, (num_rows, num_heads, width) = len(ends) - 1, query.shape
+    splits = 1
+    number = 3
+    if torch.are_deterministic_algorithms_enabled():
+        splits = -(-DETERMINISTIC_BLOCKS // (num_seqs * num_heads))
+        number += 1
+    buffer_bytes = 4 * splits * (num_rows + 128 * num_seqs) * num_heads * width
+    traffic = call.traffic + 4 * buffer_bytes  # cleared, read and written by sums, converted
+    if key.shape[1] != num_heads:
+        number += 2
+        traffic += 2 * 2 * num_bytes(query)  # gradients of key and value of all heads: written, read
+    return Cost(number, traffic, 10.0 * query.numel() * longest / 2, is_attention=True)
+
+
+DETERMINISTIC_BLOCKS = 132
+"""Processors of an H100, by which flash attention chooses its splits."""
+CHUNK_VALUES, BLOCKS_MAX, TENSORS_MAX = 65_536, 2240, 252
+"""Of a launch that takes many tensors: ATen/native/cuda/MultiTensorApply.cuh, four lists, CUDA 12.1 or newer."""
+
+
+def fused_adamw(call: Call) -> Cost:
+    """Launches over chunks of all tensors; reads four vectors and writes three, and the steps."""
+    weights: list[Tensor] = call.args[0]
+    number = num_tensors = num_blocks = 0
+    for tensor in weights:
+        num_tensors += 1
+        num_chunks = -(-tensor.numel() // CHUNK_VALUES)
+        for chunk in range(num_chunks):
+            num_blocks += 1
+            is_last = chunk == num_chunks - 1
+            if num_blocks == BLOCKS_MAX or (is_last and num_tensors == TENSORS_MAX):
+                number, num_blocks, num_tensors = number + 1, 0, 0 if is_last else 1
+    return Cost(number + bool(num_blocks), 7 * sum(map(num_bytes, weights)))
+
+
+ATEN = "aten/src/ATen/native/"
+RULES: dict[str, tuple[Rule, str]] = {}
+
+
+def _table(source: str, rule: Rule, *names: str) -> None:
+    RULES.update({f"aten::{name}": (rule, ATEN + source) for name in names})
+
+
+_table("TensorFactories.cpp: allocates", nothing, "empty", "empty_like", "empty_strided", "new_empty",
+       "new_empty_strided")  # fmt: skip
+_table("cuda/CUDAScalar.cu: a copy to the host", nothing, "_local_scalar_dense")
+_table("cuda/Equal.cpp: a comparison and a reduction", kernels(2), "equal")
+_table("TensorShape.cpp: a view", nothing, "_unsafe_view", "unbind", "lift_fresh")
+_table("cuda/Copy.cu: copy_kernel_cuda, a copy of memory or one kernel", copied, "_to_copy", "copy_", "clone")
+_table("cuda/FillKernel.cu", written_only, "fill_", "zero_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like",
+       "new_ones", "full", "full_like", "new_full", "scalar_tensor")  # fmt: skip
+_table("cuda/RangeFactories.cu", written_only, "arange")
+_table("PadNd.cpp: constant_pad_nd fills and copies", padded, "constant_pad_nd")
+_table("TensorShape.cpp: zeros, and a copy into them", padded, "select_backward", "slice_backward")
+_table("cuda/ReduceSumProdKernel.cu, ReduceMaxValuesKernel.cu, ReduceNormKernel.cu by Reduce.cuh: one kernel; its "
+       "blocks' counters are cleared by a memset", kernels(1), "sum", "amax", "all", "any", "mean",
+       "linalg_vector_norm")  # fmt: skip
+_table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "embedding")
+_table("cuda/ScatterGatherKernel.cu", picked, "gather")
+_table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
+_table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
+_table("cuda/IndexKernel.cu: index_put_kernel, without accumulation", put, "index_put_", "_index_put_impl_")
+_table("cuda/Shape.cu: cat_out_cuda, parallel_cat", joined, "cat", "stack")
+_table("cuda/SoftMax.cu: host_softmax, cunn_SoftMaxForward", softmax, "_log_softmax", "_softmax")
+_table("cuda/ScanUtils.cuh: scan_dim; ATen/cuda/cub.cuh", scan, "cumsum")
+_table("cuda/Blas.cpp: one call of cuBLAS, which may split its sum over two kernels", product,
+       "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")  # fmt: skip
+_table("cuda/GroupMM.cu: prepare_grouped_gemm_data and CUTLASS", grouped_product, "_grouped_mm")
+_table("transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd", attention_forward, "_flash_attention_forward")
+_table("transformers/cuda/flash_attn/flash_bwd_launch_template.h and flash_api.cpp: mha_varlen_bwd", attention_backward,
+       "_flash_attention_backward")  # fmt: skip
+_table("cuda/fused_adamw_impl.cu by MultiTensorApply.cuh", fused_adamw, "_fused_adamw_")
+_table("cuda/layer_norm_kernel.cu: RmsNormKernelImpl", kernels(1), "_fused_rms_norm")
+_table("cuda/layer_norm_kernel.cu: LayerNormBackwardKernelImplInternal, without a gradient of the weight", kernels(1),
+       "_fused_rms_norm_backward")  # fmt: skip

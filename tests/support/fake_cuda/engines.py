@@ -1,0 +1,61 @@
+"""Engines with models of real shapes and without weights, on the fake device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, masking_utils
+
+from tests.support.fake_cuda import hardware
+from workers import engine
+from workers.contract.messages import AdapterCosts
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
+from workers.model import base_model
+from workers.model.base_model import BaseModel
+from workers.model.pretrained import Probe
+from workers.rows import RowLayout
+
+MAX_SEQ_LEN = 32_768
+
+
+@contextmanager
+def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
+    """Load a Qwen3 of this shape without a file.
+
+    Patches what reads files, the trials of values and times, which do not exist here, and the drawing of initial
+    weights, which takes the processor most of a second an adapter.
+    """
+    config = Qwen3Config(**shape, max_position_embeddings=MAX_SEQ_LEN, dtype=torch.bfloat16)
+
+    def load(_: Path, device: str, dtype: torch.dtype) -> Any:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return model.eval().requires_grad_(requires_grad=False)
+
+    with ExitStack() as stack:
+        for name, stand_in in {
+            "load_pretrained": load,
+            "find_directory": Path,
+            "tokenizer_files": lambda _: {},
+        }.items():
+            stack.enter_context(patch.object(base_model, name, stand_in))
+        # transformers leaves out waits where it takes a tensor for one that is traced, as it does fake ones.
+        stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
+        stack.enter_context(patch.object(engine, "measured_costs", lambda _: AdapterCosts()))
+        stack.enter_context(patch.object(Probe, "of", lambda *_: None))
+        stack.enter_context(patch.object(RowLayout, "initial_weights", lambda self, _: torch.empty(self.num_values)))
+        yield
+
+
+def make_engine(*, free_bytes: int = hardware.FREE_BYTES, **settings: Any) -> TrainingEngine:
+    """Return an engine; call it in `fake_cuda` and `no_files`, and use it there."""
+    defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16"}
+    made = EngineSettings(**defaults | settings)
+    loaded = BaseModel("none", device=made.device, dtype=getattr(torch, made.dtype), exact=made.exact)
+    return TrainingEngine(made, base_model=loaded, free_bytes=lambda _: free_bytes)
