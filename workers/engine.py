@@ -30,6 +30,7 @@ from workers.contract.messages import (
     PassItem,
     SampleEvent,
     SampleRequest,
+    SampleResult,
 )
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
@@ -77,7 +78,7 @@ class TrainingEngine:
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
-        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
+        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
         self.sampler = Sampler(base_model, bank, limits, memory)
         if base_model.device.type == "cuda":
             bank.limit(int(BANK_PART * memory.free_bytes()))
@@ -129,10 +130,11 @@ class TrainingEngine:
             for install in batch.installs:
                 self._copies.install(install)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
-            if any(isinstance(item, PassItem) for item in batch.items):
-                self._passes.room.measure()
             with self._running():
+                if passes := [item for item in batch.items if isinstance(item, PassItem)]:
+                    self._passes.measure_room(passes)
                 results = self._items.run(batch.items)
+            self._check_device(results)
             self._passes.prefetch.end_batch()
         return BatchResult(
             epoch=self._epoch,
@@ -153,6 +155,17 @@ class TrainingEngine:
         """Compute with as many threads as there are free cores, if bits do not depend on the number."""
         return self._threads.running() if self._threads else nullcontext()
 
+    def _check_device(self, results: Sequence[ItemResult | SampleResult]) -> None:
+        """Raise the library's error, which ends this engine, if the device does not compute any more.
+
+        A kernel that accesses memory out of bounds, or whose assertion fails, leaves a GPU that refuses all later work
+        of the process: everything would fail from now on, whatever is asked for. Only a failure inside of the worker
+        can be the sign of it.
+        """
+        failures = (result.error for result in results if result.error is not None)
+        if self.base_model.device.type == "cuda" and any(each.code is ErrorCode.INTERNAL for each in failures):
+            torch.cuda.synchronize(self.base_model.device)
+
     # ------------------------------------------------------------------ samples
 
     def start_sample(self, request: SampleRequest) -> None:
@@ -168,7 +181,9 @@ class TrainingEngine:
     def decode_step(self) -> Sequence[SampleEvent]:
         """Advance every running sequence by one token."""
         with self._running():
-            return self.sampler.decode_step()
+            events = self.sampler.decode_step()
+        self._check_device([event for event in events if isinstance(event, SampleResult)])
+        return events
 
     def can_decode(self) -> bool:
         """Return whether `decode_step` has anything to do."""

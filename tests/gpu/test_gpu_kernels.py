@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from workers.model.attention import Attend
+from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
-from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention
+from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
@@ -56,27 +57,33 @@ def test_flash_attention_is_that_of_each_sequence(
     window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None
 ) -> None:
     expected = run(SdpaAttention(LENGTHS), torch.float32, window, num_heads, head_dim)
-    kernel = FlashKernel(is_deterministic=counts is not None)
-    actual = run(VarlenAttention(kernel, LENGTHS, counts), torch.bfloat16, window, num_heads, head_dim)
+    actual = run(VarlenAttention(FlashKernel(), LENGTHS, counts), torch.bfloat16, window, num_heads, head_dim)
     for mine, theirs in zip(actual, expected, strict=True):
         assert close(mine, theirs)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_deterministic_flash_attention_by_request_has_the_bits_of_the_request_solo(head_dim: int) -> None:
-    kernel = FlashKernel(is_deterministic=True)
+@pytest.mark.parametrize("num_key_heads", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_by_request_in_a_fixed_order_has_the_bits_of_the_request_solo(
+    head_dim: int, num_key_heads: int, dtype: torch.dtype
+) -> None:
+    """By flash attention, and in fp32 by memory-efficient attention, where no heads share keys."""
+    prepare()
     generator = torch.Generator().manual_seed(2)
     tensors = [
-        torch.randn(1, sum(LENGTHS), heads, head_dim, generator=generator).to("cuda", torch.bfloat16).transpose(1, 2)
-        for heads in (8, 2, 2, 8)
+        torch.randn(1, sum(LENGTHS), heads, head_dim, generator=generator).to("cuda", dtype).transpose(1, 2)
+        for heads in (8, num_key_heads, num_key_heads, 8)
     ]
+    attend_packed = attend_packed_for(torch.device("cuda"), dtype, head_dim, exact=True)
 
     def outputs(start: int, stop: int, lengths: list[int], counts: list[int]) -> list[Tensor]:
         query, key, value = (tensor[:, :, start:stop].detach().requires_grad_() for tensor in tensors[:3])
-        attend = VarlenAttention(kernel, lengths, counts)
+        attend = attend_packed(lengths, counts)
         out = attend(0, query, key, value, scaling=0.1, sliding_window=None)
         dout = tensors[3][:, :, start:stop].transpose(1, 2)
-        gradients = torch.autograd.grad(out, (query, key, value), dout)
+        with fixed_order():
+            gradients = torch.autograd.grad(out, (query, key, value), dout)
         return [out[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
     together = outputs(0, sum(LENGTHS), LENGTHS, [2, 1, 3])

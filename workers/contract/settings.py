@@ -14,6 +14,10 @@ CPU_SLOTS, DEVICE_SLOTS = 64, 16
 """Default bank slots on a CPU and on other devices. A CPU's slots are host memory, like the place of evicted adapters;
 and a cycle with more adapters than slots moves all of them in and out."""
 
+CACHE_SHARE = 0.25
+CPU_CACHE_BYTES_MAX = 2 << 30
+"""Default part of the free memory for keys and values of samples, and the most bytes of it on a CPU."""
+
 Recompute = Literal["off", "on", "auto"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 
@@ -51,8 +55,11 @@ class EngineSettings:
     half of `host_share` of what is free when the model is loaded."""
     host_share: float = 1.0
     """The part of the machine's free memory that is this engine's; above 0, at most 1."""
-    cache_bytes_max: int = 2 << 30
-    """Most bytes of keys and values of samples; less where less memory is free. At least one block is taken."""
+    cache_share: float = CACHE_SHARE
+    """The part of the free memory for keys and values of samples, when the model is loaded; above 0, below 1. At least
+    one block is taken."""
+    cache_bytes_max: int | None = CPU_CACHE_BYTES_MAX
+    """Most bytes of keys and values of samples; None: `cache_share` alone limits them."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "pass_tokens_max"):
@@ -66,8 +73,10 @@ class EngineSettings:
             raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
         if not 0 < self.memory_share <= 1:
             raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        if not 0 < self.cache_share < 1:
+            raise ValueError(f"cache_share is {self.cache_share}; it must be above 0 and below 1")
         for name in ("cache_bytes_max", "host_bytes_max"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
@@ -109,6 +118,9 @@ class PoolConfig:
     host_bytes_max: int = 0
     """Bytes of host memory that each worker takes for copies of adapters and sampler versions; beyond that the least
     recently used ones are kept on disk alone. 0: half of its part of the free memory."""
+    cache_share: float = 0.0
+    """The part of a worker's free memory, when its model is loaded, for keys and values of samples; below 1. 0: a
+    quarter, and on a CPU 2 GiB at most."""
     device: str = "cpu"
     """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
     recompute: Recompute = "auto"
@@ -183,7 +195,8 @@ class PoolConfig:
     def engines(self) -> dict[str, EngineSettings]:
         """Return the settings of each worker's engine, by worker id."""
         models = [model for model in self.models for _ in range(model.num_workers)]
-        default_slots = CPU_SLOTS if self.device.partition(":")[0] == "cpu" else DEVICE_SLOTS
+        is_cpu = self.device.partition(":")[0] == "cpu"
+        default_slots = CPU_SLOTS if is_cpu else DEVICE_SLOTS
         return {
             f"w{index}": EngineSettings(
                 model_name=model.name,
@@ -195,6 +208,8 @@ class PoolConfig:
                 memory_share=self._memory_share(),
                 host_bytes_max=self.host_bytes_max,
                 host_share=self._host_share(),
+                cache_share=self.cache_share or CACHE_SHARE,
+                cache_bytes_max=CPU_CACHE_BYTES_MAX if is_cpu and not self.cache_share else None,
                 dtype=self.dtype,
                 exact=self.exact,
             )

@@ -40,6 +40,10 @@ def without_holes() -> Iterator[None]:
             _set(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
 
 
+OUT_OF_MEMORY_SIGNS = ("allocate memory", "CUDA error: out of memory")
+"""Of errors without a class of their own: on a CPU; of pinned memory, and of whatever else CUDA allocates."""
+
+
 def _set(parameter: int, value: int) -> bool:
     """Set a parameter of the C library; return whether it has the parameter and took the value."""
     return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(parameter, value))
@@ -49,7 +53,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error means that memory ran out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
 
 
 class _MallInfo(ctypes.Structure):

@@ -54,6 +54,9 @@ class AttendSequences(Attend, Protocol):
     makes_masks: bool
     """Whether it keeps a mask (L, L) for every length L above a sliding window."""
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """Return the bytes that the kernel's backward allocates at most, besides gradients, for rows in sequences."""
+
 
 AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
 """Makes the `Attend` of whole sequences, one after another from row 0. Takes their lengths and, in row order, the
@@ -145,6 +148,10 @@ class PackedAttention:
             query, key, value, self.runs, masks, scaling
         )
         return out
+
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `AttendSequences`: none."""
+        return 0
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the additive mask (L, L) of a sliding window that is shorter than L; otherwise None: plain causal."""

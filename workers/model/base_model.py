@@ -7,7 +7,7 @@ of transformers; attention is the `Attend` of the pass.
 
 How to run a forward, as the packed pass and the sampler do::
 
-    with torch.no_grad():  # or not: then `hidden.backward(...)` adds the gradients of adapters
+    with torch.no_grad():  # or not: then `base_model.backward(hidden, ...)` adds the gradients of adapters
         hidden = base_model.forward(tokens, positions, segments, attend)  # (T, D)
         logits = base_model.unembed(hidden[rows], row_segments)           # (N, V)
 
@@ -27,6 +27,7 @@ Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.files import find_directory, tokenizer_files
+from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
@@ -73,6 +75,10 @@ class BaseModel:
         self.name = name or str(path)
         self.device = torch.device(device)
         self.dtype = dtype
+        self._is_ordered = exact and self.device.type == "cuda"
+        """Whether backwards need the library's switch for adding in a fixed order."""
+        if self._is_ordered:
+            prepare()
         self.model = model = load_pretrained(self.path, device, dtype)
         self.config = config = model.config
         self.is_deferred = self.device.type == "cuda" or dtype != torch.float32
@@ -138,9 +144,9 @@ class BaseModel:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64.
 
         Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it.
-        With gradients enabled, `torch.autograd.backward(hidden, dhidden)` adds every adapter's gradient to its row, and
-        must run before the next forward. With `recompute` it runs every layer again, so that only the layers' inputs
-        stay in memory meanwhile; the bits are the same.
+        With gradients enabled, `backward` adds every adapter's gradient to its row; it must run before the next
+        forward. With `recompute` it runs every layer again, so that only the layers' inputs stay in memory meanwhile;
+        the bits are the same.
         """
         num_rows = tokens.shape[0]
         padding = self.pad_rows(num_rows) - num_rows
@@ -156,6 +162,11 @@ class BaseModel:
         )
         hidden: Tensor = out.last_hidden_state.squeeze(0)  # (T + padding, D)
         return hidden[:num_rows] if padding else hidden
+
+    def backward(self, hidden: Tensor, dhidden: Tensor) -> None:
+        """Add every adapter's gradient to its row, from the hidden states of the last forward and d(loss)/d(hidden)."""
+        with fixed_order() if self._is_ordered else nullcontext():
+            torch.autograd.backward(hidden, dhidden)
 
     @torch.no_grad()
     def unembed(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -3,7 +3,7 @@
 Does not depend on layers, models or adapters.
 
 Main invariant: a sequence's output and gradient depend only on its own rows. The order of a kernel's sums may depend
-on all sequences of a call; with one call per request, it depends only on that request.
+on all sequences of a call; with one call per request, and backwards in `fixed_order`, it depends only on that request.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -11,8 +11,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +25,8 @@ from workers.model.attention import AttendPacked, PackedAttention, Run, runs_of
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions that the variable-length kernel takes: multiples of 8, up to 256."""
+PADDING_ROWS, WIDTH_MULTIPLE = 128, 32
+"""Of the variable-length kernel's buffers: most further rows of a sequence; widths are multiples of 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,9 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value."""
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `AttendSequences`; of calls one after another that have so many rows and sequences together."""
+
 
 class FlashKernel:
     """Implements `Kernel` by the library's flash attention; bf16 or fp16, on CUDA.
@@ -66,9 +70,9 @@ class FlashKernel:
     Called directly, because `torch.nn.attention.varlen` of torch 2.11 does not let query heads share keys.
     """
 
-    def __init__(self, *, is_deterministic: bool = False) -> None:
-        """Let the backward add in a fixed order if `is_deterministic`; that is slower."""
-        self._is_deterministic = is_deterministic
+    def __init__(self, *, is_ordered: bool = False) -> None:
+        """`is_ordered`: the backward runs in `fixed_order`, which takes more memory."""
+        self._is_ordered = is_ordered
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
@@ -102,38 +106,36 @@ class FlashKernel:
         """See `Kernel`."""
         log_sum_exp, random_state, unused = saved
         ends, longest = sequences.ends, sequences.longest
-        with _fixed_order() if self._is_deterministic else nullcontext():
-            gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-                dout,
-                *inputs,
-                out,
-                log_sum_exp,
-                ends,
-                ends,
-                longest,
-                longest,
-                0.0,
-                sequences.window is None,
-                random_state,
-                unused,
-                scale=sequences.scaling,
-                **_window(sequences.window),
-            )
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            dout,
+            *inputs,
+            out,
+            log_sum_exp,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            sequences.window is None,
+            random_state,
+            unused,
+            scale=sequences.scaling,
+            **_window(sequences.window),
+        )
         return gradients
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `Kernel`. `mha_varlen_bwd` in torch's `flash_api.cpp`.
 
-@contextmanager
-def _fixed_order() -> Iterator[None]:
-    """Switch the library to deterministic kernels: flash attention has no other option for it."""
-    before, is_warning = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(mode=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=is_warning)
+        Sums of dq in fp32, with up to `PADDING_ROWS` rows more for each sequence, and dk and dv for each query head. To
+        add in a fixed order, as many dq as keep every processor busy: most of them if each sequence has its own call.
+        """
+        num_rows = num_tokens + PADDING_ROWS * num_sequences
+        if self._is_ordered:
+            num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+            num_rows += (num_tokens + PADDING_ROWS) * (-(-num_processors // num_heads) - 1)
+        widened = 2 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize
+        return 4 * num_rows * num_heads * (-(-head_dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + 1) + widened
 
 
 def _window(window: int | None) -> dict[str, int]:
@@ -165,6 +167,11 @@ class VarlenAttention:
         rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
         out: Tensor = _VarlenFunction.apply(*rows, self._kernel, calls)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
+
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `AttendSequences`; by request, its three gradients are joined from those of the calls."""
+        joined = 3 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize if self._is_by_request else 0
+        return joined + self._kernel.buffer_bytes(num_tokens, num_sequences, num_heads, head_dim)
 
     def _on(self, query: Tensor) -> list[tuple[int, int, Tensor, int]]:
         """Return first row, row after the last, ends and longest sequence of every call.
@@ -253,6 +260,10 @@ class SdpaAttention:
             outputs.append(outputs[0].new_zeros(missing, *outputs[0].shape[1:]))
         return torch.cat(outputs).unsqueeze(0)
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """See `AttendSequences`: sums of dq in fp32."""
+        return 4 * num_tokens * num_heads * head_dim
+
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return (L, L), True where a query may see a key; None: plain causal."""
         if window is None or length <= window:
@@ -287,6 +298,6 @@ def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *
         return PackedAttention
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
     if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
-        kernel = FlashKernel(is_deterministic=exact)
+        kernel = FlashKernel(is_ordered=exact)
         return lambda lengths, counts: VarlenAttention(kernel, lengths, counts if exact else None)
     return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)

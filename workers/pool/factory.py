@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from workers.contract.protocols import Pool, PoolStartError
-from workers.contract.settings import PoolConfig
+from workers.contract.protocols import Engine, EngineFactory, Pool, PoolStartError
+from workers.contract.settings import EngineSettings, PoolConfig
 from workers.host.gpus import gpu_problem
 from workers.model.files import check_files
-from workers.pool.environment import ray_environment, thread_environment
+from workers.pool.environment import ray_environment, worker_environment
 from workers.pool.loop import engine_factory
 
 
@@ -31,13 +32,33 @@ def make_pool(config: PoolConfig) -> Pool:
     from workers.pool.local import LocalPool
 
     if "torch" not in sys.modules:
-        threads = max(settings.num_threads or 0 for settings in engines.values()) or None
-        _add_to_environment(thread_environment(threads))
+        _add_to_environment(worker_environment(next(iter(engines.values()))))
 
-    factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
+    factories = {
+        worker_id: _local_factory(config.engine, settings, position, len(engines))
+        for position, (worker_id, settings) in enumerate(engines.items())
+    }
     num_slots = next(settings.num_slots for settings in engines.values())
     base_models = {worker_id: settings.model_name for worker_id, settings in engines.items()}
     return LocalPool(factories, base_models=base_models, num_slots=num_slots, device=config.device)
+
+
+def _local_factory(engine: str, settings: EngineSettings, position: int, num_workers: int) -> EngineFactory:
+    """Return the factory of one of the workers of this process; those on "cuda" take turns in its GPUs."""
+    if settings.device != "cuda":
+        return engine_factory(engine, settings)
+
+    def make_engine(incarnation: str) -> Engine:
+        import torch
+
+        num_gpus = max(1, torch.cuda.device_count())
+        gpu = position % num_gpus
+        num_beside = len(range(gpu, num_workers, num_gpus))
+        torch.cuda.set_device(gpu)  # of this thread, the engine's
+        own = replace(settings, device=f"cuda:{gpu}", memory_share=1 / num_beside)
+        return engine_factory(engine, own)(incarnation)
+
+    return make_engine
 
 
 def check_host(config: PoolConfig) -> None:

@@ -141,7 +141,7 @@ class EngineLoop:
                 pass
         except BaseException as error:
             logger.exception("the engine of %s failed", self._incarnation)
-            reason = f"the engine failed: {error}"
+            reason = f"the engine failed: {_summary(error)}"
         self._end(reason)
 
     def _turn(self, engine: Engine) -> bool:
@@ -191,7 +191,7 @@ class EngineLoop:
             result = engine.run(batch)
             failpoint("worker.applied")
         except BaseException as error:
-            reason = f"the engine failed: {error}"
+            reason = f"the engine failed: {_summary(error)}"
             self._end(reason)  # before the future, so that the caller's next call fails too
             future.set_exception(WorkerLost(reason))
             raise
@@ -214,6 +214,11 @@ class EngineLoop:
         for _, future in queued:
             if future.set_running_or_notify_cancel():
                 future.set_exception(WorkerLost(reason))
+
+
+def _summary(error: BaseException) -> str:
+    """Return the first line of an error: CUDA's go on with advice for programmers."""
+    return str(error).partition("\n")[0]
 
 
 def engine_factory(path: str, settings: EngineSettings) -> EngineFactory:

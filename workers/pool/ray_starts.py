@@ -20,7 +20,7 @@ from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import Owner, WorkerLost
 from workers.contract.settings import EngineSettings, PoolConfig
 from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, Terms
-from workers.pool.environment import new_incarnation, thread_environment, worker_of
+from workers.pool.environment import new_incarnation, worker_environment, worker_of
 from workers.pool.ray_calls import Ended, kill, reason, reply
 from workers.pool.ray_host import RayHost
 from workers.pool.ray_incarnation import Incarnation
@@ -228,7 +228,7 @@ class Starts:
             max_task_retries=0,
             scheduling_strategy="SPREAD",
             label_selector={"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else None,
-            runtime_env={"env_vars": thread_environment(terms.settings.num_threads)},
+            runtime_env={"env_vars": worker_environment(terms.settings)},
         )
         return Actor(actor_class.remote(terms, worker_id, incarnation), worker_id, incarnation)
 

@@ -24,6 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.state_files import read_state
 from workers.contract.capacity import SEQUENCE_SLOTS
 from workers.contract.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
+from workers.contract.settings import CACHE_SHARE
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.drawing import check_finite, draw_rows
@@ -36,16 +37,15 @@ from workers.sampling.slot_queue import SequenceSlots
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SHARE = 1 / 4
-"""The part of the memory free at the start of a worker that keys and values have at most."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerLimits:
     """How much a sampler does at a time."""
 
-    cache_bytes_max: int
-    """Bytes of keys and values, unless `MEMORY_SHARE` of the free memory is less."""
+    cache_bytes_max: int | None
+    """Bytes of keys and values, unless `cache_share` is less; None: just that."""
+    cache_share: float = CACHE_SHARE
+    """Keys and values, as a part of the memory that is free at the start of a worker."""
     num_sequences_max: int = SEQUENCE_SLOTS
     """Sequence slots."""
     prefill_tokens_max: int = 512
@@ -87,7 +87,9 @@ class Sampler:
         On a CPU blocks take memory when they are first written; until then it is promised.
         """
         self._memory = MemoryShare(base_model.device) if memory is None else memory
-        num_bytes = min(limits.cache_bytes_max, int(self._memory.free_bytes() * MEMORY_SHARE))
+        num_bytes = int(self._memory.free_bytes() * limits.cache_share)
+        if limits.cache_bytes_max is not None:
+            num_bytes = min(limits.cache_bytes_max, num_bytes)
         self._block_bytes = block_bytes(base_model)
         num_blocks = max(1, num_bytes // self._block_bytes)
         self._base_model = base_model

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from workers.model.linears import Kept, LinearGroup
 from workers.model.segments import Segment
@@ -31,6 +32,8 @@ BLOCK_VALUES = 1 << 27
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
 SCALED_ROWS = 64
 """Rows that are scaled by temperature at a time."""
+MANY_TARGETS = 48
+"""From this many targets of a token on, `add_at_once` takes fewer kernels than one a target."""
 
 
 def block_rows_of(vocab_size: int) -> int:
@@ -134,8 +137,8 @@ class DeviceLoss:
             block, slopes, dlogits.split([len(slope) for slope in slopes]), strict=True
         ):
             targets = own.loss.targets[piece.start : piece.stop]
-            for column in range(targets.shape[1]):  # one by one, for a row may name a target twice
-                dpiece.scatter_add_(1, targets[:, column : column + 1], slope[:, column : column + 1])
+            add = add_one_by_one if dpiece.device.type == "cpu" or targets.shape[1] < MANY_TARGETS else add_at_once
+            add(dpiece, targets, slope)
         divide_by_temperatures(dlogits, [(piece, own.loss) for piece, own in block])
         logits.copy_(dlogits)
         dblock = self.unembedding.backward(hidden[rows], kept, [logits])
@@ -167,6 +170,31 @@ def _logprobs(logits: Tensor, block: Sequence[tuple[Piece, RequestLoss]]) -> Ten
             rows = logprobs[piece.part.start + start - first : piece.part.start + stop - first]
             rows.copy_(rows.div_(loss.temperatures[start:stop]).log_softmax(-1))
     return logprobs
+
+
+def add_one_by_one(dlogits: Tensor, targets: Tensor, slopes: Tensor) -> None:
+    """Add slopes (N, K) to dlogits (N, V) at targets (N, K), one target after another: a row may name one twice."""
+    for column in range(targets.shape[1]):
+        dlogits.scatter_add_(1, targets[:, column : column + 1], slopes[:, column : column + 1])
+
+
+def add_at_once(dlogits: Tensor, targets: Tensor, slopes: Tensor) -> None:
+    """Do the same as `add_one_by_one` in few kernels. The slopes of a target that a row names twice are added first.
+
+    They are summed over sorted targets at distances 1, 2, 4 and so on, to the last of equal ones. All others are made
+    zero: a scatter adds in any order.
+    """
+    num_targets = targets.shape[1]
+    targets, order = targets.sort(dim=1, stable=True)
+    sums = slopes.gather(1, order)  # (N, K)
+    distance = 1
+    while distance < num_targets:
+        is_same = targets[:, distance:] == targets[:, :-distance]
+        before = torch.where(is_same, sums[:, :-distance], 0.0)
+        sums = torch.cat((sums[:, :distance], sums[:, distance:] + before), dim=1)
+        distance *= 2
+    is_last = F.pad(targets[:, 1:] != targets[:, :-1], (0, 1), value=True)
+    dlogits.scatter_add_(1, targets, torch.where(is_last, sums, 0.0))
 
 
 def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:

@@ -3,10 +3,10 @@
 Depends on the shapes of a model's linears, the tensors that a pass keeps, and the memory that is free. The decisions
 change no bits.
 
-Main invariant: the estimate is an upper bound in fp32 on the CPU. It adds the tensors that autograd keeps of all layers
-and those that the backward of the largest layer holds on top; tests compare it with a count of every tensor of real
-passes. Values are counted as fp32 in any data type, for many are. Buffers of kernels are not counted; `USED_FRACTION`
-leaves room for them.
+Main invariant: the estimate is an upper bound in fp32 on the CPU, and on a GPU. It adds the tensors that autograd keeps
+of all layers, those that the backward of the largest layer holds on top, and buffers of the attention's kernel; tests
+compare it with a count of every tensor of passes. Activations are counted in the model's dtype on a GPU, and as fp32 on
+a CPU, where many are. Buffers of other kernels are not counted; `USED_FRACTION` leaves room for them.
 
 Dimensions: T rows of the pass, D hidden size, Q all query heads together, K all key-value heads together, M inner size
 of the MLP, R padded rank, L tokens of a sequence.
@@ -26,7 +26,8 @@ from workers.training import device_logits, logits
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
-VALUE_BYTES = 4
+FULL_BYTES = 4
+"""Of an fp32 value."""
 MASK_BYTES = 4
 """Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
 MASK_MAKING_BYTES = 11
@@ -40,7 +41,9 @@ class Load:
     num_tokens: int
     """T."""
     lengths: Sequence[int]
-    """Tokens of each sequence."""
+    """Tokens of the sequences; each length once is enough."""
+    num_sequences: int = 1
+    """Of the whole pass, at most."""
     rank: int
     """The largest padded rank."""
     num_adapters: int = 1
@@ -55,7 +58,9 @@ class PassMemory:
 
     def __init__(self, base_model: BaseModel) -> None:
         shapes, config = base_model.group_shapes, base_model.config  # the unembedding is the last shape
-        makes_masks = base_model.attend_packed([1], [1]).makes_masks
+        self._attend = base_model.attend_packed([1], [1])
+        self._value_bytes = base_model.dtype.itemsize if base_model.device.type == "cuda" else FULL_BYTES
+        """Of an activation."""
         self._is_deferred = base_model.is_deferred
         inner, unembedding = shapes[:-1], shapes[-1]
         self._num_layers = int(config.num_hidden_layers)
@@ -65,10 +70,11 @@ class PassMemory:
         self._widest = max(shape.d_in + sum(shape.d_outs) for shape in shapes)
         self._mlp = max((max(shape.d_in, *shape.d_outs) for shape in inner if shape.kind == "mlp"), default=0)
         self._head_dim = int(getattr(config, "head_dim", None) or self._hidden // config.num_attention_heads)
-        self._queries = self._head_dim * int(config.num_attention_heads)
+        self._num_heads = int(config.num_attention_heads)
+        self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         window = getattr(config, "sliding_window", None)
-        self._window = int(window) if makes_masks and window is not None and _has_window(config) else None
+        self._window = int(window) if self._attend.makes_masks and window is not None and _has_window(config) else None
         """Longer sequences have a mask; None: no sequence has one."""
         modules = base_model.model.modules()
         norms = [getattr(module, "weight", None) for module in modules if type(module).__name__.endswith("Norm")]
@@ -85,11 +91,13 @@ class PassMemory:
             if recompute:
                 per_token = self._transient_values() + of_one_layer + self._num_layers * self._hidden
         # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
-        besides = 4 * self._head_dim + 8 + 8 * load.num_targets
-        values, forward_values = (load.num_tokens * (each + besides) for each in (per_token, forward))
-        values += self._fixed_values(load)
+        besides = FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
+        peak, forward_peak = (load.num_tokens * (self._value_bytes * each + besides) for each in (per_token, forward))
+        peak += self._fixed_bytes(load)
+        if backward:
+            peak += self._attend.buffer_bytes(load.num_tokens, load.num_sequences, self._num_heads, self._head_dim)
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
-        return max(values * VALUE_BYTES, forward_values * VALUE_BYTES + making_masks) + kept_masks
+        return max(peak, forward_peak + making_masks) + kept_masks
 
     def _kept_values(self, rank: int) -> int:
         """Return the values per token that autograd keeps of all layers.
@@ -114,17 +122,19 @@ class PassMemory:
         """
         return 6 * self._hidden + max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
 
-    def _fixed_values(self, load: Load) -> int:
-        """Return the values that do not depend on the number of tokens.
+    def _fixed_bytes(self, load: Load) -> int:
+        """Return the bytes that do not depend on the number of tokens.
 
-        Three blocks of logits, gradients of A and B of the widest linears of every adapter, and copies of pending
-        gradients.
+        Three blocks of logits, one of them in fp32, gradients of A and B of the widest linears of every adapter, and
+        copies of pending gradients.
         """
         if self._is_deferred:
             num_rows = min(load.num_tokens, device_logits.block_rows_of(self._vocab_size))
         else:
             num_rows = logits.block_rows_of(self._vocab_size)
-        return 3 * num_rows * self._vocab_size + 2 * load.num_adapters * load.rank * self._widest + load.pending_values
+        logits_bytes = (FULL_BYTES + 2 * self._value_bytes) * num_rows * self._vocab_size
+        gradients = 2 * load.num_adapters * load.rank * self._widest + load.pending_values
+        return logits_bytes + FULL_BYTES * gradients
 
     def _mask_bytes(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the masks of sliding windows while the pass runs, and while they are made."""

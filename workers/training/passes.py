@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,17 @@ class PassRunner:
         make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
 
+    def measure_room(self, items: Sequence[PassItem]) -> None:
+        """Measure the memory for passes of these items, once the adapters of the first are resident.
+
+        A GPU gives memory to the bank's rows when they are loaded, not when they are written.
+        """
+        keys = dict.fromkeys(item.adapter_id for item in items if item.adapter_id in self._bank)
+        # An adapter that cannot be loaded is an error of its pass, which tries again.
+        with suppress(Exception):
+            self._bank.acquire(list(keys)[: self._bank.num_slots])
+        self.room.measure()
+
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
         """Return the most tokens, up to `tokens_max`, of one pass of some of these items without recomputed layers.
 
@@ -139,12 +150,13 @@ class PassRunner:
         bank = self._bank
         entries = {item.adapter_id: bank.entry(item.adapter_id) for item in items if item.adapter_id in bank}
         pending = sorted((entry.layout.num_values for entry in entries.values() if entry.has_grad), reverse=True)
-        lengths = tuple({len(datum.tokens) for item in items for datum in item.data})
+        lengths = [len(datum.tokens) for item in items for datum in item.data]
 
         def load(num_tokens: int) -> Load:
             return Load(
                 num_tokens=num_tokens,
-                lengths=lengths,
+                lengths=tuple(set(lengths)),
+                num_sequences=min(len(lengths), -(-num_tokens // max(1, min(lengths)))),
                 rank=max((entry.layout.padded_rank for entry in entries.values()), default=0),
                 num_adapters=min(len(entries), bank.num_slots),
                 num_targets=max((_num_targets(datum) for item in items for datum in item.data), default=1),
@@ -160,6 +172,7 @@ class PassRunner:
         load = Load(
             num_tokens=packed.tokens.shape[0],
             lengths=packed.lengths,
+            num_sequences=len(packed.lengths),
             rank=max(layout.padded_rank for layout in adapters.values()),
             num_adapters=len(adapters),
             num_targets=max(part.logprobs.shape[1] for part in packed.parts),
@@ -263,7 +276,8 @@ class PassRunner:
             self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
-                torch.autograd.backward(hidden, dhidden)
+                assert dhidden is not None
+                self.base_model.backward(hidden, dhidden)
             self._loss.settle()
         return packed.parts
 

@@ -1,24 +1,31 @@
-"""Cases: what the engine does on a GPU with models of real shapes, and the counts of each.
+"""Cases: what the engine does on a GPU with models of real shapes, and a row of counts for each.
 
 Imports torch: the guard of `tests.support.fake_cuda` must be loaded before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch import Tensor
 
+import workers.engine
+from scripts.bench.common import Row
 from scripts.bench.gpu import sides
-from scripts.bench.gpu.cases import SHAPES, Case
+from scripts.bench.gpu.cases import SHAPES, Case, num_weights, random_data
 from tests.support.fake_cuda.counting import Counting, Counts
 from tests.support.fake_cuda.device import fake_cuda
 from tests.support.fake_cuda.engines import make_engine, no_files
 from workers.contract.messages import (
     AdapterSpec,
+    PassItem,
     SampleEvent,
     SampleRequest,
     SampleResult,
@@ -27,37 +34,134 @@ from workers.contract.messages import (
     TokenEvent,
 )
 from workers.engine import TrainingEngine
+from workers.host.free_memory import MemoryShare
+from workers.model.base_model import BaseModel
+from workers.sampling.sampler import SamplerLimits
+from workers.training.device_logits import DeviceLoss
+from workers.training.passes import PassRunner, pack
 
 RANK = 32
-PROMPT_TOKENS = 128
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 128, 8192
+NUM_SEQS, NUM_LONG_SEQS = 32, 8
+"""Sequences of a decode step, and of one with long prompts, whose keys and values must fit."""
+NUM_ADAPTERS = 8
+LOSS_ROWS = 512
+CACHE_BYTES = 64 << 30
+"""More than the sampler takes: it takes a part of the free memory."""
+FEW_LAYERS, MORE_LAYERS = 2, 4
+"""The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
 ALL_KINDS = {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
-def shape_of(name: str) -> dict[str, Any]:
+def shape_of(model: str) -> dict[str, Any]:
     """Return a model's shape: a name of `SHAPES`, or `NAME@LAYERS` with fewer layers."""
-    base, _, layers = name.partition("@")
-    return SHAPES[base] | ({"num_hidden_layers": int(layers)} if layers else {})
+    name, _, layers = model.partition("@")
+    return SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
 
 
 @contextmanager
-def engine_of(name: str, **settings: Any) -> Iterator[tuple[TrainingEngine, Counting]]:
+def engine_of(model: str, **settings: Any) -> Iterator[tuple[TrainingEngine, Counting]]:
     """Return an engine with a model of a named shape on the fake device, and what counts its work."""
-    shape = shape_of(name)
-    with fake_cuda() as counting, no_files(shape):
+    with fake_cuda() as counting, no_files(shape_of(model)):
         yield make_engine(**settings), counting
 
 
-def training(name: str, load: Case, **settings: Any) -> tuple[Counts, Counts]:
-    """Return the counts of a step's passes, and of its optimizer steps; all adapters are resident."""
-    with engine_of(name, num_slots=max(16, load.num_tenants), **settings) as (engine, counting):
+def row_of(model: str, case: str, counts: Counts, **more: Any) -> Row:
+    """Return the row of a case."""
+    return {
+        "model": model,
+        "case": case,
+        "kernels": counts.num_kernels,
+        "bytes": counts.num_bytes,
+        "flops": counts.flops,
+        "waits": counts.num_waits,
+        "to_host_bytes": counts.to_host_bytes,
+        "peak_bytes": counts.peak_bytes,
+        "device_s": counts.device_s,
+        "host_s": counts.host_s,
+        "predicted_s": counts.predicted_s,
+        "waits_by_line": dict(counts.waits.most_common()),
+        **more,
+    }
+
+
+# ------------------------------------------------------------------ training
+
+
+def training(model: str, load: Case, **settings: Any) -> tuple[Counts, Counts]:
+    """Count a step's passes and its optimizer steps; all adapters are resident before.
+
+    Raises torch.OutOfMemoryError if they do not fit.
+    """
+    with engine_of(model, num_slots=max(16, load.num_tenants), **settings) as (engine, counting):
         with patch.object(sides, "TrainingEngine", lambda _: engine):
             side = sides.Fused(engine.settings, load, RANK)
         engine.bank.acquire(side.keys)
-        with counting.stretch() as passes:
+        with counting.stretch() as passes, noting_kept(counting, passes):
             side.run_passes()
         with counting.stretch() as steps:
             side.run_steps()
     return passes, steps
+
+
+@contextmanager
+def noting_kept(counting: Counting, counts: Counts) -> Iterator[None]:
+    """Note the most memory that a forward leaves in use: what autograd keeps for the backward, and the result."""
+    forward = BaseModel.forward
+
+    def noted(self: BaseModel, *args: Any, **kwargs: Any) -> Tensor:
+        before = counting.live_bytes
+        hidden = forward(self, *args, **kwargs)
+        counts.kept_bytes = max(counts.kept_bytes, counting.live_bytes - before)
+        return hidden
+
+    with patch.object(BaseModel, "forward", noted):
+        yield
+
+
+def training_rows(model: str, load: Case) -> list[Row]:
+    """Return the rows of a training step: passes, and optimizer steps."""
+    try:
+        passes, steps = training(model, load)
+    except torch.OutOfMemoryError:
+        return [{"model": model, "case": f"passes {load}"}]
+    _, adapter = num_weights(SimpleNamespace(**shape_of(model)), RANK)
+    bytes_a_value = steps.num_bytes / adapter / load.num_tenants
+    return [
+        row_of(model, f"passes {load}", passes, kept_bytes=passes.kept_bytes),
+        row_of(model, f"optimizer {load}", steps, bytes_a_value=bytes_a_value),
+    ]
+
+
+def loss(model: str) -> list[Row]:
+    """Count the loss of one request, from the last hidden states to their gradient, with an adapted unembedding."""
+    name = f"{model}@1"
+    with engine_of(name) as (engine, counting):
+        base_model, bank = engine.base_model, engine.bank
+        bank.add("a", AdapterSpec(adapter_id="a", rank=RANK, alpha=32.0, seed=0, **ALL_KINDS))
+        item = PassItem(
+            op_id="",
+            adapter_id="a",
+            prev_seq=0,
+            seq=1,
+            chunk_index=0,
+            num_chunks=1,
+            data=random_data(0, [LOSS_ROWS], base_model.vocab_size),
+            loss_fn="cross_entropy",
+            loss_config={},
+            backward=True,
+        )
+        runner = PassRunner(base_model, bank, MemoryShare(base_model.device))
+        packed = pack([runner.checked(item)], bank.acquire(["a"]), base_model.device, by_adapter=True)
+        hidden = torch.empty(LOSS_ROWS, base_model.hidden_size, dtype=base_model.dtype, device=base_model.device)
+        device_loss = DeviceLoss(base_model.unembedding, base_model.vocab_size)
+        with counting.stretch() as counts:
+            device_loss.run(hidden, packed.parts, backward=True)
+            device_loss.settle()
+    return [row_of(model, f"loss of {LOSS_ROWS} rows", counts)]
+
+
+# ------------------------------------------------------------------ sampling
 
 
 class Sampling:
@@ -71,7 +175,7 @@ class Sampling:
             engine.bank.add(key, spec, is_trained=False)
 
     def start(self, num_seqs: int, prompt_tokens: int) -> None:
-        """Begin requests of one sample each; they take turns in the adapters."""
+        """Begin requests of one sample each, in turn for each adapter."""
         vocab_size = self._engine.info.vocab_size
         for number in range(num_seqs):
             name = f"sample-{number}"
@@ -95,14 +199,27 @@ class Sampling:
         return {event.op_id for event in events if isinstance(event, TokenEvent)}
 
 
-def decoding(name: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS) -> Counts:
-    """Return the counts of a decode step in which all sequences continue, as in the step before it."""
-    with engine_of(name, cache_bytes_max=40 << 30) as (engine, counting):
+@contextmanager
+def no_layers() -> Iterator[None]:
+    """Let forwards return at once in this block: there are no values, so nothing is lost but time."""
+
+    def hidden_states(self: BaseModel, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.empty(tokens.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
+
+    with patch.object(BaseModel, "forward", hidden_states):
+        yield
+
+
+def decode_counts(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int) -> Counts:
+    """Count a decode step in which all sequences continue, as in the step before it."""
+    # All prompts in one step: they are not what is counted.
+    limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
+    with patch.object(workers.engine, "SamplerLimits", limits), engine_of(model, cache_bytes_max=CACHE_BYTES) as made:
+        engine, counting = made
         sampling = Sampling(engine, num_adapters)
         sampling.start(num_seqs, prompt_tokens)
-        drawn: set[str] = set()
-        while len(drawn) < num_seqs:
-            drawn |= sampling.step()
+        with no_layers():
+            sampling.step()
         sampling.step()
         with counting.stretch() as counts:
             drawn = sampling.step()
@@ -110,11 +227,48 @@ def decoding(name: str, num_seqs: int, num_adapters: int, prompt_tokens: int = P
     return counts
 
 
-def prefill(name: str, num_seqs: int) -> Counts:
-    """Return the counts of the first step of `num_seqs` prompts."""
-    with engine_of(name, cache_bytes_max=40 << 30) as (engine, counting):
+def prefill_counts(model: str, num_seqs: int, prompt_tokens: int) -> Counts:
+    """Count the first step after requests with new prompts have come."""
+    with engine_of(model, cache_bytes_max=CACHE_BYTES) as (engine, counting):
         sampling = Sampling(engine, 0)
-        sampling.start(num_seqs, PROMPT_TOKENS)
+        sampling.start(num_seqs, prompt_tokens)
         with counting.stretch() as counts:
             sampling.step()
     return counts
+
+
+def layer_kernels(count: Callable[..., Counts], model: str, *args: Any) -> float:
+    """Return the kernels of one layer."""
+    few, more = (count(f"{model}@{layers}", *args).num_kernels for layers in (FEW_LAYERS, MORE_LAYERS))
+    return (more - few) / (MORE_LAYERS - FEW_LAYERS)
+
+
+def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS) -> list[Row]:
+    """Count a decode step."""
+    adapters = f"{num_adapters} adapters" if num_adapters else "no adapter"
+    case = f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens"
+    args = num_seqs, num_adapters, prompt_tokens
+    counts = decode_counts(model, *args)
+    return [row_of(model, case, counts, layer_kernels=layer_kernels(decode_counts, model, *args))]
+
+
+def prefill(model: str, num_seqs: int) -> list[Row]:
+    """Count a first step of new prompts."""
+    args = num_seqs, PROMPT_TOKENS
+    counts = prefill_counts(model, *args)
+    case = f"first prefill of {num_seqs} x {PROMPT_TOKENS}"
+    return [row_of(model, case, counts, layer_kernels=layer_kernels(prefill_counts, model, *args))]
+
+
+LOADS = (Case(8, 4, 64), Case(64, 1, 64), Case(16, 4, 512))
+
+
+def counted(model: str) -> Iterator[list[Row]]:
+    """Count every case of a model, one after another."""
+    for load in LOADS:
+        yield training_rows(model, load)
+    yield loss(model)
+    yield decoding(model, NUM_SEQS, 0)
+    yield decoding(model, NUM_SEQS, NUM_ADAPTERS)
+    yield decoding(model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
+    yield prefill(model, NUM_SEQS)

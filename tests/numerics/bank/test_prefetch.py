@@ -80,7 +80,7 @@ def test_adapters_of_the_batch_are_loaded_first_and_expected_ones_while_it_compu
 def test_adapters_of_a_later_pass_are_loaded_before_expected_ones(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(qwen3, num_slots=4, pass_tokens_max=30)
     order = order_of(driver, monkeypatch, passes(driver, "ab"), "c", "d")
-    assert order == ["a", "forward", "loss", "b", "forward", "c", "d", "loss"]
+    assert order == ["a", "b", "forward", "c", "d", "loss", "forward", "loss"]
 
 
 def test_expected_adapters_are_loaded_after_a_batch_without_a_pass(

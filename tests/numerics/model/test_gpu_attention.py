@@ -61,6 +61,9 @@ class SlowKernel:
             query, key, value = torch.autograd.grad(again, own, dout)
         return query, key, value
 
+    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        return 0
+
 
 def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     ends = sequences.ends.tolist()
@@ -188,12 +191,11 @@ def test_flash_kernel_is_called_as_this_torch_declares_it(window: int | None) ->
     key, value = (torch.empty(20, 2, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
     ends = torch.empty(4, dtype=torch.int32, device="meta")
     sequences = Sequences(ends=ends, longest=9, scaling=0.3, window=window)
-    kernel = FlashKernel(is_deterministic=True)
+    kernel = FlashKernel()
     out, saved = kernel.forward(query, key, value, sequences)
     gradients = kernel.backward(torch.empty_like(out), (query, key, value), out, saved, sequences)
     assert out.shape == query.shape
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,17 @@ def test_blocks_are_promised_until_they_are_used(qwen3: Path) -> None:
     assert memory.free_bytes() == 93 * block
 
 
+def test_cache_takes_its_share_of_the_free_memory(qwen3: Path) -> None:
+    block = block_bytes(Driver(qwen3).engine.base_model)
+
+    def num_blocks(**settings: Any) -> int | None:
+        return make_engine(qwen3, free_bytes=lambda _: 4000 * block, **settings).info.num_cache_blocks
+
+    assert num_blocks(cache_bytes_max=None) == 1000
+    assert num_blocks(cache_bytes_max=None, cache_share=0.5) == 2000
+    assert num_blocks(cache_bytes_max=30 * block, cache_share=0.5) == 30
+
+
 def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     driver = Driver(qwen3)
     model = driver.engine.base_model

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_spec
+from workers.bank.bank import Bank
 from workers.host.free_memory import MemoryShare
+from workers.model.attention import PackedAttention
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import FlashKernel, VarlenAttention
 from workers.selftest.loading import fitting_tokens
@@ -67,6 +70,10 @@ def test_masks_of_a_window_are_counted_while_they_are_made(model_directories: di
     assert allocations.peak_bytes > without
 
 
+class WithoutMasks(PackedAttention):
+    makes_masks = False
+
+
 @pytest.mark.usefixtures("own_base_models")
 def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: dict[str, Path]) -> None:
     driver = Driver(model_directories["mistral-window"])
@@ -77,10 +84,44 @@ def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: di
         return fitting_tokens(PassRunner(base_model, bank, memory))
 
     with_masks = fitting()
-    base_model.attend_packed = lambda lengths, _: VarlenAttention(FlashKernel(), lengths)
+    base_model.attend_packed = WithoutMasks
     without = fitting()
     assert with_masks is not None
     assert without is None or with_masks < without
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_many_short_sequences_take_more_memory_where_each_has_buffers(qwen3: Path) -> None:
+    engine = Driver(qwen3).engine
+    engine.base_model.attend_packed = lambda lengths, _: VarlenAttention(FlashKernel(), lengths)
+    memory = PassMemory(engine.base_model)
+    few, many = (
+        memory.peak_bytes(Load(num_tokens=512, lengths=[8], num_sequences=number, rank=8), backward=True)
+        for number in (1, 64)
+    )
+    num_heads, head_dim = engine.base_model.num_heads, engine.base_model.head_dim
+    assert many - few == 4 * 63 * 128 * num_heads * (-(-head_dim // 32) * 32 + 1)
+
+
+def test_flash_attention_of_short_sequences_of_a_large_model_takes_gigabytes() -> None:
+    """1,024 sequences of 8 tokens, of a model of 8B."""
+    assert 2.1e9 < FlashKernel().buffer_bytes(8 * 1024, 1024, 32, 128) < 2.6e9
+
+
+def test_room_is_measured_when_the_adapters_of_a_batch_are_resident(qwen3: Path) -> None:
+    """A GPU gives memory to rows when they are loaded."""
+    banks: list[Bank] = []
+    num_resident: list[int] = []
+
+    def measure(_: torch.device) -> int:
+        num_resident.extend(bank.num_resident for bank in banks)
+        return 1 << 40
+
+    driver = Driver(qwen3, num_slots=2, free_bytes=measure)
+    driver.install(*(make_spec(key) for key in "abc"))
+    banks.append(driver.engine.bank)
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "abc"))
+    assert num_resident == [2]
 
 
 @pytest.fixture

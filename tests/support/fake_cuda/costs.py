@@ -119,11 +119,17 @@ def num_pieces(tensors: list[Tensor]) -> int:
 
     ATen/native/TensorIterator.cpp: `with_32bit_indexing` halves the dimension with the largest extent.
     """
+    if sum(map(_extent, tensors)) <= INT_MAX:
+        return 1
     shape = list(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-    strides = [
-        [step * tensor.element_size() for step in tensor.expand(shape).stride()] for tensor in tensors if tensor.numel()
-    ]
+    strides = [[step * tensor.element_size() for step in tensor.expand(shape).stride()] for tensor in tensors]
     return _pieces_of(shape, strides)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((size - 1) * step for size, step in steps if size))
 
 
 def _pieces_of(shape: list[int], strides: list[list[int]]) -> int:
@@ -255,6 +261,22 @@ def scan(call: Call) -> Cost:
     return Cost(1 + is_single + is_converted, call.traffic + (2 * num_bytes(out) if is_converted else 0))
 
 
+def rms_norm(call: Call) -> Cost:
+    """One kernel; two where rows cannot be read four values at a time; and a copy of rows that are not contiguous."""
+    rows = call.argument("input")
+    number = 1 if rows.shape[-1] % 4 == 0 else 2
+    if rows.is_contiguous():
+        return Cost(number, call.traffic)
+    return Cost(number + 1, call.traffic + 2 * num_bytes(rows))
+
+
+def rms_norm_backward(call: Call) -> Cost:
+    """One kernel for the gradient of the input; that of the weight, of a varying number of kernels, is not counted."""
+    if call.argument("output_mask")[1]:
+        raise UncountedOperation(f"{call.name} with a gradient of the weight is not counted yet")
+    return Cost(1, call.traffic)
+
+
 def product(call: Call) -> Cost:
     """One product of the vendor's library, of matrices or of batches, added to something or not."""
     left, right = call.read[-2:]
@@ -350,6 +372,9 @@ _table("cuda/ReduceSumProdKernel.cu, ReduceMaxValuesKernel.cu, ReduceNormKernel.
 _table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "embedding")
 _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
+_table(
+    "cuda/Sort.cpp: sort_cuda_kernel of at most 4,096 values copies them, numbers them and sorts", kernels(3), "sort"
+)
 _table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
 _table("cuda/IndexKernel.cu: index_put_kernel, without accumulation", put, "index_put_", "_index_put_impl_")
 _table("cuda/Shape.cu: cat_out_cuda, parallel_cat", joined, "cat", "stack")
@@ -362,6 +387,5 @@ _table("transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd", attention_f
 _table("transformers/cuda/flash_attn/flash_bwd_launch_template.h and flash_api.cpp: mha_varlen_bwd", attention_backward,
        "_flash_attention_backward")  # fmt: skip
 _table("cuda/fused_adamw_impl.cu by MultiTensorApply.cuh", fused_adamw, "_fused_adamw_")
-_table("cuda/layer_norm_kernel.cu: RmsNormKernelImpl", kernels(1), "_fused_rms_norm")
-_table("cuda/layer_norm_kernel.cu: LayerNormBackwardKernelImplInternal, without a gradient of the weight", kernels(1),
-       "_fused_rms_norm_backward")  # fmt: skip
+_table("cuda/layer_norm_kernel.cu: RmsNormKernelImplInternal", rms_norm, "_fused_rms_norm")
+_table("cuda/layer_norm_kernel.cu: LayerNormBackwardKernelImplInternal", rms_norm_backward, "_fused_rms_norm_backward")

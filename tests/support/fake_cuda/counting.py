@@ -62,6 +62,8 @@ class Counts:
     """Of the copies between host and device for which the host waits."""
     peak_bytes: int = 0
     """Most memory that was in use beyond what was in use at the beginning."""
+    kept_bytes: int = 0
+    """Memory that a forward left in use for its backward, where a case notes it."""
     by_operation: dict[str, Group] = field(default_factory=dict)
     kernels_by_line: Counter[str] = field(default_factory=Counter)
     """Kernels by the line of the workers that launched them, and its caller."""
@@ -86,8 +88,10 @@ class Counts:
 class Counting(TorchDispatchMode):
     """Counts while it is entered, inside a `FakeTensorMode`; see `stretch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        """Fail as a device with so much memory does: by torch.OutOfMemoryError."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._bytes_max = bytes_max
         self._counts: list[Counts] = []
         self._live: dict[int, int] = {}
         self._live_bytes = 0
@@ -223,6 +227,8 @@ class Counting(TorchDispatchMode):
             if tensor.device.type != "cuda" or key in self._live:
                 continue
             size = storage.nbytes()
+            if self._live_bytes + size > self._bytes_max:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {self._live_bytes} bytes are in use, {size} more")
             self._live[key] = size
             self._live_bytes += size
             weakref.finalize(storage, self._free, key)

@@ -63,10 +63,13 @@ class _Stream:
 
 
 @contextmanager
-def fake_cuda(free_bytes: int = hardware.FREE_BYTES) -> Iterator[Counting]:
-    """Let "cuda" be a device without values in this block, and count its work; `guard.load` has run."""
+def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
+    """Let "cuda" be a device of so much memory without values in this block, and count its work.
+
+    `guard.load` has run in this process.
+    """
     _with_kernels()
-    counting = Counting()
+    counting = Counting(total_bytes)
 
     class _Event(_Stream):
         def record(self, _: Any = None) -> None:
@@ -89,11 +92,11 @@ def fake_cuda(free_bytes: int = hardware.FREE_BYTES) -> Iterator[Counting]:
         "get_device_capability": lambda *_: hardware.CAPABILITY,
         "get_device_name": lambda *_: "fake",
         "get_device_properties": lambda *_: SimpleNamespace(
-            total_memory=hardware.TOTAL_BYTES, multi_processor_count=hardware.NUM_PROCESSORS
+            total_memory=total_bytes, multi_processor_count=hardware.NUM_PROCESSORS
         ),
-        "mem_get_info": lambda *_: (free_bytes, hardware.TOTAL_BYTES),
-        "memory_reserved": lambda *_: 0,
-        "memory_allocated": lambda *_: 0,
+        "mem_get_info": lambda *_: (total_bytes - counting.live_bytes, total_bytes),
+        "memory_reserved": lambda *_: counting.live_bytes,
+        "memory_allocated": lambda *_: counting.live_bytes,
     }
     numpy = Tensor.numpy
 

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, masking_utils
 
-from tests.support.fake_cuda import hardware
 from workers import engine
 from workers.contract.messages import AdapterCosts
 from workers.contract.settings import EngineSettings
@@ -53,9 +52,9 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def make_engine(*, free_bytes: int = hardware.FREE_BYTES, **settings: Any) -> TrainingEngine:
+def make_engine(**settings: Any) -> TrainingEngine:
     """Return an engine; call it in `fake_cuda` and `no_files`, and use it there."""
     defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16"}
     made = EngineSettings(**defaults | settings)
     loaded = BaseModel("none", device=made.device, dtype=getattr(torch, made.dtype), exact=made.exact)
-    return TrainingEngine(made, base_model=loaded, free_bytes=lambda _: free_bytes)
+    return TrainingEngine(made, base_model=loaded)

@@ -30,8 +30,6 @@ PINNED_BANDWIDTH = 50e9
 """Bytes per second between the device and pinned memory over PCIe 5 with 16 lanes."""
 TOTAL_BYTES = 80 * 10**9
 """Memory of an H100."""
-FREE_BYTES = 60 * 10**9
-"""Of it, free after a base model of 8B has been loaded: 16 GB of weights, and the context."""
 CAPABILITY = (9, 0)
 NUM_PROCESSORS = 132
 """Streaming multiprocessors of an H100 SXM."""

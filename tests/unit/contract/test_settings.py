@@ -36,6 +36,16 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
     assert shares(device="cuda", num_gpus=2) == {1.0}
 
 
+def test_keys_and_values_get_a_share_of_the_memory_and_by_default_little_of_a_cpus() -> None:
+    def cache(**values: Any) -> tuple[float, int | None]:
+        (settings,) = PoolConfig(models=(PoolModel(name="a", path="a"),), **values).engines().values()
+        return settings.cache_share, settings.cache_bytes_max
+
+    assert cache() == (0.25, 2 << 30)
+    assert cache(device="cuda", num_gpus=1) == (0.25, None)
+    assert cache(cache_share=0.5) == cache(cache_share=0.5, device="cuda", num_gpus=1) == (0.5, None)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -49,6 +59,7 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
         ({"device": "cuda"}, "workers on cuda need num_gpus"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
         ({"num_gpus": 0.5}, "others need 0"),
+        ({"cache_share": 1.0}, "cache_share is 1.0"),
         ({"start_timeout_s": 0}, "start_timeout_s is 0"),
         ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),
         ({"engine": "workers.engine"}, "module:attribute"),
@@ -73,6 +84,7 @@ def test_model_without_workers_is_refused() -> None:
         ("recompute", "sometimes"),
         ("memory_share", 0.0),
         ("memory_share", 1.5),
+        ("cache_share", 0.0),
         ("cache_bytes_max", -1),
     ],
 )

@@ -7,15 +7,16 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.batches import OWNER, batch, request
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
 from workers.contract.messages import SampleEvent, SampleResult, TokenEvent
-from workers.contract.protocols import Pool, PoolStartError, WorkerLost
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.environment import ray_environment
+from workers.contract.protocols import EngineFactory, Pool, PoolStartError, WorkerLost
+from workers.contract.settings import EngineSettings, PoolConfig, PoolModel
+from workers.pool.environment import ALLOCATOR_VARIABLES, ray_environment, worker_environment, worker_of
 from workers.pool.factory import make_pool
 from workers.pool.local import LocalPool
 
@@ -119,6 +120,39 @@ async def test_config_gives_each_model_its_own_workers_by_import_string() -> Non
         names = [(worker.worker_id, worker.model.name, worker.num_slots) for worker in pool.workers()]
         assert names == [("w0", "small", 5), ("w1", "small", 5), ("w2", "slow", 5)]
         assert (await pool.run("w2", batch(0))).wall_s >= 0.01
+
+
+async def test_workers_on_gpus_take_turns_in_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: dict[str, EngineSettings] = {}
+
+    def recording(settings: EngineSettings) -> EngineFactory:
+        def make(incarnation: str) -> ToyEngine:
+            own[worker_of(incarnation)] = settings
+            return ToyEngine(incarnation)
+
+        return make
+
+    chosen = Mock()
+    monkeypatch.setattr("tests.support.toy_engine.toy_factory", recording)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", chosen)
+    models = (PoolModel(name="toy", path="toy", num_workers=3),)
+    async with started(make_pool(PoolConfig(kind="local", device="cuda", models=models, engine=TOY_FACTORY))):
+        pass
+    on = {worker_id: (settings.device, settings.memory_share) for worker_id, settings in own.items()}
+    assert on == {"w0": ("cuda:0", 0.5), "w1": ("cuda:1", 1.0), "w2": ("cuda:0", 0.5)}
+    assert sorted(call.args for call in chosen.mock_calls) == [(0,), (0,), (1,)]
+
+
+def test_blocks_of_a_gpus_memory_grow_in_place_unless_the_operator_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = ALLOCATOR_VARIABLES
+    for name in (new, old):
+        monkeypatch.delenv(name, raising=False)
+    on_gpu = EngineSettings(model_path="toy", device="cuda:1")
+    assert worker_environment(on_gpu)[new] == "expandable_segments:True"
+    assert new not in worker_environment(EngineSettings(model_path="toy"))
+    monkeypatch.setenv(old, "max_split_size_mb:64")
+    assert new not in worker_environment(on_gpu)
 
 
 def test_ray_token_is_used_with_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

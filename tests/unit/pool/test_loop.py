@@ -203,6 +203,24 @@ def test_engine_that_raises_fails_queued_batches_and_ends_the_loop() -> None:
     assert running.loop.stop()
 
 
+@pytest.mark.parametrize("what", ["batch", "decode step"])
+def test_worker_is_lost_for_the_reason_that_the_device_gives(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the advice that follows."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
+
+    running = Running()
+    monkeypatch.setattr(running.engine, "run" if what == "batch" else "decode_step", fail)
+    if what == "batch":
+        running.loop.submit(batch(0))
+    else:
+        running.loop.start_sample(request("s", max_tokens=1))
+    with pytest.raises(WorkerLost) as lost:
+        running.loop.ended.result(TIMEOUT_S)
+    assert str(lost.value) == "the engine failed: CUDA error: an illegal memory access was encountered"
+
+
 def test_error_of_an_engine_that_cannot_be_made_is_raised() -> None:
     def factory(incarnation: str) -> ToyEngine:
         raise OSError("no such model")

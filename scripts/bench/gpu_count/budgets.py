@@ -1,0 +1,86 @@
+"""Budgets of the counted cases, and what each case takes today. Imports no torch.
+
+Two groups: `sampling`, a decode step that stays on the device; and `training`, fused kernels of passes, loss and
+optimizer. Tests hold every count to what it is today, so that it can only fall: whoever lowers one lowers its number
+here. A budget that is met is today's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from scripts.bench.common import Row
+
+Group = Literal["sampling", "training"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """One number of one case."""
+
+    group: Group
+    model: str
+    case: str
+    key: str
+    """Of the row."""
+    unit: str
+    scale: float = 1.0
+    """The row's number is divided by it."""
+    most: float
+    """The budget."""
+    today: float
+    """What the case takes today, in the same unit."""
+
+    def measured(self, row: Row) -> float:
+        """Return the row's number in the budget's unit."""
+        return float(row[self.key]) / self.scale
+
+    def is_met(self, row: Row) -> bool:
+        """Return whether the row is within the budget."""
+        return self.measured(row) <= self.most
+
+
+def rows_with_budgets(rows: Iterable[Row]) -> list[tuple[Budget, Row]]:
+    """Return each budget whose case was counted, with the case's row."""
+    by_case = {(row["model"], row["case"]): row for row in rows if "kernels" in row}
+    found = ((budget, by_case.get((budget.model, budget.case))) for budget in BUDGETS)
+    return [(budget, row) for budget, row in found if row is not None]
+
+
+GB, KIB = 1e9, 1024.0
+DECODE, DECODE_ADAPTERS = "decode 32, no adapter, 128 tokens", "decode 32, 8 adapters, 128 tokens"
+DECODE_LONG, PREFILL = "decode 8, 8 adapters, 8,192 tokens", "first prefill of 32 x 128"
+
+
+def _sampling(model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0) -> Budget:
+    return Budget(group="sampling", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today)
+
+
+def _training(model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0) -> Budget:
+    return Budget(group="training", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today)
+
+
+BUDGETS: tuple[Budget, ...] = (
+    _sampling("0.6b", DECODE, "layer_kernels", "kernels a layer", 12, 71),
+    _sampling("0.6b", DECODE, "waits", "waits", 1, 119),
+    _sampling("0.6b", DECODE, "to_host_bytes", "KiB to the host", 64, 18_993, KIB),
+    _sampling("0.6b", DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 20, 100),
+    _sampling("0.6b", DECODE_ADAPTERS, "waits", "waits", 1, 119),
+    _sampling("0.6b", DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 18_993, KIB),
+    _sampling("0.6b", DECODE_LONG, "layer_kernels", "kernels a layer", 20, 730),
+    _sampling("0.6b", DECODE_LONG, "waits", "waits", 1, 119),
+    _sampling("0.6b", DECODE_LONG, "to_host_bytes", "KiB to the host", 64, 4_749, KIB),
+    _sampling("0.6b", PREFILL, "layer_kernels", "kernels a layer", 24, 222),
+    _training("0.6b", "passes 8 x 4 x 64", "kernels", "kernels", 1400, 4418),
+    _training("0.6b", "passes 8 x 4 x 64", "bytes", "GB", 32, 69, GB),
+    _training("0.6b", "passes 64 x 1 x 64", "kernels", "kernels", 1600, 11_044),
+    _training("0.6b", "passes 64 x 1 x 64", "bytes", "GB", 60, 155, GB),
+    _training("0.6b", "loss of 512 rows", "bytes", "GB", 1.3, 5.4, GB),
+    _training("0.6b", "optimizer 8 x 4 x 64", "bytes_a_value", "bytes a value", 40, 86.1),
+    _training("0.6b", "optimizer 8 x 4 x 64", "kernels", "kernels", 2, 83),
+    _training("0.6b", "optimizer 8 x 4 x 64", "waits", "waits", 1, 1),
+    _training("0.6b", "optimizer 64 x 1 x 64", "kernels", "kernels", 2, 660),
+    _training("0.6b", "optimizer 64 x 1 x 64", "waits", "waits", 1, 7),
+)

@@ -1,0 +1,24 @@
+"""The estimate of a pass's memory against a count of its tensors on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scripts.bench.gpu.cases import Case
+from tests.support.fake_cuda.processes import FakeCudaProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "on"}, {"exact": True}], ids=str)
+@pytest.mark.parametrize(("name", "load"), [("0.6b@3", Case(4, 4, 64)), ("8b@4", Case(4, 1, 512))])
+def test_the_estimate_is_between_the_peak_memory_of_a_pass_and_little_more(
+    fake_gpu: FakeCudaProcess, name: str, load: Case, settings: dict[str, Any]
+) -> None:
+    scenario = "tests.support.fake_cuda.scenarios:memory_of_a_pass"
+    peak, estimate, buffers = fake_gpu.call(scenario, name, load, **settings)
+    assert peak <= estimate - buffers
+    # With few layers to recompute, logits and a layer's backward weigh most; they never exist at once.
+    assert estimate <= (1.7 if "recompute" in settings else 1.5) * (peak + buffers)

@@ -1,0 +1,159 @@
+"""What tests run in the process with the fake device; they call these functions by their names."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import Mock, patch
+
+import numpy as np
+import torch
+
+from scripts.bench.gpu import sides
+from scripts.bench.gpu.cases import Case, random_data
+from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, engine_of, training
+from tests.support.fake_cuda.counting import Counts
+from workers.contract.messages import (
+    AdapterInstall,
+    AdapterSpec,
+    Batch,
+    Datum,
+    PassItem,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    SamplingParams,
+)
+from workers.training.memory import Load, PassMemory
+
+
+def steps_in_which_samples_join(**settings: Any) -> list[Counts]:
+    """Return the counts of steps with prompts, and sequences of several versions that join and end at any row."""
+    with engine_of("tiny", cache_bytes_max=1 << 30, **settings) as (engine, counting):
+        for number in range(3):
+            spec = AdapterSpec(adapter_id=f"v{number}", rank=8 << number, alpha=32.0, seed=number, **ALL_KINDS)
+            engine.bank.add(spec.adapter_id, spec, is_trained=False)
+        steps: list[Counts] = []
+        for number in range(16):
+            if number < 6:
+                name = f"s{number}"
+                engine.start_sample(
+                    SampleRequest(
+                        op_id=name,
+                        scope=name,
+                        version=SamplerVersion(key=f"v{number % 4}" if number % 4 < 3 else ""),
+                        prompt=np.arange(40 + 30 * number, dtype=np.int32),
+                        num_samples=1 + number % 3,
+                        params=SamplingParams(max_tokens=4 + number, seed=number, temperature=0.5 + number % 2),
+                    )
+                )
+            with counting.stretch() as counts:
+                events = engine.decode_step()
+            steps.append(counts)
+            assert not [event for event in events if isinstance(event, SampleResult) and event.error]
+        assert not engine.can_decode()
+        return steps
+
+
+def memory_of_a_pass(name: str, load: Case, **settings: Any) -> tuple[int, int, int]:
+    """Return the peak of a step's passes, the estimate of it, and the buffers of attention in the estimate.
+
+    The peak is without the buffers: they are inside of a kernel.
+    """
+    counts, _ = training(name, load, **settings)
+    with engine_of(name, **settings) as (engine, _):
+        base_model = engine.base_model
+        num_sequences = load.num_tenants * load.num_seqs
+        num_tokens = num_sequences * load.num_tokens
+        estimate = PassMemory(base_model).peak_bytes(
+            Load(
+                num_tokens=num_tokens,
+                lengths=[load.num_tokens],
+                num_sequences=num_sequences,
+                rank=RANK,
+                num_adapters=load.num_tenants,
+            ),
+            backward=True,
+            recompute=settings.get("recompute") == "on",
+        )
+        shape = num_tokens, num_sequences, base_model.num_heads, base_model.head_dim
+        return counts.peak_bytes, estimate, base_model.attend_packed([1], [1]).buffer_bytes(*shape)
+
+
+def failing_kernel(error: Exception, *, spoils_device: bool, what: str) -> str:
+    """Return the outcome of a batch, or of a sample, if its forward raises: the code of its error, or what is raised.
+
+    If the device is spoiled, all later calls raise too.
+    """
+    with engine_of("tiny", cache_bytes_max=1 << 20) as (engine, _), ExitStack() as stack:
+        spec = AdapterSpec(adapter_id="a", rank=8, alpha=32.0, seed=1, **ALL_KINDS)
+        installs = (AdapterInstall(spec=spec, state=None),)
+        assert not engine.run(Batch(epoch=1, cycle_id=0, installs=installs, items=())).results
+        stack.enter_context(patch.object(engine.base_model, "forward", Mock(side_effect=error)))
+        if spoils_device:
+            stack.enter_context(patch.object(torch.cuda, "synchronize", Mock(side_effect=error)))
+        try:
+            if what == "batch":
+                item = _pass_of(*random_data(0, [9, 9], 512))
+                (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
+                failure = result.error
+            else:
+                prompt, params = np.arange(9, dtype=np.int32), SamplingParams(max_tokens=1, seed=1)
+                version = SamplerVersion(key="")
+                engine.start_sample(
+                    SampleRequest(op_id="", scope="", version=version, prompt=prompt, num_samples=1, params=params)
+                )
+                (event,) = engine.decode_step()
+                assert isinstance(event, SampleResult)
+                failure = event.error
+        except RuntimeError as raised:
+            return f"raised {raised}"
+        assert failure is not None
+        return failure.code.name
+
+
+def orders_of_a_backward(**settings: Any) -> list[bool]:
+    """Return, for each backward of two batches, whether the library adds in a fixed order."""
+    orders: list[bool] = []
+    backward = torch.autograd.backward
+
+    def recording(*args: Any) -> None:
+        orders.append(torch.are_deterministic_algorithms_enabled())
+        backward(*args)
+
+    with engine_of("tiny", cache_bytes_max=0, **settings) as (engine, _):
+        with patch.object(sides, "TrainingEngine", lambda _: engine):
+            side = sides.Fused(engine.settings, Case(2, 1, 16), RANK)
+        with patch.object(torch.autograd, "backward", recording):
+            side.run_passes()
+            side.run_passes()
+    return orders
+
+
+def kernels_of_targets(num_targets: int) -> int:
+    """Return the kernels of a pass with so many targets of each token."""
+    with engine_of("tiny", cache_bytes_max=0) as (engine, counting):
+        spec = AdapterSpec(adapter_id="a", rank=8, alpha=32.0, seed=1, **ALL_KINDS)
+        engine.run(Batch(epoch=1, cycle_id=0, installs=(AdapterInstall(spec=spec, state=None),), items=()))
+        shape = 40, num_targets
+        inputs: Any = {"target_tokens": np.ones(shape, np.int32), "weights": np.ones(shape, np.float32)}
+        item = _pass_of(Datum(tokens=np.arange(40, dtype=np.int32), loss_inputs=inputs))
+        with counting.stretch() as counts:
+            (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
+        assert result.error is None
+    return counts.num_kernels
+
+
+def _pass_of(*data: Datum) -> PassItem:
+    return PassItem(
+        op_id="",
+        adapter_id="a",
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=data,
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
