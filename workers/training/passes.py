@@ -137,9 +137,13 @@ class PassRunner:
         A GPU gives memory to the bank's rows when they are loaded, not when they are written.
         """
         keys = dict.fromkeys(item.adapter_id for item in items if item.adapter_id in self._bank)
-        # An adapter that cannot be loaded is an error of its pass, which tries again.
-        with suppress(Exception):
-            self._bank.acquire(list(keys)[: self._bank.num_slots])
+        together: list[str] = []
+        for key in keys:
+            if not self._bank.fits([*together, key]):
+                break
+            together.append(key)
+        with suppress(Exception):  # an adapter that cannot be loaded is an error of its pass, which tries again
+            self._bank.acquire(together)
         self.room.measure()
 
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
@@ -320,10 +324,10 @@ def row_order(requests: Sequence[Request], rows: Sequence[Row], *, by_adapter: b
     keys: list[tuple[float, ...]] = []
     for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
         adapter = row.groups
-        place = (id(row.slab), adapter.scaling)
         if by_adapter:
-            keys.append((*place, adapter.slot, index))
+            keys.append((id(row.slab), adapter.slot, index))
         else:
+            place = (id(row.slab), adapter.scaling)
             keys.append((rounds[id(row)], *place, request.num_tokens, adapter.slot, index))
         rounds[id(row)] += 1
     return [int(key[-1]) for key in sorted(keys)]

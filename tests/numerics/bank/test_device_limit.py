@@ -14,6 +14,7 @@ from tests.support.numerics.small_device import SmallDevice
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.messages import ErrorCode
 from workers.model.base_model import BaseModel
+from workers.training.memory import PassRoom
 
 pytestmark = pytest.mark.usefixtures("own_base_models")
 
@@ -79,3 +80,15 @@ def test_long_request_gets_the_memory_of_other_adapters(qwen3: Path, monkeypatch
     monkeypatch.setattr(BaseModel, "forward", short_of_memory)
     driver.train(driver.backward("a", make_data("cross_entropy", [20])))
     assert [key for key in "abc" if bank.entry(key).row is not None] == ["a"]
+
+
+def test_memory_of_passes_is_measured_with_the_adapters_that_fit(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched: what is free on a CPU does not depend on the bank."""
+    driver = Driver(qwen3)
+    bank = driver.engine.bank
+    bank.limit(2 * row_bytes(driver, 8))
+    driver.install(*(make_spec(key) for key in "abc"))
+    resident: list[int] = []
+    monkeypatch.setattr(PassRoom, "measure", lambda _: resident.append(bank.num_resident))
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "abc"))
+    assert resident == [2]
