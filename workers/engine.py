@@ -46,6 +46,9 @@ from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
 
+BANK_PART = 0.5
+"""The part of a GPU's memory that the bank may take of what the base model and the sampler have left; passes need the
+rest."""
 HOST_PART = 0.5
 """The part of the free memory that copies and sampler versions may take, unless the operator names a number."""
 
@@ -77,6 +80,8 @@ class TrainingEngine:
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
         limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
         self.sampler = Sampler(base_model, bank, limits, memory)
+        if base_model.device.type == "cuda":
+            bank.limit(int(BANK_PART * memory.free_bytes()))
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)
         fitting = fitting_tokens(self._passes)
         is_invariant = fitting is None and is_thread_count_invariant(base_model)
@@ -92,9 +97,7 @@ class TrainingEngine:
             num_sequence_slots=limits.num_sequences_max,
         )
         self._copies = AdapterCopies(bank, base_model.max_rank, self._info.fingerprint)
-        self._items = ItemRunner(
-            self._passes, self._copies, num_slots=settings.num_slots, pass_tokens_max=settings.pass_tokens_max
-        )
+        self._items = ItemRunner(self._passes, self._copies, pass_tokens_max=settings.pass_tokens_max)
         self._incarnation = incarnation
         self._epoch = 0
         keep_freed_memory()

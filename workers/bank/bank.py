@@ -5,32 +5,35 @@ fp32, a slot also has a copy of the weights in that dtype, which the layers use.
 
 Does not depend on sequence numbers or on arithmetic with the values.
 
-Main invariant: a key's bits are the same wherever they are. At most `num_slots` keys are resident; acquiring others
-evicts the least recently used, so a full bank is never an error. A row that is being copied is waited for before
-anything uses it (`transfers`).
+Main invariant: a key's bits are the same wherever they are. At most `num_slots` keys are resident, and on a GPU at most
+as many as its memory holds. Acquiring others evicts the least recently used, so a full bank is never an error; only a
+key whose row does not fit alone is one. A row that is being copied is waited for before anything uses it (`transfers`).
 
 Dimensions: P values of a row.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.bank.entries import Entry, HostRow, Row, Slab
+from workers.bank.entries import Entry, HostRow, Kind, Row
+from workers.bank.slabs import Slabs
 from workers.bank.transfers import Transfer, Transfers, transfers_for
 from workers.contract.adapted_modules import ModuleKind, rank_class
 from workers.contract.messages import AdapterSpec
 from workers.host.allocator import is_out_of_memory
 from workers.rows import GroupShape, RowLayout, trained_kinds
 
-SLAB_ROWS = 32
-"""Rows of one layout that are allocated at once. A CPU gives them memory when they are first written."""
-SLAB_FRACTION = 1 / 8
-"""On a GPU, which gives memory at once, the part of it that one slab may have, unless it is a single row."""
+logger = logging.getLogger(__name__)
+
+
+class RowMemoryError(MemoryError):
+    """No other key is left to evict, and there is still no memory for one more row; the message is for the user."""
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class Bank:
         self._compute_dtype = compute_dtype
         self._transfers = transfers_for(self._device) if transfers is None else transfers
         self._layouts: dict[tuple[int, tuple[ModuleKind, ...]], RowLayout] = {}
-        self._slabs: list[Slab] = []
+        self._slabs = Slabs(num_slots, self._device, compute_dtype)
         self._entries: dict[str, Entry] = {}
         self._resident: dict[str, Entry] = {}
         """In order of use, the least recently used first."""
@@ -86,9 +89,26 @@ class Bank:
         return self._host_bytes
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of all slots that have memory, used or not."""
+        return self._slabs.num_bytes
+
+    @property
     def num_resident(self) -> int:
         """Keys that are in a slot now."""
         return len(self._resident)
+
+    def limit(self, num_bytes: int) -> None:
+        """Take at most so many bytes from now on, for a device that gives memory when it is allocated.
+
+        A key whose row alone needs more is resident without any others.
+        """
+        self._slabs.bytes_max = num_bytes
+
+    def fits(self, keys: Collection[str]) -> bool:
+        """Return whether different keys can be resident together. Unknown ones take a slot and no memory."""
+        entries = (self._entries.get(key) for key in keys)
+        return len(keys) <= self.num_slots and self._slabs.can_hold(entry.kind for entry in entries if entry)
 
     def layout(self, spec: AdapterSpec) -> RowLayout:
         """Return the layout of an adapter's row. Raises ValueError for a rank or flags that no row can hold."""
@@ -130,9 +150,7 @@ class Bank:
         """Drop all keys, pinned or not, and free all memory."""
         for entry in list(self._entries.values()):
             self._drop(entry)
-        for slab in self._slabs:
-            slab.close()
-        self._slabs.clear()
+        self._slabs.close_unused()
 
     def publish(self, key: str, version: str) -> None:
         """Add a copy of an adapter's weights under a version key, for sampling. Copies one row at most.
@@ -147,39 +165,44 @@ class Bank:
             # Vectors in host memory are never written in place, so both entries can have the same ones.
             host = HostRow(weights=source.host.weights, transfer=source.host.transfer)
             entry = self.add(version, source.spec, host, is_trained=False)
-        elif self.num_slots == 1:
-            (weights,), transfer = self._transfers.to_host([source.row.weights], source.row.transfer)
-            source.row.begin_transfer(transfer)
-            entry = self.add(version, source.spec, HostRow(weights=weights, transfer=transfer), is_trained=False)
         else:
-            row = self._free_row(source.layout, is_trained=False, keep={key})
-            row.settle()
-            source.row.settle()
-            row.weights.copy_(source.row.weights)
-            row.refresh()
-            entry = self.add(version, source.spec, is_trained=False)
-            self._occupy(entry, row)
+            row = self._row_beside(source)
+            if row is None:
+                (weights,), transfer = self._transfers.to_host([source.row.weights], source.row.transfer)
+                source.row.begin_transfer(transfer)
+                entry = self.add(version, source.spec, HostRow(weights=weights, transfer=transfer), is_trained=False)
+            else:
+                row.settle()
+                source.row.settle()
+                row.weights.copy_(source.row.weights)
+                row.refresh()
+                entry = self.add(version, source.spec, is_trained=False)
+                self._occupy(entry, row)
         for _ in range(0 if replaced is None else replaced.num_pins):
             entry.pin()
 
     def acquire(self, keys: Sequence[str]) -> list[Row]:
         """Load these keys and return their rows, valid until the next `acquire`, `publish` or `remove`.
 
-        At most `num_slots` different keys; a caller with more runs several passes. Raises KeyError for an unknown key.
+        Of more keys than `fits` allows, a caller runs several passes.
+        Raises KeyError for an unknown key, RowMemoryError if there is no memory for all of them.
         """
         wanted = set(keys)
-        assert len(wanted) <= self.num_slots, f"{len(wanted)} keys at once, {self.num_slots} slots"
-        rows = []
+        assert self.fits(wanted), f"{len(wanted)} keys at once, {self.num_slots} slots"
         for key in keys:
             entry = self._entries[key]
             if entry.row is None:
-                self._load(entry, keep=wanted)
+                self._load(entry, keep=wanted, can_move=True)
             else:
                 self._resident[key] = self._resident.pop(key)
-            assert entry.row is not None
-            rows.append(entry.row)
-        for row in rows:
+        if self._slabs.is_untidy:
+            self._slabs.tidy(self._resident.values())
+        rows = []
+        for key in keys:
+            row = self._entries[key].row
+            assert row is not None
             row.settle()
+            rows.append(row)
         return rows
 
     def prefetch(self, keys: Sequence[str], keep: Collection[str]) -> None:
@@ -201,7 +224,7 @@ class Bank:
                 self._resident[key] = self._resident.pop(key)
             else:
                 try:
-                    self._load(entry, keep=kept)
+                    self._load(entry, keep=kept, can_move=False)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
@@ -220,6 +243,20 @@ class Bank:
         self._vacate(entry, HostRow(**dict(zip(vectors, copies, strict=True)), transfer=transfer))
         self.stats.num_evictions += 1
 
+    def leave_only(self, keys: Collection[str]) -> bool:
+        """Evict all other keys from a device with a limit, for a pass that has run out of memory.
+
+        Returns whether that has freed any memory.
+        """
+        if self._slabs.bytes_max is None:
+            return False
+        before = self.device_bytes
+        for key in [key for key in self._resident if key not in keys]:
+            self.evict(key)
+        self._slabs.close_unused()
+        self._slabs.tidy(self._resident.values(), is_tight=True)
+        return self.device_bytes < before
+
     def replace(self, key: str, host: HostRow) -> None:
         """Replace a key's weights, moments and gradient; None as in `HostRow`."""
         entry = self._entries[key]
@@ -234,14 +271,14 @@ class Bank:
         if entry.row is not None:
             self._vacate(entry, None)
 
-    def _load(self, entry: Entry, keep: set[str]) -> None:
+    def _load(self, entry: Entry, keep: set[str], *, can_move: bool) -> None:
         host = entry.host
         assert host is not None
-        row = self._free_row(entry.layout, is_trained=entry.is_trained, keep=keep)
+        row = self._free_row(entry.kind, keep=keep, can_move=can_move)
         try:
             row.begin_transfer(self._fill(row, entry, host))
         except Exception:
-            row.slab.free(row)
+            self._slabs.give_back(row)
             raise
         self._occupy(entry, row)
         self.stats.num_loads += 1
@@ -273,37 +310,64 @@ class Bank:
         row = entry.vacate(host)
         del self._resident[entry.key]
         self._host_bytes = None
-        row.slab.free(row)
-        self._free_slabs()
+        self._slabs.give_back(row)
 
-    def _free_slabs(self) -> None:
-        """Free slabs without used rows, as long as there are more rows than slots."""
-        for slab in [slab for slab in self._slabs if slab.num_free == slab.num_rows]:
-            if sum(other.num_rows for other in self._slabs) > self.num_slots:
-                self._slabs.remove(slab)
-                slab.close()
+    def _row_beside(self, source: Entry) -> Row | None:
+        """Return a free row for a version of a resident adapter; None if only one of them can be resident."""
+        kind = Kind(source.layout, is_trained=False)
+        if self.num_slots == 1 or not self._slabs.can_hold([source.kind, kind]):
+            return None
+        try:
+            return self._free_row(kind, keep={source.key}, can_move=True)
+        except RowMemoryError:
+            return None
 
-    def _free_row(self, layout: RowLayout, *, is_trained: bool, keep: set[str]) -> Row:
-        """Return a free row; evict the least recently used key that is not in `keep` if all slots are taken."""
+    def _free_row(self, kind: Kind, *, keep: Collection[str], can_move: bool) -> Row:
+        """Return a free row; evict the least recently used keys that are not in `keep` until there is one.
+
+        Without `can_move`, a pass uses rows: none is moved, and if memory is short, only a row of this kind is of use.
+        Raises RowMemoryError.
+        """
         if len(self._resident) >= self.num_slots:
             self.evict(next(key for key in self._resident if key not in keep))
-        for slab in self._slabs:
-            if slab.num_free and slab.layout is layout and slab.is_trained == is_trained:
-                row = slab.take()
-                assert row is not None
-                return row
-        num_rows = self._slab_rows(layout, is_trained=is_trained)
-        slab = Slab(layout, num_rows, self._device, is_trained=is_trained, compute_dtype=self._compute_dtype)
-        row = slab.take()
-        self._slabs.append(slab)
-        self._free_slabs()
-        assert row is not None
+        while (row := self._slabs.take(kind)) is None:
+            leaving = next(
+                (key for key, entry in self._resident.items() if key not in keep and (can_move or entry.kind == kind)),
+                None,
+            )
+            refusal: str | None = "the limit is reached"
+            if self._slabs.has_room(kind, can_move=can_move) or (can_move and leaving is None):
+                refusal = self._grow(kind, can_move=can_move)
+            if refusal is None:
+                continue
+            if leaving is not None:
+                self.evict(leaving)
+            elif not self._slabs.close_unused():
+                raise self._row_memory_error(kind, refusal)
         return row
 
-    def _slab_rows(self, layout: RowLayout, *, is_trained: bool) -> int:
-        num_rows = min(SLAB_ROWS, self.num_slots)
-        if self._device.type != "cuda":
-            return num_rows
-        value_bytes = 4 * (4 if is_trained else 1) + self._compute_dtype.itemsize
-        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        return max(1, min(num_rows, int(total_bytes * SLAB_FRACTION / (value_bytes * layout.num_values))))
+    def _grow(self, kind: Kind, *, can_move: bool) -> str | None:
+        """Add a free row; return the device's message if it has no memory for one."""
+        if can_move and not self._slabs.has_room(kind, can_move=False):
+            self._slabs.tidy(self._resident.values(), is_tight=True)
+        try:
+            self._slabs.grow(kind)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return str(error)  # the error itself would keep what was allocated of the slab
+        return None
+
+    def _row_memory_error(self, kind: Kind, refusal: str) -> RowMemoryError:
+        logger.info("a row of the bank cannot be allocated: %s", refusal)
+        bytes_max = self._slabs.bytes_max
+        limit = "" if bytes_max is None else f" of at most {_megabytes(bytes_max)}"
+        return RowMemoryError(
+            f"the adapter takes {_megabytes(self._slabs.row_bytes(kind))} on the worker's device, and there is no "
+            f"memory for it; all adapters there have {_megabytes(self.device_bytes)}{limit}. Use a lower rank, or "
+            "adapt fewer kinds of modules"
+        )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

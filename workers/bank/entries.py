@@ -13,6 +13,7 @@ Dimensions: P values of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from torch import Tensor
 from workers.bank.transfers import Transfer
 from workers.contract.messages import AdapterSpec
 from workers.rows import AdapterViews, RowLayout
+
+
+class Kind(NamedTuple):
+    """What the rows of a slab have in common."""
+
+    layout: RowLayout
+    is_trained: bool
+    """Whether they have moments and gradients; False: rows of sampler versions."""
 
 
 @dataclass(slots=True)
@@ -43,6 +52,18 @@ class Row:
         if self.compute is not None:
             self.compute.copy_(self.weights)
 
+    def copy_from(self, other: Row) -> None:
+        """Take the values of another row of the same layout and device."""
+        for row in (self, other):
+            row.settle()
+        for vector, source in zip(self._vectors, other._vectors, strict=True):
+            if vector is not None and source is not None:
+                vector.copy_(source)
+
+    @property
+    def _vectors(self) -> tuple[Tensor | None, ...]:
+        return self.weights, self.exp_avg, self.exp_avg_sq, self.grad, self.compute
+
     def begin_transfer(self, transfer: Transfer | None) -> None:
         """Note a copy from or to the row that may still be under way."""
         self._transfer = transfer
@@ -58,7 +79,7 @@ class Row:
         if self.weights.device.type != "cpu":
             return 0
         copy_bytes = 0 if self.compute is None else self.compute.nbytes
-        return self.weights.nbytes * (4 if self.slab.is_trained else 1) + copy_bytes
+        return self.weights.nbytes * (4 if self.slab.kind.is_trained else 1) + copy_bytes
 
     def settle(self) -> None:
         """Let the computation wait for the last copy from or to the row."""
@@ -68,25 +89,19 @@ class Row:
 
 
 class Slab:
-    """Rows of one layout in one allocation per buffer, row after row."""
+    """Rows of one kind in one allocation per buffer, row after row."""
 
     def __init__(
-        self,
-        layout: RowLayout,
-        num_rows: int,
-        device: torch.device,
-        *,
-        is_trained: bool,
-        compute_dtype: torch.dtype = torch.float32,
+        self, kind: Kind, num_rows: int, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        """Allocate rows; with `is_trained` they have moments and gradients."""
+        """Allocate rows."""
+        layout, is_trained = kind
 
         def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
             # Uninitialised: pages that no row has used take no memory. A load writes all of a row.
             return torch.empty(num_rows, layout.num_values, dtype=dtype, device=device)  # (rows, P)
 
-        self.layout = layout
-        self.is_trained = is_trained
+        self.kind = kind
         self.num_rows = num_rows
         self.weights = buffer()
         self.moments = (buffer(), buffer()) if is_trained else None
@@ -115,11 +130,19 @@ class Slab:
         """Make a row free."""
         self._free.append(row)
 
+    @property
+    def num_used(self) -> int:
+        """Rows that hold an entry."""
+        return self.num_rows - self.num_free
+
     def close(self) -> None:
-        """Drop the free rows, whose references back to the slab would keep its memory."""
+        """Free the memory; no row is used. Views of it that the last pass has left must not be read any more."""
         for row in self._free:
             row.settle()
-        self._free.clear()
+        self._free.clear()  # they refer back to the slab
+        for buffer in (self.weights, *(self.moments or ()), self.grad, self.compute):
+            if buffer is not None and buffer.untyped_storage().resizable():  # not if NumPy has seen it, on a CPU
+                buffer.untyped_storage().resize_(0)
 
     def _row(self, slot: int) -> Row:
         grad = None if self.grad is None else self.grad[slot]
@@ -176,6 +199,11 @@ class Entry:
     """Users that keep the entry from being removed."""
     is_removed: bool = False
     """Removed while pinned: it goes with its last pin."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of rows that the entry can have."""
+        return Kind(self.layout, self.is_trained)
 
     @property
     def host_bytes(self) -> int:
@@ -251,6 +279,15 @@ class Entry:
         """Take a row that holds the entry's values from now on."""
         row.groups.occupy(self.spec)
         self.row, self.host = row, None
+
+    def move(self, slab: Slab) -> None:
+        """Take a free row of another slab of the same layout, with the values; the row before becomes free."""
+        before, row = self.row, slab.take()
+        assert before is not None
+        assert row is not None
+        row.copy_from(before)
+        self.occupy(row)
+        before.slab.free(before)
 
     def vacate(self, host: HostRow | None) -> Row:
         """Return the row; the values are in `host` from now on, None if the entry is going."""

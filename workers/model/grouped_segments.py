@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -41,7 +42,8 @@ def can_group(device: torch.device, dtype: torch.dtype, shapes: Iterable[GroupSh
 class GroupedRun:
     """Implements `segments.SegmentRun`: consecutive segments whose adapters are in one slab, at rising slots.
 
-    Adjacent segments of one adapter are one group.
+    Adjacent segments of one adapter are one group. If all adapters have one scaling, each product is added with it;
+    otherwise the rows of x A^T and of dy B, which are R values long, are multiplied by their adapter's first.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -50,6 +52,8 @@ class GroupedRun:
         self._ends = [segment.stop - segment.start]
         """Per adapter, the row after its last, counted from `start`."""
         self._tensors: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._scalings: float | Tensor | None = None
+        """The adapters' one scaling, or the scaling of each row (N, 1), fp32; None: not needed yet."""
 
     @property
     def stop(self) -> int:
@@ -59,9 +63,7 @@ class GroupedRun:
     def try_add(self, segment: Segment) -> bool:
         """Add the segment after the last if it can be in the run; return whether it can."""
         last, new = self.adapters[-1], segment.adapter
-        if segment.start != self.stop or new.slab is not last.slab or new.scaling != last.scaling:
-            return False
-        if new.slot < last.slot:
+        if segment.start != self.stop or new.slab is not last.slab or new.slot < last.slot:
             return False
         end = segment.stop - self.start
         if new.slot == last.slot:
@@ -74,34 +76,35 @@ class GroupedRun:
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
         """Add scaling x A_i^T B_i^T to ys[i] (T, F) in this run's rows, from x (T, D).
 
-        Return x A^T (N, G * R), unscaled; None if the group is not adapted.
+        Return x A^T (N, G * R), scaled if there are several scalings; None if the group is not adapted.
         """
         views = self._views(group)
         if views is None:
             return None
         ends, _, _ = self._on(x.device)
         xa = grouped_mm(x[self.start : self.stop], views.A.transpose(1, 2), offs=ends)
+        scaling = self._scale(xa)
         rank = views.Bs[0].shape[1]
         for y, part, B in zip(ys, xa.split(rank, dim=1), views.Bs, strict=True):
-            y[self.start : self.stop].add_(grouped_mm(part, B, offs=ends), alpha=self.adapters[0].scaling)
+            y[self.start : self.stop].add_(grouped_mm(part, B, offs=ends), alpha=scaling)
         return xa
 
     def backward(self, group: int, kept: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """Add to the adapters' gradients, and to dx (T, D) if given; formulas as in `segments.backward_segments`.
 
-        `kept` is x A^T (N, G * R) of `forward`; x (T, D), dys (T, F) per linear.
+        `kept` (N, G * R) is the result of `forward`; x (T, D), dys (T, F) per linear.
         """
         slab, views = self.adapters[0].slab[group], self._views(group)
         assert slab is not None
         assert views is not None
         assert slab.A_grad is not None, "a row of a sampler version has no gradient"
         ends, own_ends, rows = self._on(x.device)
-        scaling = self.adapters[0].scaling
         x = x[self.start : self.stop]
         dys = [_aligned(dy[self.start : self.stop]) for dy in dys]
         parts = kept.split(views.Bs[0].shape[1], dim=1)  # (N, R) each
         dparts = [grouped_mm(dy, B.transpose(1, 2), offs=ends) for dy, B in zip(dys, views.Bs, strict=True)]
         dxa = dparts[0] if len(dparts) == 1 else torch.cat(dparts, dim=1)  # (N, G * R)
+        scaling = self._scale(dxa)
         dA = grouped_mm(dxa.t(), x, offs=own_ends)  # (S, G * R, D)
         dBs = [grouped_mm(part.t(), dy, offs=own_ends) for part, dy in zip(parts, dys, strict=True)]  # (S, R, F)
         for gradient, value in zip((slab.A_grad, *slab.B_grads), (dA, *dBs), strict=True):
@@ -112,6 +115,20 @@ class GroupedRun:
                 gradient.index_add_(0, rows, value.to(gradient.dtype), alpha=scaling)
         if dx is not None:
             dx[self.start : self.stop].add_(grouped_mm(dxa, views.A, offs=ends), alpha=scaling)
+
+    def _scale(self, rows: Tensor) -> float:
+        """Multiply rows (N, G * R) by several scalings, in place; return the factor that is left, if there is one."""
+        if self._scalings is None:
+            scalings = [adapter.scaling for adapter in self.adapters]
+            if len(set(scalings)) == 1:
+                self._scalings = scalings[0]
+            else:
+                counts = np.diff(self._ends, prepend=0)
+                self._scalings = on_device(np.repeat(scalings, counts)[:, None], rows.device, torch.float32)
+        if isinstance(self._scalings, float):
+            return self._scalings
+        rows.mul_(self._scalings)
+        return 1.0
 
     def _views(self, group: int) -> GroupViews | None:
         """Return A (L, G * R, D) and Bs (L, R, F), from the first adapter's row of the slab to the last's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from workers.bank.bank import RowMemoryError
 from workers.bank.state_files import DamagedStateError, OtherAdapterError
 from workers.contract.capacity import what_is_too_large
 from workers.contract.messages import ErrorCode, ItemError, SampleRequest
@@ -72,6 +73,8 @@ def item_error(error: Exception) -> ItemError:
             return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
         case ValueError() if type(error) is ValueError:
             return ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(error))
+    if isinstance(error, RowMemoryError):
+        return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=str(error))
     if is_out_of_memory(error):
         message = (
             "there is not enough memory for this sample; send a shorter prompt, or ask for fewer tokens or samples"

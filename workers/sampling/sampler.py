@@ -196,16 +196,19 @@ class Sampler:
         self._bank.pin(version.key)
 
     def _groups(self, works: Sequence[_Work]) -> Iterator[list[_Work]]:
-        """Yield groups that have at most as many versions as the bank has slots: mostly one group."""
+        """Yield groups whose versions fit into the bank together: mostly one group."""
         by_key: dict[str, list[_Work]] = {"": []}
         for work in works:
             by_key.setdefault(work.active.key, []).append(work)
-        group, *keys = by_key.pop(""), *by_key
-        for start in range(0, max(1, len(keys)), self._bank.num_slots):
-            for key in keys[start : start + self._bank.num_slots]:
-                group += by_key[key]
-            yield group
-            group = []
+        group = by_key.pop("")
+        keys: list[str] = []
+        for key, own in by_key.items():
+            if not self._bank.fits([*keys, key]):
+                yield group
+                group, keys = [], []
+            group += own
+            keys.append(key)
+        yield group
 
     def _advance(self, works: Sequence[_Work]) -> None:
         """Run one pass and apply its outcome. If it fails, run its halves, down to the request that fails solo."""

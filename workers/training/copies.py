@@ -7,7 +7,7 @@ bank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from workers.bank.bank import Bank
 from workers.bank.entries import Row
@@ -110,6 +110,10 @@ class AdapterCopies:
             self._bank.entry(item.adapter_id).drop_grad()
 
     # ------------------------------------------------------------------ steps
+
+    def fit(self, adapter_ids: Collection[str]) -> bool:
+        """Return whether copies can be resident together; see `Bank.fits`."""
+        return self._bank.fits(adapter_ids)
 
     def rows(self, adapter_ids: Sequence[str]) -> list[Row]:
         """Return the rows of copies, resident together; valid until the bank loads others."""

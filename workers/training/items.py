@@ -1,8 +1,8 @@
 """Runs a batch's items in order: passes in groups, steps, saves and loads.
 
-Consecutive passes are gathered into groups of at most `num_slots` adapters and as many tokens as fit into memory; a
-group is one packed pass (forwards and backwards apart). Consecutive steps of different adapters run together: one after
-another on a CPU, with one wait for a device that computes behind the host.
+Consecutive passes are gathered into groups of as many adapters as the bank holds and as many tokens as fit into memory;
+a group is one packed pass (forwards and backwards apart). Consecutive steps of different adapters run together: one
+after another on a CPU, with one wait for a device that computes behind the host.
 
 Does not depend on epochs, installs, sampling or AdamW's arithmetic (`optim`).
 
@@ -61,12 +61,11 @@ class _Group:
 class ItemRunner:
     """Runs items of one engine. One thread only."""
 
-    def __init__(self, passes: PassRunner, copies: AdapterCopies, *, num_slots: int, pass_tokens_max: int) -> None:
-        """At most `num_slots` adapters are in one pass or one group of steps."""
+    def __init__(self, passes: PassRunner, copies: AdapterCopies, *, pass_tokens_max: int) -> None:
+        """Run groups of at most `pass_tokens_max` tokens, unless an item alone has more."""
         self._passes = passes
         self._steps = StepRunner(copies, is_deferred=passes.base_model.is_deferred)
         self._copies = copies
-        self._num_slots = num_slots
         self._pass_tokens_max = pass_tokens_max
 
     def run(self, items: Sequence[Item]) -> list[ItemResult]:
@@ -84,10 +83,10 @@ class ItemRunner:
         return results
 
     def _cut(self, steps: Sequence[OptimStepItem]) -> Iterator[list[OptimStepItem]]:
-        """Cut consecutive steps where an adapter would come twice, or more adapters than slots."""
+        """Cut consecutive steps where an adapter would come twice, or more adapters than the bank holds."""
         together: dict[str, OptimStepItem] = {}
         for step in steps:
-            if step.adapter_id in together or len(together) == self._num_slots:
+            if step.adapter_id in together or not self._copies.fit([*together, step.adapter_id]):
                 yield list(together.values())
                 together = {}
             together[step.adapter_id] = step
@@ -102,7 +101,7 @@ class ItemRunner:
         for item in items:
             num_tokens = item.num_tokens
             is_known = item.adapter_id in group.adapters
-            is_full = len(group.adapters) == self._num_slots and not is_known
+            is_full = not is_known and not self._copies.fit({*group.adapters, item.adapter_id})
             is_long = group.num_tokens and group.num_tokens + num_tokens > tokens_max
             if is_full or is_long or (item.drop_gradient and is_known):
                 results += self._run_group(group)
@@ -207,7 +206,7 @@ class StepRunner:
         self._is_deferred = is_deferred
 
     def run(self, items: Sequence[OptimStepItem]) -> list[ItemResult]:
-        """Run steps of different adapters, at most `num_slots`; return their results in order."""
+        """Run steps of different adapters that fit into the bank together; return their results in order."""
         return self._run_together(items) if self._is_deferred else [self._run_one(item) for item in items]
 
     def _run_one(self, item: OptimStepItem) -> ItemResult:
@@ -248,12 +247,15 @@ class StepRunner:
         return failure
 
     def _take(self, items: Sequence[OptimStepItem]) -> list[StepNorms | Exception]:
-        """Take steps that were admitted. If memory runs out, none of them has been taken."""
+        """Take steps that were admitted. If the rows cannot be loaded together, take halves of the steps."""
         try:
             rows = self._copies.rows([item.adapter_id for item in items])
         except Exception as error:
             logger.warning("the adapters of %d steps cannot be loaded", len(items), exc_info=error)
-            return [error] * len(items)
+            if len(items) == 1:
+                return [error]
+            middle = len(items) // 2
+            return [*self._take(items[:middle]), *self._take(items[middle:])]
         return adamw_steps(
             [
                 Step(row=row, params=item.params, num_steps=self._copies.next_step(item.adapter_id))

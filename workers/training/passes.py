@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.bank.bank import Bank
+from workers.bank.bank import Bank, RowMemoryError
 from workers.bank.entries import Row
 from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
@@ -137,9 +137,13 @@ class PassRunner:
         A GPU gives memory to the bank's rows when they are loaded, not when they are written.
         """
         keys = dict.fromkeys(item.adapter_id for item in items if item.adapter_id in self._bank)
-        # An adapter that cannot be loaded is an error of its pass, which tries again.
-        with suppress(Exception):
-            self._bank.acquire(list(keys)[: self._bank.num_slots])
+        together: list[str] = []
+        for key in keys:
+            if not self._bank.fits([*together, key]):
+                break
+            together.append(key)
+        with suppress(Exception):  # an adapter that cannot be loaded is an error of its pass, which tries again
+            self._bank.acquire(together)
         self.room.measure()
 
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
@@ -168,7 +172,7 @@ class PassRunner:
 
     def _must_recompute(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> bool:
         """Return whether layers of this pass are recomputed in its backward."""
-        adapters = {id(row): row.slab.layout for row in rows}
+        adapters = {id(row): row.slab.kind.layout for row in rows}
         load = Load(
             num_tokens=packed.tokens.shape[0],
             lengths=packed.lengths,
@@ -189,7 +193,7 @@ class PassRunner:
         return Request(item=item, loss=prepare(item.data, item.loss_fn, item.loss_config, self.base_model.vocab_size))
 
     def run(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Run requests of at most `num_slots` adapters, forwards and backwards apart; return ordered outcomes."""
+        """Run requests of adapters that fit into the bank, forwards and backwards apart; return ordered outcomes."""
         outcomes: dict[int, Outcome] = {}
         for backward in (True, False):
             indices = [i for i, request in enumerate(requests) if request.item.backward == backward]
@@ -203,8 +207,8 @@ class PassRunner:
     ) -> list[Outcome]:
         """Run one packed pass. If it fails, run its halves, down to the request that fails solo.
 
-        A request that runs out of memory solo is tried once more with recomputed layers, if the setting allows that:
-        admission counts on it.
+        A request that runs out of memory solo is tried once more without other adapters on the device, if there are
+        any, and then with recomputed layers, if the setting allows that: admission counts on both.
         """
         begin_s = time.perf_counter()
         keys = [request.item.adapter_id for request in requests]
@@ -232,6 +236,8 @@ class PassRunner:
             self._bank.entry(key).restore_grad(backup.get(key))
         if len(requests) == 1:
             is_too_large = failure.code is ErrorCode.OUT_OF_MEMORY
+            if is_too_large and self._bank.leave_only(keys):
+                return self._run_or_halve(requests, backward=backward, must_recompute=must_recompute)
             if is_too_large and backward and not must_recompute and self.room.recompute == "auto":
                 return self._run_or_halve(requests, backward=True, must_recompute=True)
             return [Outcome(error=failure, engine_s=time.perf_counter() - begin_s)]
@@ -318,10 +324,10 @@ def row_order(requests: Sequence[Request], rows: Sequence[Row], *, by_adapter: b
     keys: list[tuple[float, ...]] = []
     for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
         adapter = row.groups
-        place = (id(row.slab), adapter.scaling)
         if by_adapter:
-            keys.append((*place, adapter.slot, index))
+            keys.append((id(row.slab), adapter.slot, index))
         else:
+            place = (id(row.slab), adapter.scaling)
             keys.append((rounds[id(row)], *place, request.num_tokens, adapter.slot, index))
         rounds[id(row)] += 1
     return [int(key[-1]) for key in sorted(keys)]
@@ -334,6 +340,8 @@ def _num_targets(datum: Datum) -> int:
 
 def pass_error(error: Exception) -> ItemError:
     """Return the error of a request whose packed pass failed. The request itself was checked before."""
+    if isinstance(error, RowMemoryError):
+        return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=str(error))
     if is_out_of_memory(error):
         message = "there is not enough memory for this alone; send shorter sequences"
         return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)

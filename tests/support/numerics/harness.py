@@ -121,8 +121,7 @@ def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes:
         engine._copies = AdapterCopies(bank, model.max_rank, engine.info.fingerprint)
     memory = MemoryShare(model.device, measure=lambda _: free_bytes)
     engine._passes = PassRunner(model, engine.bank, memory, settings.recompute)
-    limits = {"num_slots": settings.num_slots, "pass_tokens_max": settings.pass_tokens_max}
-    engine._items = ItemRunner(engine._passes, engine._copies, **limits)
+    engine._items = ItemRunner(engine._passes, engine._copies, pass_tokens_max=settings.pass_tokens_max)
 
 
 class Driver:

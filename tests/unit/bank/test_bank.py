@@ -235,18 +235,3 @@ def test_removed_and_cleared_keys_are_gone() -> None:
     assert len(bank) == bank.num_resident == 0
     with pytest.raises(KeyError):
         bank.acquire(["a"])
-
-
-def test_publish_without_memory_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slabs are replaced, because a test cannot run out of memory."""
-    bank = Bank(SHAPES, 2)
-    bank.add("a", make_spec("a"))
-    bank.acquire(["a"])
-
-    def no_memory(*_args: object, **_options: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("workers.bank.bank.Slab", no_memory)
-    with pytest.raises(MemoryError):
-        bank.publish("a", "version")
-    assert "version" not in bank

@@ -1,0 +1,94 @@
+"""Batches whose adapters do not fit on the device together run in parts, and change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.numerics.harness import Driver, Trace, assemble_again, code, make_data, make_spec, message_of
+from tests.support.numerics.small_device import SmallDevice
+from tests.support.numerics.tenants import TENANTS, assert_same, train
+from workers.contract.messages import ErrorCode
+from workers.model.base_model import BaseModel
+from workers.training.memory import PassRoom
+
+pytestmark = pytest.mark.usefixtures("own_base_models")
+
+
+def row_bytes(driver: Driver, rank: int) -> int:
+    """Return the bytes of a trained row with a base model in fp32."""
+    return 16 * driver.engine.bank.layout(make_spec("a", rank)).num_values
+
+
+def plain(model: Path) -> Driver:
+    return Driver(model)
+
+
+def deferred(model: Path) -> Driver:
+    driver = Driver(model)
+    driver.engine.base_model.is_deferred = True
+    assemble_again(driver.engine)
+    return driver
+
+
+@pytest.mark.parametrize("make", [plain, deferred])
+def test_tenants_on_a_device_for_two_of_them_get_the_same_bits(qwen3: Path, make: Callable[[Path], Driver]) -> None:
+    expected: dict[str, Trace] = train(make(qwen3), TENANTS)
+    driver = make(qwen3)
+    num_bytes = 2 * row_bytes(driver, max(tenant.spec.rank for tenant in TENANTS))
+    driver.engine.bank.limit(num_bytes)
+    assert_same(train(driver, TENANTS), expected)
+    assert driver.engine.bank.device_bytes <= num_bytes
+    assert driver.engine.bank.stats.num_evictions > len(TENANTS)
+
+
+@pytest.mark.parametrize("make", [plain, deferred])
+def test_adapter_that_does_not_fit_alone_fails_with_the_reason_and_its_neighbours_do_not(
+    qwen3: Path, make: Callable[[Path], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make(qwen3)
+    driver.engine.bank.limit(100 * row_bytes(driver, 8))
+    SmallDevice(monkeypatch, int(2.5 * row_bytes(driver, 8)))
+    keys = ("a", "large", "b", "c")
+    driver.install(*(make_spec(key, 32 if key == "large" else 8) for key in keys))
+    passes = driver.run(*(driver.backward(key, make_data("cross_entropy", [20])) for key in keys))
+    steps = driver.run(*(driver.step(key) for key in keys))
+    for results in (passes, steps):
+        assert [code(result) for result in results] == [None, ErrorCode.OUT_OF_MEMORY, None, None]
+        assert f"takes {row_bytes(driver, 32) / 1e6:.1f} MB" in message_of(results[1])
+        assert "shorter" not in message_of(results[1])
+
+
+def test_long_request_gets_the_memory_of_other_adapters(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched: a forward on a CPU does not run out of memory."""
+    driver = Driver(qwen3)
+    bank = driver.engine.bank
+    bank.limit(100 * row_bytes(driver, 8))
+    driver.install(*(make_spec(key) for key in "abc"))
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "bc"))
+    forward = BaseModel.forward
+
+    def short_of_memory(*args: Any, **options: Any) -> torch.Tensor:
+        if bank.device_bytes > row_bytes(driver, 8):
+            raise torch.OutOfMemoryError
+        return forward(*args, **options)
+
+    monkeypatch.setattr(BaseModel, "forward", short_of_memory)
+    driver.train(driver.backward("a", make_data("cross_entropy", [20])))
+    assert [key for key in "abc" if bank.entry(key).row is not None] == ["a"]
+
+
+def test_memory_of_passes_is_measured_with_the_adapters_that_fit(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched: what is free on a CPU does not depend on the bank."""
+    driver = Driver(qwen3)
+    bank = driver.engine.bank
+    bank.limit(2 * row_bytes(driver, 8))
+    driver.install(*(make_spec(key) for key in "abc"))
+    resident: list[int] = []
+    monkeypatch.setattr(PassRoom, "measure", lambda _: resident.append(bank.num_resident))
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "abc"))
+    assert resident == [2]
