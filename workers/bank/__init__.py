@@ -1,4 +1,5 @@
 """The adapters of a worker: which of them are in a bank slot, how they move, and their files.
 
-Public interface: `bank.Bank`, `entries` (`Row`, `Entry`, `HostRow`), `state_files`. Inside: `transfers` of rows.
+Public interface: `bank.Bank`, `entries` (`Row`, `Entry`, `HostRow`), `state_files`. Inside: `transfers` of rows,
+through `pinned` memory.
 """
