@@ -67,7 +67,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
+.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -99,6 +99,9 @@ test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (G
 
 bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ITEM=decode: sampling; ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
 	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu$(if $(ITEM),.$(ITEM)) $(ARGS)
+
+gpu-count: $(READY) ## count what the engine takes on a GPU, without one, in minutes: kernels, traffic, waits (ARGS="--models 0.6b")
+	@$(BIN)/python -m scripts.bench.gpu_count $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from scripts.bench.gpu.cases import Case
+from scripts.bench.common import Row
+from scripts.bench.gpu.cases import SHAPES, Case
+from scripts.bench.gpu_count.budgets import BUDGETS, rows_with_budgets
 from tests.support.fake_cuda.processes import FakeCudaProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
@@ -14,6 +18,56 @@ def test_a_training_step_waits_three_times_for_the_device(fake_gpu: FakeCudaProc
     passes, steps = fake_gpu.call("scripts.bench.gpu_count.cases:training", "0.6b@2", Case(8, 4, 64))
     assert passes.num_waits + steps.num_waits == 3
     assert passes.num_kernels <= 597
+
+
+MODEL, FEW, MORE = "0.6b", 2, 4
+NUM_LAYERS = SHAPES[MODEL]["num_hidden_layers"]
+CASES = "scripts.bench.gpu_count.cases"
+
+
+def extended(few: Row, more: Row, num_layers: int) -> Row:
+    """Return the row of a model with more layers: every layer takes as much as any other."""
+    added = (num_layers - FEW) / (MORE - FEW)
+    numbers = {key: few[key] + added * (more[key] - few[key]) for key in few if isinstance(few[key], int | float)}
+    layer_kernels = (more["kernels"] - few["kernels"]) / (MORE - FEW)
+    return few | numbers | {"model": MODEL, "layer_kernels": layer_kernels}
+
+
+def rows_of(fake_gpu: FakeCudaProcess, function: str, *args: Any) -> list[Row]:
+    """Return the rows of a case of the whole model, from two models with few layers: that takes seconds."""
+    few, more = (fake_gpu.call(f"{CASES}:{function}", f"{MODEL}@{layers}", *args) for layers in (FEW, MORE))
+    return [extended(*both, NUM_LAYERS) for both in zip(few, more, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("training_rows", (Case(8, 4, 64),)),
+        ("loss", ()),
+        ("decoding", (32, 0)),
+        ("decoding", (32, 8)),
+        ("decoding", (8, 8, 8192)),
+        ("prefill", (32,)),
+    ],
+    ids=str,
+)
+def test_no_count_rises(fake_gpu: FakeCudaProcess, function: str, args: tuple[Any, ...]) -> None:
+    """If one falls, lower its number in `scripts/bench/gpu_count/budgets.py`."""
+    found = rows_with_budgets(rows_of(fake_gpu, function, *args))
+    assert found
+    for budget, row in found:
+        assert budget.measured(row) <= budget.today, f"{budget.case}: {budget.unit}"
+
+
+def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> None:
+    few, more, most = (fake_gpu.call(f"{CASES}:decoding", f"{MODEL}@{layers}", 32, 8)[0] for layers in (FEW, MORE, 7))
+    expected = extended(few, more, 7)
+    for key in ("kernels", "bytes", "flops", "waits", "to_host_bytes"):
+        assert most[key] == expected[key]
+
+
+def test_a_budget_names_a_case_once() -> None:
+    assert len({(budget.model, budget.case, budget.key) for budget in BUDGETS}) == len(BUDGETS)
 
 
 def test_many_targets_of_a_token_take_few_kernels_more_than_one(fake_gpu: FakeCudaProcess) -> None:

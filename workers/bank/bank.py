@@ -168,7 +168,7 @@ class Bank:
         else:
             row = self._row_beside(source)
             if row is None:
-                (weights,), transfer = self._transfers.to_host([source.row.weights])
+                (weights,), transfer = self._transfers.to_host([source.row.weights], source.row.transfer)
                 source.row.begin_transfer(transfer)
                 entry = self.add(version, source.spec, HostRow(weights=weights, transfer=transfer), is_trained=False)
             else:
@@ -238,7 +238,7 @@ class Bank:
         if entry.row is None:
             return
         vectors = entry.held_vectors
-        copies, transfer = self._transfers.to_host(list(vectors.values()))
+        copies, transfer = self._transfers.to_host(list(vectors.values()), entry.row.transfer)
         entry.row.begin_transfer(transfer)
         self._vacate(entry, HostRow(**dict(zip(vectors, copies, strict=True)), transfer=transfer))
         self.stats.num_evictions += 1
@@ -298,7 +298,7 @@ class Bank:
         ]
         if row.compute is not None:
             copies.append((row.compute, row.weights))
-        return self._transfers.to_device(copies)
+        return self._transfers.to_device(copies, filling=host.transfer, emptying=row.transfer)
 
     def _occupy(self, entry: Entry, row: Row) -> None:
         entry.occupy(row)

@@ -69,6 +69,11 @@ class Row:
         self._transfer = transfer
 
     @property
+    def transfer(self) -> Transfer | None:
+        """The last copy from or to the row, if it may still be under way."""
+        return self._transfer
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that it takes: none on another device."""
         if self.weights.device.type != "cpu":

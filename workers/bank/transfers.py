@@ -2,9 +2,10 @@
 
 Does not depend on rows or entries: it copies vectors.
 
-Main invariant: a copy begins after all work that was queued on the computing stream before it, and copies run in the
-order of their calls. Before code reads the target of a copy or writes its source, it waits for the copy: the host by
-`wait_on_host`, the computation by `wait_on_device`.
+Main invariant: a copy begins after all work that was queued on the computing stream before it, after earlier copies in
+its own direction, and after the transfers that its call names; the two directions run side by side. Before code reads
+the target of a copy or writes its source, it waits for the copy: the host by `wait_on_host`, the computation by
+`wait_on_device`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from workers.bank.pinned import PinnedBuffers
 
 
 class Transfer(Protocol):
@@ -32,11 +35,23 @@ class Transfers(Protocol):
     is_concurrent: bool
     """Whether copies run concurrently with the computation, so that it pays to begin one early."""
 
-    def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
-        """Copy vectors to host memory, dtypes unchanged; return the copies, and the transfer that fills them."""
+    def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
+        """Copy vectors to host memory, dtypes unchanged; return the copies, and the transfer that fills them.
 
-    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
-        """Copy each pair's second tensor to its first, in order, converting dtypes; None: zeros."""
+        `filling` may still fill the vectors.
+        """
+
+    def to_device(
+        self,
+        copies: Sequence[tuple[Tensor, Tensor | None]],
+        filling: Transfer | None = None,
+        emptying: Transfer | None = None,
+    ) -> Transfer:
+        """Copy each pair's second tensor to its first, in order, converting dtypes; None: zeros.
+
+        `filling` may still fill the second tensors. `emptying` may still copy the first ones to the host: each follows
+        its own copy alone.
+        """
 
 
 class DirectTransfers:
@@ -50,11 +65,16 @@ class DirectTransfers:
     def wait_on_device(self) -> None:
         """Return at once: the copies are done."""
 
-    def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
+    def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         """See `Transfers`."""
         return [vector.to("cpu", copy=True) for vector in vectors], self
 
-    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+    def to_device(
+        self,
+        copies: Sequence[tuple[Tensor, Tensor | None]],
+        filling: Transfer | None = None,
+        emptying: Transfer | None = None,
+    ) -> Transfer:
         """See `Transfers`."""
         for target, source in copies:
             write(target, source)
@@ -62,12 +82,28 @@ class DirectTransfers:
 
 
 class _CudaTransfer:
-    """Implements `Transfer` by an event after the copies."""
+    """Implements `Transfer` by events after the copies."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._event = torch.cuda.Event()
-        self._event.record(stream)
-        self._device = stream.device
+        """After all copies so far."""
+        self._events: dict[int, torch.cuda.Event] = {}
+        """After the copy from each vector on the device, by its address."""
+
+    def note(self, vector: Tensor) -> None:
+        """Note the last copy on the stream: from or to this vector on the device."""
+        self._event = self._events[vector.data_ptr()] = torch.cuda.Event()
+        self._event.record(self._stream)
+
+    def event_of(self, vector: Tensor | None) -> torch.cuda.Event:
+        """Return the event after the copy of a vector; after all copies for None, or if there is none of the vector."""
+        return self._event if vector is None else self._events.get(vector.data_ptr(), self._event)
+
+    @property
+    def is_done(self) -> bool:
+        """See `pinned.Finishing`."""
+        return bool(self._event.query())
 
     def wait_on_host(self) -> None:
         """See `Transfer`."""
@@ -75,40 +111,63 @@ class _CudaTransfer:
 
     def wait_on_device(self) -> None:
         """See `Transfer`."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
 class CudaTransfers:
-    """Implements `Transfers` on a stream of its own, through pinned host memory, which needs no processor time."""
+    """Implements `Transfers` on a stream for each direction, through pinned host memory, without processor time."""
 
     is_concurrent = True
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._pinned = PinnedBuffers()
 
-    def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
+    def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         """See `Transfers`."""
-        pinned = [torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True) for vector in vectors]
-        self._follow_computation()
-        with torch.cuda.stream(self._stream):
+        pinned = [self._pinned.take(vector) for vector in vectors]
+        self._follow(self._down, filling)
+        transfer = _CudaTransfer(self._down)
+        with torch.cuda.stream(self._down):
             for copy, vector in zip(pinned, vectors, strict=True):
-                copy.copy_(vector, non_blocking=True)
-        return pinned, _CudaTransfer(self._stream)
+                write(copy, vector)
+                transfer.note(vector)
+                self._pinned.note(copy, transfer)
+        return pinned, transfer
 
-    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+    def to_device(
+        self,
+        copies: Sequence[tuple[Tensor, Tensor | None]],
+        filling: Transfer | None = None,
+        emptying: Transfer | None = None,
+    ) -> Transfer:
         """See `Transfers`."""
-        staged = [
-            (target, source.pin_memory() if source is not None and source.device.type == "cpu" else source)
-            for target, source in copies
-        ]
-        self._follow_computation()
-        with torch.cuda.stream(self._stream):
+        staged = [(target, self._staged(source)) for target, source in copies]
+        self._follow(self._up, filling)
+        transfer = _CudaTransfer(self._up)
+        with torch.cuda.stream(self._up):
             for target, source in staged:
+                if isinstance(emptying, _CudaTransfer):
+                    self._up.wait_event(emptying.event_of(target))
                 write(target, source)
-        return _CudaTransfer(self._stream)
+                transfer.note(target)
+                if source is not None:
+                    self._pinned.note(source, transfer)
+        return transfer
 
-    def _follow_computation(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+    def _staged(self, source: Tensor | None) -> Tensor | None:
+        """Return a source, or a copy in pinned memory if it is in other memory of the host."""
+        if source is None or source.device.type != "cpu" or source in self._pinned:
+            return source
+        staged = self._pinned.take(source)
+        staged.copy_(source)
+        return staged
+
+    def _follow(self, stream: torch.cuda.Stream, filling: Transfer | None) -> None:
+        """Let copies on a stream begin after the computation so far, and after a transfer."""
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        if isinstance(filling, _CudaTransfer):
+            stream.wait_event(filling.event_of(None))
 
 
 def write(target: Tensor, source: Tensor | None) -> None:

@@ -46,8 +46,6 @@ NUM_SEQS, NUM_LONG_SEQS = 32, 8
 """Sequences of a decode step, and of one with long prompts, whose keys and values must fit."""
 NUM_ADAPTERS = 8
 LOSS_ROWS = 512
-CACHE_BYTES = 64 << 30
-"""More than the sampler takes: it takes a part of the free memory."""
 FEW_LAYERS, MORE_LAYERS = 2, 4
 """The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
 ALL_KINDS = {"train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -135,8 +133,8 @@ def training_rows(model: str, load: Case) -> list[Row]:
 
 def loss(model: str) -> list[Row]:
     """Count the loss of one request, from the last hidden states to their gradient, with an adapted unembedding."""
-    name = f"{model}@1"
-    with engine_of(name) as (engine, counting):
+    name, _, _ = model.partition("@")  # no layer has a part in it
+    with engine_of(f"{name}@1") as (engine, counting):
         base_model, bank = engine.base_model, engine.bank
         bank.add("a", AdapterSpec(adapter_id="a", rank=RANK, alpha=32.0, seed=0, **ALL_KINDS))
         item = PassItem(
@@ -210,12 +208,11 @@ def no_layers() -> Iterator[None]:
         yield
 
 
-def decode_counts(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int) -> Counts:
+def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS) -> list[Row]:
     """Count a decode step in which all sequences continue, as in the step before it."""
     # All prompts in one step: they are not what is counted.
     limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
-    with patch.object(workers.engine, "SamplerLimits", limits), engine_of(model, cache_bytes_max=CACHE_BYTES) as made:
-        engine, counting = made
+    with patch.object(workers.engine, "SamplerLimits", limits), engine_of(model) as (engine, counting):
         sampling = Sampling(engine, num_adapters)
         sampling.start(num_seqs, prompt_tokens)
         with no_layers():
@@ -224,40 +221,25 @@ def decode_counts(model: str, num_seqs: int, num_adapters: int, prompt_tokens: i
         with counting.stretch() as counts:
             drawn = sampling.step()
         assert len(drawn) == num_seqs, f"{len(drawn)} of {num_seqs} sequences drew a token"
-    return counts
-
-
-def prefill_counts(model: str, num_seqs: int, prompt_tokens: int) -> Counts:
-    """Count the first step after requests with new prompts have come."""
-    with engine_of(model, cache_bytes_max=CACHE_BYTES) as (engine, counting):
-        sampling = Sampling(engine, 0)
-        sampling.start(num_seqs, prompt_tokens)
-        with counting.stretch() as counts:
-            sampling.step()
-    return counts
-
-
-def layer_kernels(count: Callable[..., Counts], model: str, *args: Any) -> float:
-    """Return the kernels of one layer."""
-    few, more = (count(f"{model}@{layers}", *args).num_kernels for layers in (FEW_LAYERS, MORE_LAYERS))
-    return (more - few) / (MORE_LAYERS - FEW_LAYERS)
-
-
-def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS) -> list[Row]:
-    """Count a decode step."""
     adapters = f"{num_adapters} adapters" if num_adapters else "no adapter"
-    case = f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens"
-    args = num_seqs, num_adapters, prompt_tokens
-    counts = decode_counts(model, *args)
-    return [row_of(model, case, counts, layer_kernels=layer_kernels(decode_counts, model, *args))]
+    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens", counts)]
 
 
 def prefill(model: str, num_seqs: int) -> list[Row]:
-    """Count a first step of new prompts."""
-    args = num_seqs, PROMPT_TOKENS
-    counts = prefill_counts(model, *args)
-    case = f"first prefill of {num_seqs} x {PROMPT_TOKENS}"
-    return [row_of(model, case, counts, layer_kernels=layer_kernels(prefill_counts, model, *args))]
+    """Count the first step after requests with new prompts have come."""
+    with engine_of(model) as (engine, counting):
+        sampling = Sampling(engine, 0)
+        sampling.start(num_seqs, PROMPT_TOKENS)
+        with counting.stretch() as counts:
+            sampling.step()
+    return [row_of(model, f"first prefill of {num_seqs} x {PROMPT_TOKENS}", counts)]
+
+
+def with_layers(count: Callable[..., list[Row]], model: str, *args: Any) -> list[Row]:
+    """Return the row of a case, with the kernels of one layer."""
+    (row,) = count(model, *args)
+    few, more = (count(f"{model}@{layers}", *args)[0]["kernels"] for layers in (FEW_LAYERS, MORE_LAYERS))
+    return [row | {"layer_kernels": (more - few) / (MORE_LAYERS - FEW_LAYERS)}]
 
 
 LOADS = (Case(8, 4, 64), Case(64, 1, 64), Case(16, 4, 512))
@@ -268,7 +250,16 @@ def counted(model: str) -> Iterator[list[Row]]:
     for load in LOADS:
         yield training_rows(model, load)
     yield loss(model)
-    yield decoding(model, NUM_SEQS, 0)
-    yield decoding(model, NUM_SEQS, NUM_ADAPTERS)
-    yield decoding(model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
-    yield prefill(model, NUM_SEQS)
+    yield with_layers(decoding, model, NUM_SEQS, 0)
+    yield with_layers(decoding, model, NUM_SEQS, NUM_ADAPTERS)
+    yield with_layers(decoding, model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
+    yield with_layers(prefill, model, NUM_SEQS)
+
+
+def counted_quickly() -> Iterator[list[Row]]:
+    """Count a case of each kind of a miniature model."""
+    model = "tiny"
+    yield training_rows(model, Case(2, 1, 16))
+    yield loss(model)
+    yield with_layers(decoding, model, 2, 1)
+    yield with_layers(prefill, model, 2)

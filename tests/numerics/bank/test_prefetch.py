@@ -34,9 +34,14 @@ class RecordingTransfers(DirectTransfers):
     def __init__(self, events: list[str | int]) -> None:
         self._events = events
 
-    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+    def to_device(
+        self,
+        copies: Sequence[tuple[Tensor, Tensor | None]],
+        filling: Transfer | None = None,
+        emptying: Transfer | None = None,
+    ) -> Transfer:
         self._events.append(copies[0][0].data_ptr())
-        return super().to_device(copies)
+        return super().to_device(copies, filling, emptying)
 
 
 def order_of(driver: Driver, monkeypatch: pytest.MonkeyPatch, items: Sequence[Item], *expected: str) -> list[str | int]:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, masking_utils
 
 from workers import engine
+from workers.bank import transfers
 from workers.contract.messages import AdapterCosts
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
@@ -21,6 +22,20 @@ from workers.model.pretrained import Probe
 from workers.rows import RowLayout
 
 MAX_SEQ_LEN = 32_768
+
+
+class _PinnedBuffers:
+    """Stands in for those of the bank, which pin real memory: fake tensors have none."""
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def note(self, *_: Any) -> None:
+        """Take no note of a transfer: none is under way."""
+
+    def __contains__(self, vector: torch.Tensor) -> bool:
+        return vector.device.type == "cpu" and vector.is_pinned()
 
 
 @contextmanager
@@ -49,12 +64,13 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
         stack.enter_context(patch.object(engine, "measured_costs", lambda _: AdapterCosts()))
         stack.enter_context(patch.object(Probe, "of", lambda *_: None))
         stack.enter_context(patch.object(RowLayout, "initial_weights", lambda self, _: torch.empty(self.num_values)))
+        stack.enter_context(patch.object(transfers, "PinnedBuffers", _PinnedBuffers))
         yield
 
 
 def make_engine(**settings: Any) -> TrainingEngine:
     """Return an engine; call it in `fake_cuda` and `no_files`, and use it there."""
-    defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16"}
+    defaults: dict[str, Any] = {"model_path": "none", "device": "cuda", "dtype": "bfloat16", "cache_bytes_max": None}
     made = EngineSettings(**defaults | settings)
     loaded = BaseModel("none", device=made.device, dtype=getattr(torch, made.dtype), exact=made.exact)
     return TrainingEngine(made, base_model=loaded)

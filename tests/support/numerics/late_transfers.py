@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,49 +11,61 @@ from torch import Tensor
 from workers.bank.transfers import Transfer, write
 
 
+@dataclass
 class LateTransfers:
-    """Implements `Transfers`: a copy is made when the first caller waits for it, not before.
+    """Implements `Transfers`: a copy is made when the first caller waits for it, or for a later one in its direction.
 
     Until then its target holds NaN, so that a reader that does not wait reads NaN.
     """
 
     is_concurrent = True
+    num_waits: int = 0
+    _down: list[Callable[[], None]] = field(default_factory=list)
+    _up: list[Callable[[], None]] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.num_waits = 0
-        self._pending: list[Callable[[], None]] = []
-
-    def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
+    def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         copies = [torch.full_like(vector, float("nan")) for vector in vectors]
-        return copies, self._later(list(zip(copies, vectors, strict=True)))
+        return copies, self._later(self._down, list(zip(copies, vectors, strict=True)), filling)
 
-    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+    def to_device(
+        self,
+        copies: Sequence[tuple[Tensor, Tensor | None]],
+        filling: Transfer | None = None,
+        emptying: Transfer | None = None,
+    ) -> Transfer:
         for target, _ in copies:
-            self._later([(target, torch.full_like(target, float("nan")))])
-        return self._later(list(copies))
+            self._later(self._up, [(target, torch.full_like(target, float("nan")))], emptying)
+        return self._later(self._up, copies, filling)
 
-    def _later(self, copies: list[tuple[Tensor, Tensor | None]]) -> Transfer:
+    def _later(
+        self, queue: list[Callable[[], None]], copies: Sequence[tuple[Tensor, Tensor | None]], first: Transfer | None
+    ) -> Transfer:
         def run() -> None:
+            if isinstance(first, _LateTransfer):
+                first.finish()
             for target, source in copies:
                 write(target, source)
 
-        self._pending.append(run)
-        return _LateTransfer(self, len(self._pending))
-
-    def finish(self, number: int) -> None:
-        """Make the first `number` copies, in the order of their calls."""
-        self.num_waits += 1
-        for index in range(number):
-            self._pending[index]()
-            self._pending[index] = lambda: None
+        queue.append(run)
+        return _LateTransfer(self, queue, len(queue))
 
 
+@dataclass
 class _LateTransfer:
-    def __init__(self, transfers: LateTransfers, number: int) -> None:
-        self._transfers, self._number = transfers, number
+    transfers: LateTransfers
+    queue: list[Callable[[], None]]
+    number: int
+    """Its place in the queue, from 1."""
+
+    def finish(self) -> None:
+        """Make this copy, and those before it in its direction."""
+        for index in range(self.number):
+            run, self.queue[index] = self.queue[index], lambda: None
+            run()
 
     def wait_on_host(self) -> None:
-        self._transfers.finish(self._number)
+        self.transfers.num_waits += 1
+        self.finish()
 
     def wait_on_device(self) -> None:
-        self._transfers.finish(self._number)
+        self.wait_on_host()

@@ -8,6 +8,7 @@ import torch
 from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec, weights_of
 from tests.support.numerics.late_transfers import LateTransfers
 from workers.bank.bank import Bank
+from workers.bank.entries import HostRow
 from workers.bank.transfers import DirectTransfers
 
 
@@ -92,6 +93,31 @@ def test_with_one_slot_a_version_is_copied_before_its_adapter_changes() -> None:
     (row,) = bank.acquire(["a"])
     row.weights.zero_()
     assert torch.equal(bank.acquire(["version"])[0].weights, expected)
+
+
+def evicted_and_loading(num_slots: int) -> tuple[Bank, HostRow]:
+    """Return a bank in which an adapter is being loaded to a row that another one had, and what it must hold."""
+    bank, _ = make_bank(num_slots, "ab")
+    expected = fill(bank, "a", 1)
+    for key in "ab":
+        fill(bank, key, 1 + "ab".index(key))
+        bank.evict(key)
+        bank.entry(key).read()  # all of it is in host memory now
+    bank.prefetch(["a"], keep=())
+    return bank, expected
+
+
+def test_adapter_that_is_evicted_while_it_is_being_loaded_keeps_its_bits() -> None:
+    bank, expected = evicted_and_loading(2)
+    bank.evict("a")
+    assert_same(copy_of(bank, "a"), expected)
+
+
+def test_with_one_slot_a_version_of_an_adapter_that_is_being_loaded_has_its_weights() -> None:
+    bank, expected = evicted_and_loading(1)
+    bank.publish("a", "version")
+    bank.acquire(["a"])
+    assert torch.equal(bank.acquire(["version"])[0].weights, weights_of(expected))
 
 
 def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:

@@ -1,0 +1,187 @@
+"""Pinned memory of just the size of vectors, with a stand-in for CUDA's calls; and the order of copies on streams."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from workers.bank.pinned import PinnedBuffers
+from workers.bank.transfers import CudaTransfers
+
+
+@dataclass
+class FakeCuda:
+    """Pins nothing, but records it; refuses more than `most` bytes at a time."""
+
+    pinned: dict[int, int] = field(default_factory=dict)
+    most: int = 1 << 40
+
+    def cudaHostRegister(self, address: int, size: int, _: int) -> int:  # noqa: N802 (CUDA's name)
+        if size > self.most:
+            return 2
+        assert address not in self.pinned
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: fake)
+    return fake
+
+
+@dataclass
+class Late:
+    """A transfer that is done once the host has waited for it."""
+
+    is_done: bool = False
+    num_waits: int = 0
+
+    def wait_on_host(self) -> None:
+        self.is_done = True
+        self.num_waits += 1
+
+
+def vector(num_values: int) -> torch.Tensor:
+    return torch.arange(float(num_values))
+
+
+def test_a_vector_takes_its_own_size_and_not_the_next_power_of_two(cuda: FakeCuda) -> None:
+    buffers = PinnedBuffers()
+    taken = buffers.take(vector(5000))
+    assert list(cuda.pinned.values()) == [20_000]
+    assert buffers.num_bytes == 20_000
+    assert (taken.dtype, taken.shape) == (torch.float32, (5000,))
+    assert taken in buffers
+    assert vector(5000) not in buffers
+
+
+def test_memory_is_used_again_once_no_tensor_has_it(cuda: FakeCuda) -> None:
+    buffers = PinnedBuffers()
+    first = buffers.take(vector(64))
+    part = first[8:16]
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    assert buffers.take(vector(64)).data_ptr() != address, "a view has the memory still"
+    del part
+    gc.collect()
+    assert {buffers.take(vector(64)).data_ptr() for _ in range(3)} <= cuda.pinned.keys()
+    assert len(cuda.pinned) == 2
+
+
+def test_memory_is_used_again_when_its_last_transfer_is_done(cuda: FakeCuda) -> None:
+    buffers, running = PinnedBuffers(), Late()
+    buffers.note(buffers.take(vector(64)), running)  # and dropped
+    done = buffers.take(vector(64))
+    assert running.num_waits == 1, "there was no other buffer"
+    first, second = buffers.take(vector(64)), Late()
+    address = done.data_ptr()
+    buffers.note(first, second)
+    del first, done
+    assert buffers.take(vector(64)).data_ptr() == address
+    assert second.num_waits == 0, "one that is done comes first"
+
+
+def test_free_memory_of_other_sizes_is_unpinned_before_more_is_pinned(cuda: FakeCuda) -> None:
+    buffers, running = PinnedBuffers(), Late()
+    buffers.note(buffers.take(vector(1000)), running)
+    kept = buffers.take(vector(3000))
+    buffers.take(vector(500))
+    assert sorted(cuda.pinned.values()) == [2000, 12_000]
+    assert running.num_waits == 1
+    assert kept in buffers
+
+
+def test_memory_that_cannot_be_pinned_is_out_of_memory(cuda: FakeCuda) -> None:
+    cuda.most = 100
+    with pytest.raises(MemoryError, match="400 bytes"):
+        PinnedBuffers().take(vector(100))
+
+
+class Recorder:
+    """Stands in for `torch.cuda`'s streams and events: records what each stream waits for and copies."""
+
+    def __init__(self) -> None:
+        self.names = iter(("down", "up"))
+        self.current = "compute"
+        self.log: list[tuple[str, str]] = []
+        """Stream, and what it does."""
+        self.num_events = 0
+
+    def stream(self, _: object = None) -> SimpleNamespace:
+        name = next(self.names)
+        return SimpleNamespace(
+            name=name,
+            device="cuda",
+            wait_stream=lambda other: self.log.append((name, f"after {other.name}")),
+            wait_event=lambda event: self.log.append((name, f"after {event.place}")),
+        )
+
+    def event(self) -> SimpleNamespace:
+        event = SimpleNamespace(place="", query=lambda: True, synchronize=lambda: None)
+
+        def record(stream: SimpleNamespace) -> None:
+            event.place = f"{stream.name} {sum(name == stream.name and 'copy' in what for name, what in self.log)}"
+
+        event.record = record
+        return event
+
+    @contextmanager
+    def within(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.current, before = stream.name, self.current
+        yield
+        self.current = before
+
+
+def test_the_directions_run_side_by_side_and_a_row_is_filled_one_vector_behind(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr("torch.cuda.Stream", recorder.stream)
+    monkeypatch.setattr("torch.cuda.Event", recorder.event)
+    monkeypatch.setattr("torch.cuda.stream", recorder.within)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: SimpleNamespace(name="compute"))
+
+    def write(target: torch.Tensor, source: torch.Tensor | None) -> None:
+        recorder.log.append((recorder.current, "copy"))
+        target.copy_(torch.zeros_like(target) if source is None else source)
+
+    monkeypatch.setattr("workers.bank.transfers.write", write)
+    transfers = CudaTransfers(torch.device("cuda"))
+    row = [vector(8) + number for number in range(3)]
+    copies, emptied = transfers.to_host(row[:2])
+    assert [copy.tolist() for copy in copies] == [vector.tolist() for vector in row[:2]]
+    recorder.log.append(("host", "both are queued"))
+    filled = transfers.to_device([(row[0], copies[1]), (row[1], None), (row[2], vector(8))], emptying=emptied)
+    transfers.to_host(row, filled)
+    assert recorder.log == [
+        ("down", "after compute"),
+        ("down", "copy"),
+        ("down", "copy"),
+        ("host", "both are queued"),
+        ("up", "after compute"),
+        ("up", "after down 1"),
+        ("up", "copy"),
+        ("up", "after down 2"),
+        ("up", "copy"),
+        ("up", "after down 2"),  # no copy of this vector: after all
+        ("up", "copy"),
+        ("down", "after compute"),
+        ("down", "after up 3"),
+        ("down", "copy"),
+        ("down", "copy"),
+        ("down", "copy"),
+    ]
+    assert [vector.tolist() for vector in row] == [copies[1].tolist(), [0.0] * 8, vector(8).tolist()]
