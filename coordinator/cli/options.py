@@ -185,6 +185,7 @@ _OPTIONS = (
         default="0",
         form={"parser": _bytes_of("--host-memory"), "metavar": "BYTES"},
     ),
+    _Option(flag="--cache-share", setting=(PoolConfig, "cache_share"), form={"min": 0}),
     _Option(
         flag="--device",
         setting=(PoolConfig, "device"),
