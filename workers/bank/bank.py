@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from workers.bank.slabs import Slabs
 from workers.bank.transfers import Transfer, Transfers, transfers_for
 from workers.contract.adapted_modules import ModuleKind, rank_class
 from workers.contract.messages import AdapterSpec
+from workers.contract.settings import num_cores
 from workers.host.allocator import is_out_of_memory
 from workers.rows import GroupShape, RowLayout, trained_kinds
 
@@ -67,6 +69,9 @@ class Bank:
         self._device = torch.device(device)
         self._compute_dtype = compute_dtype
         self._transfers = transfers_for(self._device) if transfers is None else transfers
+        is_concurrent = self._transfers.is_concurrent
+        self._drawers = ThreadPoolExecutor(num_cores(), "initial-weights") if is_concurrent else None
+        """Threads that draw the weights of fresh adapters while the device computes; None: drawn when needed."""
         self._layouts: dict[tuple[int, tuple[ModuleKind, ...]], RowLayout] = {}
         self._slabs = Slabs(num_slots, self._device, compute_dtype)
         self._entries: dict[str, Entry] = {}
@@ -121,7 +126,10 @@ class Bank:
         """Add an adapter or version under a new key; fresh if `host` is None. It takes no slot until acquired."""
         assert key not in self._entries, f"{key} is in the bank already"
         entry = Entry(key=key, spec=spec, layout=self.layout(spec), is_trained=is_trained)
-        entry.replace(HostRow() if host is None else host)
+        if host is None:
+            drawing = None if self._drawers is None else self._drawers.submit(entry.layout.initial_weights, spec)
+            host = HostRow(drawing=drawing)
+        entry.replace(host)
         self._entries[key] = entry
         self._host_bytes = None
         return entry
@@ -163,7 +171,7 @@ class Bank:
         if source.row is None:
             assert source.host is not None
             # Vectors in host memory are never written in place, so both entries can have the same ones.
-            host = HostRow(weights=source.host.weights, transfer=source.host.transfer)
+            host = replace(source.host, exp_avg=None, exp_avg_sq=None, grad=None)
             entry = self.add(version, source.spec, host, is_trained=False)
         else:
             row = self._row_beside(source)
@@ -208,15 +216,15 @@ class Bank:
     def prefetch(self, keys: Sequence[str], keep: Collection[str]) -> None:
         """Begin to load keys that are expected next, most urgent first, concurrently with the computation.
 
-        Keys in `keep`, resident or not, keep their slots. Unknown keys are ignored, and so are all keys if copies do
-        not run concurrently with the computation.
+        Keys in `keep`, resident or not, keep their slots. Unknown keys are ignored, and so are fresh adapters whose
+        weights are still being drawn, and all keys if copies do not run concurrently with the computation.
         """
         if not self._transfers.is_concurrent:
             return
         kept = {key for key in keep if key in self._entries}
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None or key in kept:
+            if entry is None or key in kept or not (entry.host is None or entry.host.is_ready):
                 continue
             if len(kept) >= self.num_slots:
                 break
@@ -240,7 +248,9 @@ class Bank:
         vectors = entry.held_vectors
         copies, transfer = self._transfers.to_host(list(vectors.values()), entry.row.transfer)
         entry.row.begin_transfer(transfer)
-        self._vacate(entry, HostRow(**dict(zip(vectors, copies, strict=True)), transfer=transfer))
+        held = dict(zip(vectors, copies, strict=True))
+        moments = held.get("exp_avg"), held.get("exp_avg_sq")
+        self._vacate(entry, HostRow(held["weights"], *moments, held.get("grad"), transfer=transfer))
         self.stats.num_evictions += 1
 
     def leave_only(self, keys: Collection[str]) -> bool:
@@ -285,8 +295,7 @@ class Bank:
 
     def _fill(self, row: Row, entry: Entry, host: HostRow) -> Transfer:
         """Begin to copy host memory to all of a row, which may hold anything before."""
-        weights = entry.layout.initial_weights(entry.spec) if host.weights is None else host.weights
-        copies: list[tuple[Tensor, Tensor | None]] = [(row.weights, weights)]
+        copies: list[tuple[Tensor, Tensor | None]] = [(row.weights, entry.host_weights())]
         copies += [
             (vector, value)
             for vector, value in (

@@ -12,6 +12,7 @@ Dimensions: P values of a row.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,6 +164,8 @@ class HostRow:
     """First moment; None, like the next two: zeros."""
     exp_avg_sq: Tensor | None = None
     grad: Tensor | None = None
+    drawing: Future[Tensor] | None = field(default=None, kw_only=True)
+    """Draws the weights of a fresh adapter in another thread; None: they are drawn when they are needed."""
     transfer: Transfer | None = field(default=None, kw_only=True)
     """The copy that fills the vectors; the host must wait for it before it reads them."""
 
@@ -171,6 +174,11 @@ class HostRow:
         """Bytes of its vectors."""
         vectors = (self.weights, self.exp_avg, self.exp_avg_sq, self.grad)
         return sum(vector.nbytes for vector in vectors if vector is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the vectors are there, but for transfers."""
+        return self.weights is not None or self.drawing is None or self.drawing.done()
 
     def wait(self) -> None:
         """Wait until the vectors can be read."""
@@ -252,13 +260,20 @@ class Entry:
         row = self.row
         if row is None:
             assert self.host is not None
-            if self.host.weights is None:
-                self.host.weights = self.layout.initial_weights(self.spec)
+            self.host.weights = self.host_weights()
             self.host.wait()
             return self.host
         row.settle()
         moments = (row.exp_avg, row.exp_avg_sq) if self.has_moments else (None, None)
         return HostRow(row.weights, *moments, row.grad if self.has_grad else None)
+
+    def host_weights(self) -> Tensor:
+        """Return the weights in host memory (P,); those of a fresh adapter are drawn, if they have not been."""
+        host = self.host
+        assert host is not None
+        if host.weights is not None:
+            return host.weights
+        return self.layout.initial_weights(self.spec) if host.drawing is None else host.drawing.result()
 
     @property
     def held_vectors(self) -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ def order_of(driver: Driver, monkeypatch: pytest.MonkeyPatch, items: Sequence[It
     events: list[str | int] = []
     with_transfers(driver, RecordingTransfers(events))
     driver.install(*(make_spec(key) for key in driver.seqs))
+    for key in driver.seqs:
+        driver.engine.bank.entry(key).read()  # until it is drawn, it is not prefetched
     for owner, name, event in ((BaseModel, "forward", "forward"), (ChunkedLoss, "run", "loss")):
         original = getattr(owner, name)
 
@@ -102,6 +104,8 @@ def test_adapters_expected_next_are_loaded_while_a_batch_runs(qwen3: Path) -> No
     with_transfers(driver, LateTransfers())
     for each in (driver, plain):
         each.install(*(make_spec(key) for key in "abc"))
+    for key in "abc":
+        engine.bank.entry(key).read()  # until it is drawn, it is not prefetched
     data = make_data("cross_entropy", [20])
 
     def run(key: str, *expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock, patch
@@ -157,3 +158,18 @@ def _pass_of(*data: Datum) -> PassItem:
         loss_config={},
         backward=True,
     )
+
+
+def bank_of(name: str, ranks: Sequence[int]) -> tuple[int, int, int]:
+    """Add adapters of these ranks to the bank of an engine with a model of a named shape, and acquire one by one.
+
+    Returns the bytes that were free before, those that the bank takes, and the adapters that are resident.
+    """
+    with engine_of(name, cache_bytes_max=0) as (engine, _):
+        free_bytes, _ = torch.cuda.mem_get_info()
+        for number, rank in enumerate(ranks):
+            key = f"adapter-{number}"
+            engine.bank.add(key, AdapterSpec(adapter_id=key, rank=rank, alpha=32.0, seed=number, **ALL_KINDS))
+            engine.bank.acquire([key])
+        assert torch.cuda.mem_get_info()[0] == free_bytes - engine.bank.device_bytes
+        return free_bytes, engine.bank.device_bytes, engine.bank.num_resident

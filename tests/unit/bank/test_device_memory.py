@@ -27,7 +27,7 @@ def make_bank(ranks: Sequence[int], limit: int | None, num_slots: int = 16, tran
     if limit is not None:
         bank.limit(limit)
     for number, rank in enumerate(ranks):
-        bank.add(str(number), make_spec(str(number), rank, seed=number))
+        bank.add(str(number), make_spec(str(number), rank, seed=number)).read()  # a prefetch leaves out undrawn ones
     return bank
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event, current_thread
+
 import pytest
 import torch
 
@@ -10,9 +12,21 @@ from tests.support.numerics.late_transfers import LateTransfers
 from workers.bank.bank import Bank
 from workers.bank.entries import HostRow
 from workers.bank.transfers import DirectTransfers
+from workers.contract.messages import AdapterSpec
+from workers.rows import RowLayout
 
 
 def make_bank(num_slots: int, keys: str, *, compute_dtype: torch.dtype = torch.bfloat16) -> tuple[Bank, LateTransfers]:
+    """Return a bank with fresh adapters whose weights have been drawn."""
+    bank, transfers = make_drawing_bank(num_slots, keys, compute_dtype=compute_dtype)
+    for key in keys:
+        bank.entry(key).read()
+    return bank, transfers
+
+
+def make_drawing_bank(
+    num_slots: int, keys: str, *, compute_dtype: torch.dtype = torch.bfloat16
+) -> tuple[Bank, LateTransfers]:
     transfers = LateTransfers()
     bank = Bank(SHAPES, num_slots, compute_dtype=compute_dtype, transfers=transfers)
     for number, key in enumerate(keys):
@@ -78,7 +92,7 @@ def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() ->
 
 def test_rows_are_copied_before_their_memory_is_freed() -> None:
     bank, _ = make_bank(1, "a")
-    bank.add("wide", make_spec("wide", rank=16))
+    bank.add("wide", make_spec("wide", rank=16)).read()
     fill(bank, "a", 1)
     bank.prefetch(["wide"], keep=())  # rows of another layout: the rows of the first are freed
     host = bank.entry("a").host
@@ -226,3 +240,35 @@ def test_keys_published_evicted_and_prefetched_in_any_order_keep_their_bits(num_
             assert torch.equal(row.weights, weights_of(expected[key]))
         other = "abcd"[(index + 1) % 4]
         assert_same(copy_of(bank, other), expected[other])
+
+
+def test_fresh_adapter_is_prefetched_once_its_weights_are_drawn_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Patched: drawing ends when the test says so."""
+    draw, may_end, threads = RowLayout.initial_weights, Event(), list[str]()
+
+    def slow(layout: RowLayout, spec: AdapterSpec) -> torch.Tensor:
+        threads.append(current_thread().name)
+        assert may_end.wait(10)
+        return draw(layout, spec)
+
+    monkeypatch.setattr(RowLayout, "initial_weights", slow)
+    bank, _ = make_drawing_bank(3, "ab")
+    bank.prefetch(["a", "b"], keep=())
+    assert not is_resident(bank, "a")
+    may_end.set()
+    (row,) = bank.acquire(["a"])
+    assert torch.equal(row.weights, draw(bank.entry("a").layout, bank.entry("a").spec))
+    assert bank.entry("b").read().weights is not None
+    bank.prefetch(["b"], keep=["a"])
+    assert is_resident(bank, "b")
+    assert len(threads) == 2, "drawn once each"
+    assert current_thread().name not in threads
+
+
+def test_version_of_an_adapter_that_is_still_being_drawn_has_its_weights() -> None:
+    bank, _ = make_drawing_bank(2, "a")
+    bank.publish("a", "version")
+    first = bank.entry("a").layout.initial_weights(bank.entry("a").spec)
+    assert torch.equal(bank.acquire(["version"])[0].weights, first)
