@@ -244,6 +244,12 @@ def put(call: Call) -> Cost:
     return Cost(1, sum(map(num_bytes, _on_device(places))) + num_bytes(values) + num_values * values.element_size())
 
 
+def scattered(call: Call) -> Cost:
+    """A source is written to places that indices name."""
+    index, source = call.argument("index"), call.argument("src")
+    return Cost(1, num_bytes(index) + 2 * num_bytes(source))
+
+
 def added(call: Call) -> Cost:
     """A source is added to places that indices name, which are read and written."""
     _refuse_fixed_order(call)
@@ -409,6 +415,7 @@ _table("cuda/ReduceSumProdKernel.cu, ReduceMaxValuesKernel.cu, ReduceArgMaxKerne
 _table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "embedding")
 _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
+_table("cuda/ScatterGatherKernel.cu", scattered, "scatter_")
 _table("cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort", sorted_rows, "sort")
 _table("cuda/Bucketization.cu: searchsorted_cuda_contiguous", searched, "searchsorted")
 _table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
