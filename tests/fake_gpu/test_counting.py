@@ -28,6 +28,10 @@ X = "x = torch.empty(64, 32, device='cuda')"
         (X, "x.t().contiguous()", 1, 2 * 8192),
         (X, "x @ torch.empty(32, 16, device='cuda')", 1, 8192 + 2048 + 4096),
         (X, "torch.addmm(x, x, x[:32], beta=0, out=x)", 1, 8192 + 4096 + 8192),
+        (X, "torch.addmm(x[0, :16], x, x[:32, :16])", 1, 8192 + 2048 + 64 + 4096),
+        (X, "torch.addmm(x[:, :16], x, x[:32, :16])", 2, 8192 + 2048 + 4096 + 2 * 4096),
+        (X, "x.cpu()", 0, 0),
+        (X, "x[:, :16].cpu()", 1, 2 * 4096),
         (X, "torch.cat([x] * 129)", 2, 2 * 129 * 8192),
         (X, "x.index_select(0, torch.empty(4, dtype=torch.long, device='cuda'))", 1, 32 + 2 * 512),
         (X, "F.rms_norm(x, (32,), torch.empty(32, device='cuda'))", 1, 2 * 8192 + 128 + 256),
@@ -81,9 +85,21 @@ def test_the_host_waits_where_it_reads_and_where_it_copies_without_pinned_memory
     assert fake_gpu.call(f"{OPERATIONS}:count", program, X).num_waits == num_waits
 
 
-def test_an_operation_without_a_source_for_its_kernels_is_a_fault(fake_gpu: FakeCudaProcess) -> None:
-    with pytest.raises(BaseException, match="aten::linalg_qr is not counted yet"):
-        fake_gpu.call(f"{OPERATIONS}:count", "torch.linalg.qr(x)", X)
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("torch.linalg.qr(x)", "aten::linalg_qr"),
+        ("x.index_put_((torch.empty(3, dtype=torch.long, device='cuda'),), x[:3], True)", "aten::index_put_ that adds"),
+        ("torch.use_deterministic_algorithms(True); x.index_add_(0, i, x)", "aten::index_add_ by deterministic"),
+        ("F.rms_norm(x, (32,), w).sum().backward()", "with a gradient of the weight"),
+    ],
+)
+def test_an_operation_without_a_source_for_its_kernels_is_a_fault(
+    fake_gpu: FakeCudaProcess, program: str, what: str
+) -> None:
+    setup = f"{X}\ni = torch.empty(64, dtype=torch.long, device='cuda')\nw = x[0].detach().requires_grad_()"
+    with pytest.raises(BaseException, match=what):
+        fake_gpu.call(f"{OPERATIONS}:count", program, setup)
 
 
 def test_a_kernel_of_our_own_counts_as_it_is_declared(fake_gpu: FakeCudaProcess) -> None:

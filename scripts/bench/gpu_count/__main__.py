@@ -66,7 +66,7 @@ def budget_columns() -> list[Column]:
         Column("model", lambda row: row["model"]),
         Column("case", lambda row: row["case"]),
         Column("budget", lambda row: f"{row['most']:,g} {row['unit']}"),
-        Column("counted", lambda row: f"{row['counted']:,.4g}"),
+        Column("counted", lambda row: f"{row['counted']:,.{0 if row['counted'] >= 1000 else 1}f}"),
         Column("met", lambda row: "yes" if row["is_met"] else "no, open"),
     ]
 
@@ -91,8 +91,9 @@ def count(args: Namespace, cases: Table) -> None:
     for all_rows in [counted_quickly()] if args.quick else map(counted, args.models):
         for rows in all_rows:
             for row in rows:
+                waits = row.pop("waits_by_line", {})
                 cases.add(row)
-                for line, number in row.get("waits_by_line", {}).items() if args.waits else ():
+                for line, number in waits.items() if args.waits else ():
                     print(f"    {number} x {line}", flush=True)
 
 

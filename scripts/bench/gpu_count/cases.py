@@ -261,5 +261,5 @@ def counted_quickly() -> Iterator[list[Row]]:
     model = "tiny"
     yield training_rows(model, Case(2, 1, 16))
     yield loss(model)
-    yield with_layers(decoding, model, 2, 1)
-    yield with_layers(prefill, model, 2)
+    yield decoding(model, 2, 1)
+    yield prefill(model, 2)

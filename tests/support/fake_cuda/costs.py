@@ -191,10 +191,15 @@ def kernels(number: int) -> Rule:
 
 
 def copied(call: Call) -> Cost:
-    """A copy or conversion within the device; copies from and to the host are no kernels."""
-    if len({leaf.device.type for leaf in tree_leaves((call.args, call.result)) if isinstance(leaf, Tensor)}) > 1:
-        return Cost()
-    return Cost(num_pieces([*call.read, *call.written]), call.traffic)
+    """A copy or conversion within the device.
+
+    From and to the host it is no kernel, but for gathering a tensor with gaps before, or spreading it after.
+    """
+    tensors = [leaf for leaf in tree_leaves((call.args, call.result)) if isinstance(leaf, Tensor)]
+    if {tensor.device.type for tensor in tensors} == {"cuda"}:
+        return Cost(num_pieces([*call.read, *call.written]), call.traffic)
+    with_gaps = [tensor for tensor in (*call.read, *call.written) if not tensor.is_contiguous()]
+    return Cost(len(with_gaps), 2 * sum(map(num_bytes, with_gaps)))
 
 
 def written_only(call: Call) -> Cost:
@@ -209,7 +214,10 @@ def picked(call: Call) -> Cost:
 
 
 def put(call: Call) -> Cost:
-    """Values (the last operand) are written to places that indices name."""
+    """Values are written to places that indices name."""
+    if call.argument("accumulate"):
+        raise UncountedOperation(f"{call.name} that adds, by sorting, is not counted yet")
+    _refuse_fixed_order(call)
     values = call.argument("values")
     places = [tensor for tensor in call.argument("indices") if tensor is not None]
     count = prod(torch.broadcast_shapes(*(place.shape for place in places)))
@@ -220,8 +228,14 @@ def put(call: Call) -> Cost:
 
 def added(call: Call) -> Cost:
     """A source is added to places that indices name, which are read and written."""
+    _refuse_fixed_order(call)
     source = call.read[-1]
     return Cost(1, sum(map(num_bytes, call.read[1:])) + 2 * num_bytes(source))
+
+
+def _refuse_fixed_order(call: Call) -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        raise UncountedOperation(f"{call.name} by deterministic algorithms, which sort, is not counted yet")
 
 
 def padded(call: Call) -> Cost:
@@ -278,14 +292,19 @@ def rms_norm_backward(call: Call) -> Cost:
 
 
 def product(call: Call) -> Cost:
-    """One product of the vendor's library, of matrices or of batches, added to something or not."""
+    """One product of the vendor's library, of matrices or of batches, added to something or not.
+
+    What it is added to is copied into the result first, unless it is the result, or a vector for all rows of a matrix.
+    """
     left, right = call.read[-2:]
-    operands = [left, right, *call.written]
+    operands, number = [left, right, *call.written], 1
     addend = call.argument("self") if "add" in call.name else None
     if addend is not None and call.argument("beta") != 0:
         operands.append(addend)
-    flops = 2.0 * left.numel() * right.shape[-1]
-    return Cost(1, sum(map(num_bytes, operands)), flops)
+        is_result = any(addend is tensor for tensor in call.written)
+        if not is_result and addend.ndim > 1:
+            number, operands = 2, [*operands, *call.written]
+    return Cost(number, sum(map(num_bytes, operands)), 2.0 * left.numel() * right.shape[-1])
 
 
 def grouped_product(call: Call) -> Cost:

@@ -122,6 +122,12 @@ class Counting(TorchDispatchMode):
             for counts in self._counts:
                 counts.waits[text] += 1
 
+    def note_read(self, tensor: Tensor) -> None:
+        """Count a `tolist` of a tensor on the device."""
+        self.wait("tolist")
+        for counts in self._counts:
+            counts.to_host_bytes += tensor.numel() * tensor.element_size()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

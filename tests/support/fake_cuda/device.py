@@ -102,7 +102,7 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
 
     def read_list(self: Tensor) -> Any:
         if self.device.type == "cuda":
-            counting.wait("tolist")
+            counting.note_read(self)
         elif (constant := getattr(self, "constant", None)) is not None:
             return constant.tolist()
         return np.ones(self.shape, _numpy_dtype(self.dtype)).tolist()

@@ -21,8 +21,11 @@ def count(program: str, setup: str = "", **settings: Any) -> Counts:
     names: dict[str, Any] = {"torch": torch, "F": F}
     with fake_cuda(**settings) as counting:
         exec(setup, names)
-        with counting.stretch() as counts:
-            exec(program, names)
+        try:
+            with counting.stretch() as counts:
+                exec(program, names)
+        finally:
+            torch.use_deterministic_algorithms(False)
     return counts
 
 
