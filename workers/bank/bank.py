@@ -112,8 +112,10 @@ class Bank:
 
     def fits(self, keys: Collection[str]) -> bool:
         """Return whether different keys can be resident together. Unknown ones take a slot and no memory."""
+        if len(keys) > self.num_slots or self._slabs.bytes_max is None:
+            return len(keys) <= self.num_slots
         entries = (self._entries.get(key) for key in keys)
-        return len(keys) <= self.num_slots and self._slabs.can_hold(entry.kind for entry in entries if entry)
+        return self._slabs.can_hold(entry.kind for entry in entries if entry)
 
     def layout(self, spec: AdapterSpec) -> RowLayout:
         """Return the layout of an adapter's row. Raises ValueError for a rank or flags that no row can hold."""

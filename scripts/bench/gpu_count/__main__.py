@@ -12,8 +12,7 @@ measured; the predicted time is that of an H100 by the model in `tests/support/f
 A case is one of: a training step's passes, and its optimizer steps (tenants x sequences x tokens, rank 32); the loss of
 512 rows; a decode step (sequences, adapters, prompt tokens); the first step after new prompts. "A layer": the kernels
 of one decoder layer. "Kept": what the forward of a pass leaves in memory for its backward. "Peak": the most that the
-case holds beyond what was there before. The time of the host is that of its launches, waits and copies; drawing tokens
-on the processor is not in it.
+case holds beyond what was there before. The time of the host is that of its launches, waits and copies.
 
 Prints Markdown, and ends with the budgets (`budgets.py`). Fails if a count is higher than it was. Needs a C++ compiler
 and the build of torch for CPUs.
