@@ -40,9 +40,8 @@ def test_products_have_a_fixed_workspace_and_new_memory_is_not_filled() -> None:
     prepare()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == CUBLAS_WORKSPACE
     with fixed_order():
-        filled = torch.full((1 << 12,), 7.0)
-        del filled
-        assert not torch.empty(1 << 12).isnan().any()
+        # Filled memory would be NaN everywhere; what is not filled may have one by chance.
+        assert not all(torch.empty(1 << 12).isnan().all() for _ in range(8))
 
 
 def test_an_operators_workspace_stays(monkeypatch: pytest.MonkeyPatch) -> None:
