@@ -88,9 +88,9 @@ class Phases:
                 num_bytes = sum(each.num_bytes for each in decoded.values())
                 bytes_left = min(bytes_left, DECODED_BYTES_MAX) - num_bytes
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
-                extra_tokens = unsent.pop(adapter_id)
+                extra_tokens, now = unsent.pop(adapter_id), self._time.monotonic()
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
-                    log.copy.start(operation)
+                    log.start(operation, now)
                     work.add(log.home, log, operation, item)
                     extra_tokens -= item.num_tokens
                 work.weigh(log.home, extra_tokens)
@@ -149,8 +149,9 @@ class Phases:
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return
+        now = self._time.monotonic()
         for operation, item in items:
-            log.copy.start(operation)
+            log.start(operation, now)
             work.add(log.home, log, operation, item)
 
     async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:
