@@ -298,6 +298,25 @@ class HttpConfig(DoorConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Settings of `/metrics`."""
+
+    host: str = "127.0.0.1"
+    """Address on which metrics are served, to anybody and without a key: numbers only, and names of tenants if they are
+    asked for."""
+    port: int = 7602
+    """Port for Prometheus. 0: any free port."""
+    num_tenants: int = 0
+    """Tenants that metrics show by name, those with the most tokens; the rest are one. 0: none are named."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the port of metrics must be 0 (any free one) to 65535, got {self.port}")
+        if self.num_tenants < 0:
+            raise ValueError(f"the number of tenants in metrics must be 0 or more, got {self.num_tenants}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Settings of one process that serves a pool."""
 
@@ -307,6 +326,8 @@ class ServerConfig:
     """Settings of the gRPC door."""
     http: HttpConfig | None = None
     """Settings of the HTTP door. None: there is no such door."""
+    metrics: MetricsConfig | None = None
+    """Settings of `/metrics`. None: metrics are not served."""
     is_key_shown: bool = False
     """Print the API key for the Tinker SDK, and not only where it is stored: for a terminal, not for a log."""
     ready_file: Path | None = None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from coordinator.base.errors import Code, Failure, ServiceError, unavailable, unmet
 from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe.metrics import PUBLISH_SECONDS
 from coordinator.operations.holdings import Holdings
 from coordinator.storage.folders import Saved, StateFolders
 from coordinator.storage.rows import CheckpointRow, SamplerRow
@@ -292,7 +293,8 @@ class Publishing:
         while version.name in self._versions:
             try:
                 async with self._writers:
-                    await self._write_once(version)
+                    with PUBLISH_SECONDS.time():
+                        await self._write_once(version)
             except (OSError, StorageError) as error:
                 logger.warning("%s has no file yet: %s", version.name, error)
                 reason = error.strerror if isinstance(error, OSError) else error

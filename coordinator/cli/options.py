@@ -21,7 +21,15 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 import typer.core
 
-from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
+from coordinator.base.config import (
+    CoordinatorConfig,
+    DoorConfig,
+    GrpcConfig,
+    HttpConfig,
+    MetricsConfig,
+    ServerConfig,
+    is_loopback,
+)
 from coordinator.base.errors import ServiceError
 from coordinator.base.tenant_limits import TenantLimits, limits_with, parse_whole
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
@@ -35,6 +43,7 @@ _ARGUMENTS = "tinkerpool.arguments"
 _LIBRARIES = (
     "grpc_health",
     "grpc_reflection",
+    "prometheus_client",
     "pydantic",
     "ray",
     "safetensors",
@@ -171,6 +180,17 @@ _OPTIONS = (
         form=_PORT,
     ),
     _Option(flag="--http/--no-http", type=bool, default=True, help="Whether there is an HTTP door."),
+    _Option(
+        flag="--metrics-port",
+        setting=(MetricsConfig, "port"),
+        type=int | None,
+        default=None,
+        help=f"{help_of(MetricsConfig, 'port')} Default: the second port after --port.",
+        form=_PORT,
+    ),
+    _Option(flag="--metrics-host", setting=(MetricsConfig, "host")),
+    _Option(flag="--metrics-tenants", setting=(MetricsConfig, "num_tenants"), form={"min": 0}),
+    _Option(flag="--metrics/--no-metrics", type=bool, default=True, help="Whether metrics are served."),
     _Option(flag="--host", setting=(DoorConfig, "host")),
     _Option(flag="--public-url", setting=(HttpConfig, "public_url"), form={"metavar": "URL"}),
     _Option(flag="--pool", setting=(PoolConfig, "kind")),
@@ -277,7 +297,8 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
     data_dir = data_dir_of(values["data_dir"])
     door, pool = of(DoorConfig), of(PoolConfig)
-    http_port = http_port_after(values["port"]) if values["http_port"] is None else values["http_port"]
+    http_port = port_after(values["port"]) if values["http_port"] is None else values["http_port"]
+    metrics_port = port_after(values["port"], 2) if values["metrics_port"] is None else values["metrics_port"]
     grpc = GrpcConfig(**door, **of(GrpcConfig))
     http_values = of(HttpConfig) | {"port": http_port, "is_remote": not is_loopback(grpc.host)}
     http = HttpConfig(**door, **http_values) if values["http"] else None
@@ -289,6 +310,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
             ),
             grpc=grpc,
             http=http,
+            metrics=MetricsConfig(**of(MetricsConfig) | {"port": metrics_port}) if values["metrics"] else None,
             is_key_shown=sys.stdout.isatty(),
             **of(ServerConfig),
         ),
@@ -306,9 +328,9 @@ def data_dir_of(given: Path | None) -> Path:
     return (given or default_data_dir()).expanduser().absolute()
 
 
-def http_port_after(grpc_port: int) -> int:
-    """Return the port after the gRPC door's; 0, any free one, if that is 0 or the last one."""
-    return grpc_port + 1 if 0 < grpc_port < 65535 else 0
+def port_after(grpc_port: int, distance: int = 1) -> int:
+    """Return the port so far behind the gRPC door's; 0, any free one, if that is 0 or too near to the last one."""
+    return grpc_port + distance if 0 < grpc_port <= 65535 - distance else 0
 
 
 def _check_libraries() -> None:

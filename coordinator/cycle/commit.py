@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe import metrics
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.history import Entries
 from coordinator.operations.in_flight import InFlightTable
@@ -176,7 +177,8 @@ class CycleJournal:
         return await self._cycles.persist(replace(commit, open_ids=tuple(sorted(self._open))))
 
     def publish(self, cycle: pool_pb2.Cycle) -> None:
-        """Show a committed cycle."""
+        """Show and count a committed cycle."""
+        metrics.count_cycle(cycle)
         self.recent.append(cycle)
         for watcher in self._watchers:
             if watcher.qsize() < CYCLES_SHOWN_MAX:
@@ -303,6 +305,7 @@ class Committer:
                 operation.undecide()
             else:
                 self._in_flight.finish(operation)
+                self._entries.committed(operation)
                 operation.retire()
         for adapter_id in sorted(lost):
             if (log := self._group.logs.get(adapter_id)) is not None:

@@ -22,6 +22,7 @@ from coordinator.cycle.dispatch import Dispatch, Part, WorkerResult
 from coordinator.cycle.items import ItemBuilder, MovedState, PhaseWork
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe.metrics import INSTALLS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.classes import Classes
@@ -309,6 +310,7 @@ class Phases:
         worker.keep(log.adapter_id)
         worker.sent(num_bytes)
         work.install(log, install)
+        INSTALLS.inc()
         return True
 
     def _use_files(self, cycle: Cycle, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:

@@ -15,6 +15,7 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.observe.metrics import REPLAYS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import (
     CLASS_METRIC,
@@ -101,6 +102,7 @@ class Results:
         elif result.error is not None:
             self.refuse_copy(log, replay_differs(log, operation.name, str(result.error)))
         elif is_last:
+            REPLAYS.inc()
             operation.drop_payload()
             log.applied(operation)
             if operation.must_rematerialize:

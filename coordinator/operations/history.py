@@ -7,6 +7,7 @@ other contents of a request.
 from __future__ import annotations
 
 from coordinator.base.time import Time
+from coordinator.observe import metrics
 from coordinator.observe.timeline import Seconds, WaitClock
 from coordinator.operations.operation import Operation
 from coordinator.payloads.canonical import serialize
@@ -18,7 +19,7 @@ WAIT_S_MIN = 1e-4
 
 
 class Entries:
-    """Makes entries."""
+    """Makes entries, and counts what has finished."""
 
     def __init__(self, time: Time, *, are_kept: bool) -> None:
         """`are_kept`: whether the pool keeps a history."""
@@ -43,10 +44,23 @@ class Entries:
         entry.engine_seconds = outcome.engine_seconds
         entry.error_reason = outcome.error.reason
         self._set_moment(entry, "end_time", self._time.monotonic())
-        metrics = outcome.forward_backward.metrics if operation.kind.is_pass else outcome.optim_step.metrics
-        for name, value in metrics.items():
+        found = outcome.forward_backward.metrics if operation.kind.is_pass else outcome.optim_step.metrics
+        for name, value in found.items():
             entry.metrics[name] = value
         return serialize(entry)
+
+    def committed(self, operation: Operation) -> None:
+        """Count an operation whose outcome has committed."""
+        outcome, arrived = operation.outcome, operation.timeline.arrived
+        assert outcome is not None
+        metrics.count_operation(
+            operation.kind.value,
+            is_failed=operation.is_failed,
+            num_tokens=outcome.num_tokens,
+            engine_s=outcome.engine_seconds,
+            waits=operation.timeline.waits,
+            seconds=None if arrived is None else self._time.monotonic() - arrived,
+        )
 
     def unfinished(
         self, operation: Operation, clock: WaitClock | None, position: int, remaining_s: float | None

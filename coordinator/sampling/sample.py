@@ -68,6 +68,11 @@ class Sample:
         return self.sampler.base_model
 
     @property
+    def has_streamed(self) -> bool:
+        """Whether a token of it was streamed."""
+        return bool(self._num_streamed)
+
+    @property
     def flight(self) -> Flight:
         """Its record for the fleet."""
         o = self.operation
@@ -202,6 +207,7 @@ class SampleCommits:
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
         self._in_flight.finish(operation)
+        self._entries.committed(operation)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)
 

@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from coordinator.base.errors import Failure, ServiceError
 from coordinator.base.time import Time
 from coordinator.fleet.fleet import Incarnation
+from coordinator.observe.metrics import FIRST_TOKEN_SECONDS
 from coordinator.observe.timeline import WaitClock
 from coordinator.operations.operation import Operation, service_error
 from coordinator.payloads.samples import DecodedSample, decode_sample
@@ -246,6 +247,8 @@ class SampleScheduler:
                 if sample is None or not self._is_on(sample, worker):
                     continue
                 if isinstance(event, TokenEvent):
+                    if not sample.has_streamed and (arrived := sample.operation.timeline.arrived) is not None:
+                        FIRST_TOKEN_SECONDS.observe(self._time.monotonic() - arrived)
                     self.streams.send_token(sample, event)
                 elif _is_version_unknown(event) and sample.num_refused < REFUSALS_MAX:
                     sample.refused()

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.observe.metrics import CYCLE_BUDGET_USED
 from coordinator.observe.timeline import Reason
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
@@ -292,6 +293,8 @@ class Planning:
             candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots, loads
         )
         self._recent.add(plan.charges, now)
+        for num_tokens in filter(None, plan.tokens.values()):
+            CYCLE_BUDGET_USED.labels(self.base_model).observe(num_tokens / self.budget.tokens)
         self._ready_on = {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:

@@ -22,6 +22,7 @@ from enum import Enum
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight, Incarnation
+from coordinator.observe.metrics import WORKER_LOSSES
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, service_error
 from coordinator.operations.registry import AdapterRegistry
@@ -114,6 +115,7 @@ class LossRecorder:
         if in_flight is None:
             return
         has_left = kind is LossKind.LEFT
+        WORKER_LOSSES.labels(kind.name.lower()).inc()
         if has_left:
             logger.info("worker %s is ended: %s", incarnation, reason)
         else:

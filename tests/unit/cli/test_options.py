@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
 from coordinator.base.tenant_limits import TenantLimits
-from coordinator.cli.options import RAY_FILE, KeepsArguments, Settings, http_port_after, with_options
+from coordinator.cli.options import RAY_FILE, KeepsArguments, Settings, port_after, with_options
 from workers.contract.settings import PoolConfig
 
 
@@ -68,4 +68,5 @@ def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.M
 
 
 def test_the_default_http_port_is_the_one_after_the_grpc_port() -> None:
-    assert [http_port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+    assert [port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+    assert [port_after(port, 2) for port in (7600, 0, 65534)] == [7602, 0, 0]
