@@ -318,6 +318,7 @@ class Supervisor:
                 worker = await self._pool.replace(worker_id)
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; retrying", worker_id, error)
+                self._fleet.note_start_problem(worker_id, str(error))
                 if worker_id in self._fleet.worker_ids():
                     self._losses.not_replaced(worker_id)
         self._replacing.discard(worker_id)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
@@ -93,8 +94,10 @@ class LossRecorder:
         turns: Mapping[str, SoloTurns],
         probation: Probation,
         publishing: Publishing,
+        time: Time,
     ) -> None:
         self._fleet = fleet
+        self._time = time
         self._registry = registry
         self._quarantines = quarantines
         self._turns = turns
@@ -118,6 +121,7 @@ class LossRecorder:
             logger.info("worker %s is ended: %s", incarnation, reason)
         else:
             logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason)
+        self._fleet.note_reason(worker_id, reason if has_left else f"{kind.value}: {reason}", self._time.wall())
         training, samples = in_flight
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]

@@ -186,7 +186,9 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path, capsy
     seen: Seen = {}
     with pool.client("poet") as service:
         reinforcement.train(settings, service, lambda step, m: seen.update({step: repeatable(m)}), reward=words_with_s)
-    shown = re.findall(r"sampled in step (\d+), reward [\d.]+\n +prompt '(\w+)'\n +reply ['\"]", capsys.readouterr().out)
+    shown = re.findall(
+        r"sampled in step (\d+), reward [\d.]+\n +prompt '(\w+)'\n +reply ['\"]", capsys.readouterr().out
+    )
     assert [int(step) for step, _ in shown] == [4, 8]
     assert {prompt for _, prompt in shown} <= {record["prompt"] for record in records}
     again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
