@@ -18,6 +18,7 @@ from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
+from workers.contract.logs import about
 
 
 class Keys(Protocol):
@@ -112,6 +113,6 @@ def to_refusal(error: Exception, where: str) -> ServiceError:
         error.__context__ = error.__cause__ = error.__traceback__ = None
         return error
     error_id = secrets.token_hex(6)
-    _log.error("error %s in %s", error_id, where, exc_info=error)
+    _log.error("error %s in %s", error_id, where, exc_info=error, extra=about(error_id=error_id))
     message = f"internal error {error_id}: a fault of the pool; its log has the details under this id"
     return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={ERROR_ID: error_id})

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from typing import Protocol, cast
 
 from workers.contract.failpoints import failpoint
+from workers.contract.logs import about
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest
 from workers.contract.protocols import Engine, EngineFactory, WorkerLost
 from workers.contract.settings import EngineSettings
@@ -140,7 +141,7 @@ class EngineLoop:
             while self._turn(engine):
                 pass
         except BaseException as error:
-            logger.exception("the engine of %s failed", self._incarnation)
+            logger.exception("the engine of %s failed", self._incarnation, extra=about(incarnation=self._incarnation))
             reason = f"the engine failed: {_summary(error)}"
         self._end(reason)
 
