@@ -109,7 +109,7 @@ def test_a_worker_in_ray_logs_in_the_format_of_its_pool_with_its_tracebacks(term
     failed = [event for event in events if event["logger"] == "workers.pool.loop"]
     assert failed
     for event in failed:
-        assert (event["level"], event["incarnation"].startswith("w0-")) == ("error", True)
+        assert (event["level"], event["worker"], event["incarnation"].startswith("w0-")) == ("error", "w0", True)
         assert event["exception"].endswith("RuntimeError: killed by a toy token")
     assert not [line for line in lines if "Traceback" in line and not line.startswith("{")]
     assert [event["message"] for event in events_of(terminal.log)][-1] == "Stopped."
