@@ -29,6 +29,7 @@ from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.sqlite import StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool import names
+from workers.contract.logs import about
 from workers.contract.messages import AdapterSpec, AdapterState
 
 logger = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ class Publishing:
                     with PUBLISH_SECONDS.time():
                         await self._write_once(version)
             except (OSError, StorageError) as error:
-                logger.warning("%s has no file yet: %s", version.name, error)
+                logger.warning("%s has no file yet: %s", version.name, error, extra=about(operation=version.name))
                 reason = error.strerror if isinstance(error, OSError) else error
                 version.resolve(StorageError(f"the weights that {version.name} has saved cannot be written: {reason}"))
                 if self._is_stopping.is_set() or isinstance(error, StoreBrokenError):

@@ -24,6 +24,7 @@ from coordinator.observe.metrics import SNAPSHOTS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
 from coordinator.storage.sqlite import StorageError
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Snapshots:
 
     def failed(self, adapter: AdapterLog, reason: str) -> None:
         """Schedule a retry of a snapshot that failed."""
-        logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
+        logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason, extra=about(adapter=adapter.adapter_id))
         SNAPSHOTS.labels("failed").inc()
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1

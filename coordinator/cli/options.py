@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
@@ -35,6 +35,7 @@ from coordinator.base.tenant_limits import TenantLimits, limits_with, parse_whol
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import default_data_dir
+from workers.contract.logs import LogConfig
 from workers.contract.settings import PoolConfig, PoolModel
 
 RAY_FILE = "ray.json"
@@ -62,7 +63,6 @@ class Settings:
 
     server: ServerConfig
     pool: PoolConfig
-    log_level: str
 
     @property
     def data_dir(self) -> Path:
@@ -252,12 +252,8 @@ _OPTIONS = (
     _Option(flag="--new-key", setting=(ServerConfig, "is_new_key_wanted")),
     _Option(flag="--ready-file", setting=(ServerConfig, "ready_file")),
     _Option(flag="--engine", setting=(PoolConfig, "engine"), form={"hidden": True}),
-    _Option(
-        flag="--log-level",
-        type=Literal["debug", "info", "warning", "error"],
-        default="info",
-        help="Least severe messages to log.",
-    ),
+    _Option(flag="--log-level", setting=(LogConfig, "level")),
+    _Option(flag="--log-format", setting=(LogConfig, "format")),
 )
 
 
@@ -296,7 +292,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
         return {setting[1]: values[name] for setting, name in mine if setting is not None and setting[0] is config}
 
     data_dir = data_dir_of(values["data_dir"])
-    door, pool = of(DoorConfig), of(PoolConfig)
+    door, pool, log = of(DoorConfig), of(PoolConfig), LogConfig(**of(LogConfig))
     http_port = port_after(values["port"]) if values["http_port"] is None else values["http_port"]
     metrics_port = port_after(values["port"], 2) if values["metrics_port"] is None else values["metrics_port"]
     grpc = GrpcConfig(**door, **of(GrpcConfig))
@@ -311,15 +307,15 @@ def _settings(values: Mapping[str, Any]) -> Settings:
             grpc=grpc,
             http=http,
             metrics=MetricsConfig(**of(MetricsConfig) | {"port": metrics_port}) if values["metrics"] else None,
-            is_key_shown=sys.stdout.isatty(),
+            is_key_shown=sys.stdout.isatty() and log.format == "text",
             **of(ServerConfig),
         ),
         pool=PoolConfig(
             **pool | {"device": pool["device"] or ("cuda" if pool["num_gpus"] else "cpu")},
             models=tuple(resolve_model(text, values["workers"]) for text in values["model"] or [DEFAULT_MODEL]),
             owner_file=data_dir / RAY_FILE,
+            log=log,
         ),
-        log_level=values["log_level"],
     )
 
 

@@ -10,6 +10,7 @@ the effects of an operation that was never logged are not stored, and the operat
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,10 +31,13 @@ from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.rows import FileUse
-from coordinator.storage.sqlite import ConflictError
+from coordinator.storage.sqlite import ConflictError, StorageError
 from tinkerpool.v1 import history_pb2, pool_pb2
 from workers.contract.gradient_windows import EMPTY
+from workers.contract.logs import about
 from workers.contract.messages import ItemResult
+
+logger = logging.getLogger(__name__)
 
 CYCLES_SHOWN_MAX = 1000
 """Cycles that are kept, and that a slow watcher may have unread; later ones are dropped for it."""
@@ -286,6 +290,9 @@ class Committer:
             except ConflictError:
                 if not self._saver.refuse_taken(cycle.staged, cycle.finished):
                     raise
+            except StorageError as error:
+                logger.error("cycle %d is not committed: %s", cycle.cycle_id, error, extra=about(cycle=cycle.cycle_id))
+                raise
 
     def _entry(self, cycle: Cycle, operation: Operation) -> bytes:
         """Return an operation's entry in the history."""

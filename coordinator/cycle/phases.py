@@ -27,6 +27,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState, PassItem
 
 logger = logging.getLogger(__name__)
@@ -233,6 +234,7 @@ class Phases:
             len(adapter_ids),
             split.cycle_id,
             cycle.cycle_id,
+            extra=about(worker=worker_id, incarnation=part.worker.name, cycle=split.cycle_id),
         )
         self._split.append(SplitCycle(split, part, adapter_ids))
         self._fleet.set_apart(part.worker, is_apart=True)

@@ -19,6 +19,7 @@ from coordinator.limits.turns import Turns
 from coordinator.observe.metrics import REFUSALS
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
+from workers.contract.logs import about
 
 
 class Keys(Protocol):
@@ -115,6 +116,6 @@ def to_refusal(error: Exception, where: str) -> ServiceError:
         return error
     REFUSALS.labels("INTERNAL").inc()
     error_id = secrets.token_hex(6)
-    _log.error("error %s in %s", error_id, where, exc_info=error)
+    _log.error("error %s in %s", error_id, where, exc_info=error, extra=about(error_id=error_id))
     message = f"internal error {error_id}: a fault of the pool; its log has the details under this id"
     return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={ERROR_ID: error_id})

@@ -114,6 +114,28 @@ def test_worker_list_shows_where_workers_are_what_they_hold_and_what_they_do(run
     assert json.loads(run("worker", "list", "--json").out)["workers"][2]["state"] == "WORKER_STATE_DRAINED"
 
 
+def test_workers_that_were_lost_are_listed_with_how_often_when_and_why(run: Run, service: FakeService) -> None:
+    workers = [
+        pool_pb2.Worker(worker_id="w0", num_losses=3, last_loss_reason="it has died: CUDA error: device-side assert"),
+        pool_pb2.Worker(worker_id="w1", num_losses=1, last_loss_reason="its host leaves", start_problem="no memory"),
+        pool_pb2.Worker(worker_id="w2", start_problem="no such model"),
+        pool_pb2.Worker(worker_id="w3"),
+    ]
+    workers[0].last_loss_time.FromSeconds(1_700_000_000)
+    workers[1].last_loss_time.FromSeconds(1_700_000_000)
+    service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(workers=workers)
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
+    for command in ("status", "worker list"):
+        _, _, losses = run(*command.split()).out.partition("Losses since the pool started")
+        assert [" ".join(line.split()) for line in losses.splitlines()[1:5]] == [
+            "worker losses last one why",
+            f"w0 3 {moment} it has died: CUDA error: device-side assert",
+            f"w1 1 {moment} its host leaves; does not start: no memory",
+            "w2 0 does not start: no such model",
+        ]
+        assert "w3" not in losses
+
+
 def test_worker_drain_and_undrain_say_what_happens_next(run: Run, service: FakeService) -> None:
     worker = pool_pb2.Worker(worker_id="w1", num_adapters=2, is_live=True, state=pool_pb2.WORKER_STATE_DRAINING)
     service.responses["drain_worker"] = pool_pb2.DrainWorkerResponse(worker=worker)
