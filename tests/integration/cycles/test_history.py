@@ -105,9 +105,11 @@ async def test_an_adapter_waits_for_a_slot_of_its_worker(tmp_path: Path) -> None
         num_slots = pool.core.fleet.worker("w0").info.num_slots
         adapters = [await pool.adapter() for _ in range(num_slots + 1)]
         pool.hold()
-        blocker = await pool.forward_backward(await pool.adapter(), 1, 5)
-        await until(lambda: pool.core.in_flight.get(blocker) is not None)
+        first = await pool.adapter()
+        blocker = await pool.forward_backward(first, 1, 5)
+        await until(lambda: pool.log_of(first).waits.reason == ORDER)
         names = [await pool.forward_backward(adapter, 1, 5) for adapter in adapters]
+        await asyncio.sleep(0.01)
         await pool.release()
         await pool.wait(blocker, *names)
         entries = [await entry_of(pool, name) for name in names]
