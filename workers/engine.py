@@ -143,6 +143,7 @@ class TrainingEngine:
             results=tuple(results),
             wall_s=time.perf_counter() - begin_s,
             held_bytes=self.bank.host_bytes,
+            phase_s=self._passes.times.take(),
         )
 
     def _enter(self, epoch: int) -> None:

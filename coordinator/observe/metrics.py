@@ -30,6 +30,13 @@ CYCLE_SECONDS = Histogram(
     buckets=SHORT_S,
     registry=REGISTRY,
 )
+WORKER_PHASE_SECONDS = Histogram(
+    "tinkerpool_worker_phase_seconds",
+    "Seconds of a worker's work in a cycle, by phase: pack, forward, loss, backward, step.",
+    ("base_model", "phase"),
+    buckets=SHORT_S,
+    registry=REGISTRY,
+)
 CYCLE_TENANTS = Histogram(
     "tinkerpool_cycle_tenants",
     "Tenants in a cycle.",
@@ -119,6 +126,9 @@ def count_cycle(cycle: pool_pb2.Cycle) -> None:
     phases = {"pass": cycle.pass_seconds, "step": cycle.step_seconds, "commit": cycle.commit_seconds}
     for phase, seconds in phases.items():
         CYCLE_SECONDS.labels(base_model, phase).observe(seconds)
+    for worker in cycle.workers:
+        for phase, seconds in worker.seconds.items():
+            WORKER_PHASE_SECONDS.labels(base_model, phase).observe(seconds)
     CYCLE_TENANTS.labels(base_model).observe(len({entry.tenant for entry in cycle.entries}))
 
 

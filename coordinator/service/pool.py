@@ -149,6 +149,8 @@ class PoolUseCases(UseCases):
         shown, others = pb.Cycle(), pb.CycleEntry()
         shown.CopyFrom(cycle)
         del shown.entries[:]
+        if not principal.is_admin:
+            del shown.workers[:]
         other_ids = set()
         for entry in cycle.entries:
             if principal.is_admin or entry.tenant == principal.tenant_id:

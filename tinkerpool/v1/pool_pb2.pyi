@@ -202,6 +202,7 @@ class Cycle(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     cycle_id: _builtins.int
     """Cycle ids only grow."""
     base_model: _builtins.str
@@ -220,6 +221,10 @@ class Cycle(_message.Message):
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___CycleEntry]:
         """Who was in it."""
 
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPhases]:
+        """Where the time of its workers went; empty without an administrator's key."""
+
     def __init__(
         self,
         *,
@@ -230,14 +235,63 @@ class Cycle(_message.Message):
         step_seconds: _builtins.float = ...,
         commit_seconds: _builtins.float = ...,
         entries: _abc.Iterable[Global___CycleEntry] | None = ...,
+        workers: _abc.Iterable[Global___WorkerPhases] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "commit_seconds", b"commit_seconds", "cycle_id", b"cycle_id", "entries", b"entries", "pass_seconds", b"pass_seconds", "start_time", b"start_time", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "commit_seconds", b"commit_seconds", "cycle_id", b"cycle_id", "entries", b"entries", "pass_seconds", b"pass_seconds", "start_time", b"start_time", "step_seconds", b"step_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cycle: _TypeAlias = Cycle  # noqa: Y015
+
+@_typing.final
+class WorkerPhases(_message.Message):
+    """Where the time of one worker went in a cycle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    @_builtins.property
+    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds by phase: `pack`, `forward`, `loss`, `backward`, `step`."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPhases: _TypeAlias = WorkerPhases  # noqa: Y015
 
 @_typing.final
 class GetPoolStatusRequest(_message.Message):

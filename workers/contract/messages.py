@@ -289,6 +289,9 @@ class BatchResult:
     """Seconds from the start of the batch to its results, on the worker."""
     held_bytes: int = 0
     """Bytes of host memory that its copies and sampler versions take after the batch."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase: `pack`, `forward`, `loss`, `backward`, `step`. The rest of `wall_s` took saves, loads and
+    installs."""
 
 
 LOGPROBS_TEMPERATURE_MIN = 1e-20

@@ -18,6 +18,7 @@ from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
 
 ORDER, CYCLE, BUDGET = pb.WAIT_REASON_ORDER, pb.WAIT_REASON_CYCLE, pb.WAIT_REASON_BUDGET
 
@@ -268,3 +269,12 @@ async def test_an_entry_has_nothing_of_a_requests_contents(tmp_path: Path) -> No
         known = {field.name for field, _ in pb.HistoryEntry.FromString(row.entry).ListFields()}
         assert not known & {"payload", "tokens", "logprobs"}
         assert len(row.entry) < 400
+
+
+async def test_a_cycle_tells_administrators_where_the_time_of_its_workers_went(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await pool.wait(await pool.forward_backward(await pool.adapter(), 1, 5))
+        for principal, workers in ((await pool.administrator(), ["w0"]), (await pool.principal(), [])):
+            [cycle] = (await pool.service.get_pool_status(principal, pool_pb2.GetPoolStatusRequest())).cycles
+            assert [each.worker_id for each in cycle.workers] == workers
+            assert all(0 < each.seconds["forward"] <= cycle.pass_seconds for each in cycle.workers)
