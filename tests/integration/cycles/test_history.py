@@ -102,7 +102,7 @@ async def test_an_operation_waits_for_the_budget_while_others_have_their_turn(tm
 
 
 async def test_an_adapter_waits_for_a_slot_of_its_worker(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
+    async with running_pool(tmp_path, cycle_tokens_max=1000) as pool:
         num_slots = pool.core.fleet.worker("w0").info.num_slots
         adapters = [await pool.adapter() for _ in range(num_slots + 1)]
         pool.hold()
@@ -110,7 +110,6 @@ async def test_an_adapter_waits_for_a_slot_of_its_worker(tmp_path: Path) -> None
         blocker = await pool.forward_backward(first, 1, 5)
         await until(lambda: pool.log_of(first).waits.reason == ORDER)
         names = [await pool.forward_backward(adapter, 1, 5) for adapter in adapters]
-        await asyncio.sleep(0.01)
         await pool.release()
         await pool.wait(blocker, *names)
         entries = [await entry_of(pool, name) for name in names]
