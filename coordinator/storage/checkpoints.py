@@ -26,6 +26,7 @@ from coordinator.storage.rows import (
 )
 from coordinator.storage.schema import UNWRITTEN
 from coordinator.storage.sqlite import Connection
+from tinkerpool.names import SCHEME
 
 
 class Checkpoints(Table[CheckpointRow]):
@@ -48,13 +49,27 @@ class Checkpoints(Table[CheckpointRow]):
         return self._one(condition, (path, tenant_id, is_public_enough))
 
     def listing(
-        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int
+        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int, *, reference: str = ""
     ) -> Listing[CheckpointRow]:
-        """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter."""
+        """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter.
+
+        `reference`: only those whose path begins with it, without the scheme, also if the first part of it is the
+        adapter's name instead of its id.
+        """
         condition = f"WHERE tenant_id = ? AND kind IN ({marks(kinds)})"
-        of_adapter = " AND adapter_id = ?" if adapter_id else ""
-        parameters = (tenant_id, *kinds, *([adapter_id] if adapter_id else []))
-        return self._listing("path", condition + of_adapter, "created_at DESC, path", parameters, limit, offset)
+        parameters: list[str | int] = [tenant_id, *kinds]
+        if adapter_id:
+            condition += " AND adapter_id = ?"
+            parameters.append(adapter_id)
+        if reference:
+            name, slash, rest = reference.partition("/")
+            condition += (
+                " AND (substr(path, ?, ?) = ? OR (substr(path, ? + length(adapter_id), ?) = ? AND adapter_id IN"
+                " (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')))"
+            )
+            begin, rest = len(SCHEME) + 1, slash + rest
+            parameters += [begin, len(reference), reference, begin, len(rest), rest, tenant_id, name]
+        return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:
         """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant.

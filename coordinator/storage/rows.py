@@ -197,6 +197,10 @@ class AdapterRow:
     """Whether its log may lack operations that its client has acknowledged: it comes from a backup."""
     fingerprint: str = ""
     """Of the numerics that ran its operations last; empty: none ran."""
+    name: str = ""
+    """What people call it, not unique; empty: nothing."""
+    used_at: float = 0.0
+    """When it was created, or its last operation was accepted; up to an hour early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,12 +418,18 @@ class Table(Generic[R]):
             (*parameters, limit + 1, offset),
         )
 
+        read = self._reader(key, rest, parameters)
+        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
+
+    def _reader(self, key: str, rest: str, parameters: Sequence[Any]) -> Callable[[Sequence[str]], list[R]]:
+        """Return how a listing reads the rows of some keys, in their order; `rest` is the condition of its rows."""
+
         def read(keys: Sequence[str]) -> list[R]:
             found = self._all(f"{rest} AND {key} IN ({marks(keys)})", (*parameters, *keys))
             rows = {getattr(row, key): row for row in found}
             return [rows[each] for each in keys if each in rows]
 
-        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
+        return read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
