@@ -17,6 +17,7 @@ from coordinator.storage.rows import (
     Listing,
     SnapshotRow,
     Table,
+    adapter_reference,
     insert,
     marks,
 )
@@ -107,8 +108,8 @@ class Adapters(Table[AdapterRow]):
     ) -> Listing[AdapterRow]:
         """Return a part of a tenant's adapters that are not deleted, newest first.
 
-        `name_prefix`: only those whose name begins with it; `reference`: only those whose id does, or that have exactly
-        this name. Both are found in an index.
+        `name_prefix`: only those whose name begins with it; `reference`: only those that have exactly this name, or an
+        id that `adapter_reference` finds. Both are found in an index.
         """
         rest, parameters = _condition(tenant_id, name_prefix, reference)
         return self._listing("adapter_id", rest, NEWEST_FIRST, parameters, limit, offset)
@@ -150,8 +151,9 @@ def _condition(tenant_id: str, name_prefix: str = "", reference: str = "") -> tu
         rest += " AND substr(name, 1, ?) = ?"
         parameters += [len(name_prefix), name_prefix]
     if reference:
-        rest += " AND (substr(adapter_id, 1, ?) = ? OR name = ?)"
-        parameters += [len(reference), reference, reference]
+        condition, values = adapter_reference(reference)
+        rest += f" AND (name = ? OR {condition})"
+        parameters += [reference, *values]
     return rest, parameters
 
 

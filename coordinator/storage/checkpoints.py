@@ -19,6 +19,7 @@ from coordinator.storage.rows import (
     SamplerRow,
     SnapshotRow,
     Table,
+    adapter_reference,
     columns,
     insert,
     marks,
@@ -53,8 +54,8 @@ class Checkpoints(Table[CheckpointRow]):
     ) -> Listing[CheckpointRow]:
         """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter.
 
-        `reference`: only those whose path begins with it, without the scheme, also if the first part of it is the
-        adapter's name instead of its id.
+        `reference`: only those of adapters that its first part means, as in a listing of adapters but also of deleted
+        ones, whose path goes on with the rest of it.
         """
         condition = f"WHERE tenant_id = ? AND kind IN ({marks(kinds)})"
         parameters: list[str | int] = [tenant_id, *kinds]
@@ -62,13 +63,11 @@ class Checkpoints(Table[CheckpointRow]):
             condition += " AND adapter_id = ?"
             parameters.append(adapter_id)
         if reference:
-            name, slash, rest = reference.partition("/")
-            condition += (
-                " AND (substr(path, ?, ?) = ? OR (substr(path, ? + length(adapter_id), ?) = ? AND adapter_id IN"
-                " (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')))"
-            )
-            begin, rest = len(SCHEME) + 1, slash + rest
-            parameters += [begin, len(reference), reference, begin, len(rest), rest, tenant_id, name]
+            adapter, slash, rest = reference.partition("/")
+            of_id, values = adapter_reference(adapter)
+            of_name = "adapter_id IN (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')"
+            condition += f" AND substr(path, ? + length(adapter_id), ?) = ? AND ({of_id} OR {of_name})"
+            parameters += [len(SCHEME) + 1, len(slash + rest), slash + rest, *values, tenant_id, adapter]
         return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:

@@ -492,6 +492,18 @@ def marks(values: Sequence[str]) -> str:
     return ", ".join("?" * len(values))
 
 
+def adapter_reference(text: str) -> tuple[str, list[str | int]]:
+    """Return the condition of rows whose `adapter_id` a person may mean by a text, with its parameters.
+
+    The id begins with it. A text with a colon is a session's beginning and the whole rest: `3f2a:train:0` does not mean
+    `3f2a...:train:01`, which may be the only one left.
+    """
+    begin, colon, rest = text.partition(":")
+    end = colon + rest
+    condition = "substr(adapter_id, 1, ?) = ? AND substr(adapter_id, length(adapter_id) + 1 - ?) = ?"
+    return condition, [len(begin), begin, len(end), end]
+
+
 def columns(row_type: type[Any]) -> str:
     """Return the columns of a row type, as a list in SQL."""
     return ", ".join(field.name for field in fields(row_type))

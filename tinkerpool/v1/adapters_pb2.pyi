@@ -359,7 +359,9 @@ class ListAdaptersRequest(_message.Message):
     name_prefix: _builtins.str
     """Only adapters whose name begins with this."""
     reference: _builtins.str
-    """Only adapters that a person may mean by this: their id begins with it, or it is their name."""
+    """Only adapters that a person may mean by this: it is their name, or their id begins with it. A reference with `:` is
+    the beginning of a session's id and the whole rest: `3f2a:train:0`.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only adapters that have all of these in their `user_metadata`."""

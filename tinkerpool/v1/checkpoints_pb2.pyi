@@ -386,8 +386,8 @@ class ListCheckpointsRequest(_message.Message):
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
     reference: _builtins.str
-    """Only checkpoints that a person may mean by this: their path begins with it, where `tinker://` may be left out, or does
-    when the adapter's name stands for its id: `NAME`, `NAME/weights/step`.
+    """Only checkpoints that a person may mean by this: `ADAPTER` or `ADAPTER/weights/NAME`, with or without `tinker://`.
+    ADAPTER is a reference as in ListAdapters, also to a deleted adapter; what follows begins the rest of the path.
     """
     def __init__(
         self,

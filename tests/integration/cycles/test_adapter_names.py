@@ -100,6 +100,10 @@ async def test_a_person_finds_an_adapter_by_the_begin_of_its_id_or_by_its_whole_
     assert await listed(pool, reference=second[:8]) == ["second"]
     assert await listed(pool, reference="second") == ["second"]
     assert await listed(pool, reference="secon") == []
+    session, _, rest = second.partition(":")
+    assert await listed(pool, reference=f"{session[:8]}:{rest}") == ["second"]
+    assert await listed(pool, reference=f"{session[:8]}:{rest[:-1]}") == []
+    assert await listed(pool, reference=f":{rest}") == ["second", "first"]
     await rename(pool, first, second[:8])
     assert await listed(pool, reference=second[:8]) == ["second", second[:8]]
 
@@ -145,10 +149,11 @@ async def test_checkpoints_are_found_by_their_adapters_name_also_once_it_is_dele
     for _ in range(2):
         assert {each.path for each in await found("run")} == set(paths)
         assert [each.path for each in await found("run/weights/b")] == [paths[1]]
-        assert [each.path for each in await found(paths[1][:-1])] == paths[::-1]
+        assert [each.path for each in await found(f"tinker://{run[:8]}/weights/")] == paths[::-1]
+        assert [each.path for each in await found(f"{run[:8]}:train:0/weights/a")] == [paths[0]]
         assert [each.path for each in await found(paths[1])] == [paths[1]]
         assert [each.adapter_name for each in await found(f"{run}/weights/b")] == ["run"]
-        assert await found("/weights/b") == await found("ru") == await found("run/b") == []
+        assert await found("ru") == await found("run/b") == []
         if run in pool.core.registry.logs:
             await pool.delete_adapter(run)
 
