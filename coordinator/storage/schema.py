@@ -174,7 +174,8 @@ CREATE INDEX sessions_listed ON sessions (tenant_id, created_at DESC, session_id
 """List without reading rows, whose metadata may be large; also for databases that a migration gives the index."""
 
 NAMED = """
-CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id, name) WHERE deleted_at IS NULL;
+CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id, name, deleted_at)
+    WHERE deleted_at IS NULL;
 CREATE INDEX adapters_named ON adapters (tenant_id, name) WHERE name != '';
 """
 """List and find adapters without reading rows, as `LISTED`; the second index has deleted adapters, too."""
