@@ -208,17 +208,19 @@ class AdapterUseCases(UseCases):
         if row is not None and row.deleted_at is not None:
             return pb.DeleteAdapterResponse()
         if row is None or request.adapter_id not in self._deletions:
-            if request.HasField("unless_used_after"):
-                _check_unused_since(self._adapter(principal, request.adapter_id), request.unless_used_after)
-            error = ops_pb.OperationError(
-                code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted"
-            )
-            deletion = self._core.deletions.delete(self._adapter(principal, request.adapter_id), error)
+            deletion = self._deletion(self._adapter(principal, request.adapter_id), request)
             task = asyncio.ensure_future(self._core.tasks.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task
             task.add_done_callback(functools.partial(self._deletion_ended, request.adapter_id))
         await asyncio.shield(self._deletions[request.adapter_id])
         return pb.DeleteAdapterResponse()
+
+    async def _deletion(self, adapter: AdapterLog, request: pb.DeleteAdapterRequest) -> None:
+        """Delete an adapter. No operation is accepted between the check of its use and the begin of its deletion."""
+        if request.HasField("unless_used_after"):
+            _check_unused_since(adapter, request.unless_used_after)
+        error = ops_pb.OperationError(code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted")
+        await self._core.deletions.delete(adapter, error)
 
     def _deletion_ended(self, adapter_id: str, task: asyncio.Task[None]) -> None:
         del self._deletions[adapter_id]

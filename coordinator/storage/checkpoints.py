@@ -55,7 +55,7 @@ class Checkpoints(Table[CheckpointRow]):
         """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter.
 
         `reference`: only those of adapters that its first part means, as in a listing of adapters but also of deleted
-        ones, whose path goes on with the rest of it.
+        ones, whose path goes on with the rest of it, and ends with it if it has a checkpoint's name.
         """
         condition = f"WHERE tenant_id = ? AND kind IN ({marks(kinds)})"
         parameters: list[str | int] = [tenant_id, *kinds]
@@ -64,10 +64,13 @@ class Checkpoints(Table[CheckpointRow]):
             parameters.append(adapter_id)
         if reference:
             adapter, slash, rest = reference.partition("/")
+            rest = slash + rest
+            # With a name it is the whole rest: one more character would be that of another checkpoint's name.
+            num_compared = len(rest) + bool(rest[1:].partition("/")[2])
             of_id, values = adapter_reference(adapter)
             of_name = "adapter_id IN (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')"
             condition += f" AND substr(path, ? + length(adapter_id), ?) = ? AND ({of_id} OR {of_name})"
-            parameters += [len(SCHEME) + 1, len(slash + rest), slash + rest, *values, tenant_id, adapter]
+            parameters += [len(SCHEME) + 1, num_compared, rest, *values, tenant_id, adapter]
         return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:

@@ -159,14 +159,15 @@ def prune(
     for adapter in busy:
         show.note(f"Skipped {_called(adapter)}: it has unfinished operations.")
     adapters = [each for each in idle_ones if not _num_unfinished(each)]
-    if not adapters:
+    if not idle_ones:
         show.note(f"No adapter has been idle for {idle}.")
+    if not adapters:
         return
     _show_idle(target, adapters)
     if not yes:
         if not sys.stdin.isatty():
             raise CliError("there is no terminal to ask: --yes deletes them")
-        typer.confirm(f"Delete {_plural(len(adapters))} for good? Their checkpoints stay.", abort=True)
+        typer.confirm(f"Delete {_plural(len(adapters))} for good? Checkpoints stay.", abort=True)
     show.note(f"Deleted {_plural(ask(target, partial(_delete_idle, adapters)))}.")
 
 

@@ -70,7 +70,9 @@ def find_checkpoint(target: Target, reference: str) -> str:
     adapter, slash, rest = text.partition("/")
     request = partial(ListCheckpointsRequest, reference=text)
     found = fetch_list(target, LIST_CHECKPOINTS, request, "checkpoints", CANDIDATES_MAX + 1)
-    is_whole = "/" in rest  # a whole name means itself: `run/weights/step-1` is not the beginning of step-10's path
+    is_whole = bool(
+        rest.partition("/")[2]
+    )  # a whole name means itself: `run/weights/step-1` is not the beginning of step-10's path
     meant = []
     for each in found.checkpoints:
         own = each.path.removeprefix(f"{SCHEME}{each.adapter_id}")

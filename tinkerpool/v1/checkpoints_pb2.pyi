@@ -387,7 +387,8 @@ class ListCheckpointsRequest(_message.Message):
     """This many are passed over first, after the page token's place."""
     reference: _builtins.str
     """Only checkpoints that a person may mean by this: `ADAPTER` or `ADAPTER/weights/NAME`, with or without `tinker://`.
-    ADAPTER is a reference as in ListAdapters, also to a deleted adapter; what follows begins the rest of the path.
+    ADAPTER is a reference as in ListAdapters, also to a deleted adapter. NAME is whole; without it, what follows ADAPTER
+    begins the rest of the path.
     """
     def __init__(
         self,

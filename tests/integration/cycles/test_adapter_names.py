@@ -139,7 +139,7 @@ async def test_a_member_never_sees_the_names_of_others(pool: ToyPool) -> None:
 
 async def test_checkpoints_are_found_by_their_adapters_name_also_once_it_is_deleted(pool: ToyPool) -> None:
     run, other = await pool.adapter(name="run"), await pool.adapter(name="run-2")
-    paths = [(await pool.save(run, seq, name)).save_state.path for seq, name in ((1, "a"), (2, "b"))]
+    paths = [(await pool.save(run, seq, name)).save_state.path for seq, name in ((1, "a"), (2, "b"), (3, "ab"))]
     await pool.save(other, 1, "a")
 
     async def found(reference: str) -> list[checkpoints_pb2.Checkpoint]:
@@ -150,9 +150,12 @@ async def test_checkpoints_are_found_by_their_adapters_name_also_once_it_is_dele
         assert {each.path for each in await found("run")} == set(paths)
         assert [each.path for each in await found("run/weights/b")] == [paths[1]]
         assert [each.path for each in await found(f"tinker://{run[:8]}/weights/")] == paths[::-1]
+        assert [each.path for each in await found("run/weights/a")] == [paths[0]]  # not ab's
         assert [each.path for each in await found(f"{run[:8]}:train:0/weights/a")] == [paths[0]]
         assert [each.path for each in await found(paths[1])] == [paths[1]]
         assert [each.adapter_name for each in await found(f"{run}/weights/b")] == ["run"]
+        assert await found("run/weights/") == await found("run")
+        assert await found("run/weights/") != await found("run/weights/a")
         assert await found("ru") == await found("run/b") == []
         if run in pool.core.registry.logs:
             await pool.delete_adapter(run)

@@ -494,8 +494,13 @@ def test_checkpoint_import_prints_the_path_and_says_what_to_do_next(
         ),
     }
     directory = files.write(tmp_path / "adapter")
-    done = run("checkpoint", "import", str(directory), "--name", "final", "--base-model", "toy")
+    done = run(
+        "checkpoint", "import", str(directory), "--name", "final", "--base-model", "toy", "--adapter-name", "theirs"
+    )
     assert (done.code, done.out) == (0, CHECKPOINT + "\n")
+    [request] = requests_of(service, "import_checkpoint")
+    assert isinstance(request, imports_pb2.ImportCheckpointRequest)
+    assert (request.name, request.adapter_name) == ("final", "theirs")
     assert f'create_training_client_from_state("{CHECKPOINT}")' in done.err
     assert f'create_sampling_client("{CHECKPOINT}")' in done.err
     assert "k_proj is new" in done.err

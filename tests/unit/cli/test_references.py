@@ -110,6 +110,7 @@ def test_a_whole_id_that_the_list_lacks_is_sent_as_it_is_and_means_no_longer_one
         ("sft/weights/step-10", f"tinker://{FIRST}/weights/step-10"),
         ("3f2a/weights/step-10", f"tinker://{FIRST}/weights/step-10"),
         ("3f2a:train:0/s", f"tinker://{FIRST}/sampler_weights/final"),
+        ("sft/weights/", f"tinker://{FIRST}/weights/step-10"),
         (f"tinker://{FIRST}/weights/step-10", f"tinker://{FIRST}/weights/step-10"),
         (f"tinker://{FIRST}/weights/step-1", f"tinker://{FIRST}/weights/step-1"),  # whole: the pool says it is missing
     ],
