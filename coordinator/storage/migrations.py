@@ -10,6 +10,7 @@ from coordinator.storage.schema import (
     DRAINED_WORKERS,
     HISTORY,
     LISTED,
+    NAMED,
     OPERATIONS,
     PROBATIONS,
     RECORDS,
@@ -68,11 +69,19 @@ UPDATE tenants SET row_bytes = found.num_bytes FROM (
 {ROW_COUNTS}{LISTED}"""  # noqa: S608 (our text)
 """What a tenant's rows have counts among its stored bytes. Files of samplers that were saved before count nothing."""
 
+_NAMES = f"""
+ALTER TABLE adapters ADD COLUMN name TEXT NOT NULL DEFAULT '';
+ALTER TABLE adapters ADD COLUMN used_at REAL NOT NULL DEFAULT 0;
+UPDATE adapters SET used_at = CAST(strftime('%s', 'now') AS REAL);
+DROP INDEX IF EXISTS adapters_listed;
+{NAMED}"""  # noqa: S608 (our text)
+"""Names of adapters. When they were last used is not known: none counts as idle for longer than since the migration."""
+
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
     7: RECORDS + _ROW_BYTES,
     8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
-    9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
+    9: _NAMES + "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
 }
 """Schema version to the statements that make the next version of it."""

@@ -12,7 +12,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | api_keys | an API key, as the hash of its secret | it is created, rotated or revoked; when it was used, once an hour |
 | audit | an act of an administrator | in the transaction of the act; never changed or deleted |
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
-| adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
+| adapters | an adapter: its spec, not its state | it is created, renamed, used (once an hour), deleted; gone later |
 | samplers | a sampler | it is created, or weights are saved without a name; deleted after its session |
 | operations | an operation, without its payload and outcome | it is appended, decided, fetched; deleted later |
 | payloads | the payload of an operation that a recovery may need | it is appended; deleted once a snapshot covers it |
@@ -176,9 +176,15 @@ ROW_COUNTS = (
 
 LISTED = """
 CREATE INDEX sessions_listed ON sessions (tenant_id, created_at DESC, session_id) WHERE ended_at IS NULL;
-CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id) WHERE deleted_at IS NULL;
 """
-"""List without reading rows, whose metadata may be large; also for databases that a migration gives the indexes."""
+"""List without reading rows, whose metadata may be large; also for databases that a migration gives the index."""
+
+NAMED = """
+CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id, name, deleted_at)
+    WHERE deleted_at IS NULL;
+CREATE INDEX adapters_named ON adapters (tenant_id, name) WHERE name != '';
+"""
+"""List and find adapters without reading rows, as `LISTED`; the second index has deleted adapters, too."""
 
 OPERATIONS = """CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
@@ -310,6 +316,8 @@ CREATE TABLE adapters (
     deleted_service_s REAL,               -- its row is deleted some time after it
     is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
     fingerprint TEXT NOT NULL DEFAULT '', -- of the numerics that ran its operations last; empty: none ran
+    name TEXT NOT NULL DEFAULT '',        -- what people call it, not unique; empty: nothing
+    used_at REAL NOT NULL DEFAULT 0,      -- its creation or last accepted operation; up to an hour early
     UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
 CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
@@ -387,4 +395,4 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}{NAMED}"""  # noqa: S608 (our names)

@@ -9,6 +9,7 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, call
 from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.references import AdapterArgument, find_operation, find_target_id
 from tinkerpool.client.calls.methods import GET_HISTORY_ENTRY, LIST_HISTORY
 from tinkerpool.history import WAITS, kind_of, progress_of
 from tinkerpool.v1 import history_pb2 as pb
@@ -19,12 +20,16 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 def why(
     target: Target,
     operation: Annotated[
-        str, typer.Argument(metavar="OPERATION", help="Its name, ADAPTER:SEQ, as futures and errors show it.")
+        str,
+        typer.Argument(
+            metavar="OPERATION",
+            help="ADAPTER:SEQ, as futures and errors show it; ADAPTER is an id, a unique beginning of it, or a name.",
+        ),
     ],
     json: JsonOption = False,
 ) -> None:
     """Tell why an operation took as long as it did, or what it waits for."""
-    entry = call(target, GET_HISTORY_ENTRY, pb.GetHistoryEntryRequest(name=operation)).entry
+    entry = call(target, GET_HISTORY_ENTRY, pb.GetHistoryEntryRequest(name=find_operation(target, operation))).entry
     if json:
         show.json_message(entry)
         return
@@ -70,11 +75,12 @@ def _run(entry: pb.HistoryEntry) -> str:
 @calls_pool
 def history(
     target: Target,
-    adapter_id: Annotated[str, typer.Argument(metavar="ADAPTER", help="An adapter, or a sampler.")],
+    adapter: AdapterArgument,
     limit: LimitOption = 20,
     json: JsonOption = False,
 ) -> None:
     """Show the last operations of an adapter: how long each waited and ran, and its metrics."""
+    adapter_id = find_target_id(target, adapter)
     entries = _last(target, adapter_id, limit)
     if json:
         show.json_message(pb.ListHistoryResponse(entries=entries))

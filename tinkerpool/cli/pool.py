@@ -79,6 +79,7 @@ def _show_probations(probations: Iterable[probation_pb2.Probation]) -> None:
             for each in probations
         ),
         right="kills",
+        whole=("last one by",),
     )
 
 
