@@ -24,9 +24,11 @@ from coordinator.coordinator import Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
+from coordinator.doors.metrics import MetricsDoor
 from coordinator.doors.tls import server_name
 from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
+from coordinator.runtime.gauges import PoolGauges
 from coordinator.storage.sqlite import StorageError
 from tinkerpool.credentials import Certificate, Credentials, credentials_file, kept_credentials, write_credentials
 from tinkerpool.serving import READY_FILE, Serving
@@ -56,6 +58,7 @@ class Server:
         self._coordinator = Coordinator(config.coordinator, pool)
         self._door = GrpcDoor(config.grpc)
         self._http_door = HttpDoor(config.http) if config.http is not None else None
+        self._metrics_door = MetricsDoor(config.metrics) if config.metrics is not None else None
         self._key = ""
         self._ready_files: list[Path] = []
         self._sweeping: asyncio.Task[None] | None = None
@@ -83,6 +86,8 @@ class Server:
             self._door.bind()
             if self._http_door is not None:
                 self._http_door.bind()
+            if self._metrics_door is not None:
+                self._metrics_door.bind()
             return await _before(stopping.wait(), self._start())
         except (DoorError, DataDirError, PoolStartError) as error:
             raise StartError(str(error)) from error
@@ -96,6 +101,9 @@ class Server:
         await self._door.start(self._coordinator)
         if self._http_door is not None:
             await self._http_door.start(self._coordinator, self._config.coordinator.data_dir / TOKENIZERS_DIR)
+        if self._metrics_door is not None:
+            shown = self._metrics_door.config.num_tenants
+            await self._metrics_door.start(PoolGauges(self._coordinator.core, shown))
         serving = Serving(
             url=self.url,
             http_url=self._http_door.url if self._http_door is not None else "",
@@ -127,6 +135,8 @@ class Server:
     async def _stop(self, *, is_final: bool) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
+        if self._metrics_door is not None:
+            await self._metrics_door.stop()
         for path in self._ready_files:
             path.unlink(missing_ok=True)
         await self._door.refuse()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.base import config, tenant_limits
 from coordinator.cli.options import attribute_docstrings
-from workers.contract import settings
+from workers.contract import logs, settings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[str, type, str], ...] = (
@@ -27,6 +27,7 @@ SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("HTTP", config.HttpConfig, "`HttpConfig`: the door for the Tinker SDK and OpenAI's clients."),
     ("Process", config.ServerConfig, "`ServerConfig`: the process that serves a pool."),
     ("Workers", settings.PoolConfig, "`PoolConfig`: the pool, and the engine on each of its workers."),
+    ("Logs", logs.LogConfig, "`LogConfig`: what the processes of a pool log, and how."),
     ("Base models", settings.PoolModel, "`PoolModel`: one base model and its workers."),
 )
 HEAD = """# Configuration
@@ -35,8 +36,8 @@ Every setting of a pool, with its default. Most are options of `tinkerpool serve
 programs that start a pool themselves. Names end with their unit: `_s` is seconds.
 
 This page is generated: `.venv/bin/python -m scripts.generate_configuration` writes it from the docstrings in
-`coordinator/base/config.py`, `coordinator/base/tenant_limits.py` and `workers/contract/settings.py`. Advice for slots,
-cycle tokens, recompute and threads is in [running.md](running.md#advice).
+`coordinator/base/config.py`, `coordinator/base/tenant_limits.py`, `workers/contract/settings.py` and
+`workers/contract/logs.py`. Advice for slots, cycle tokens, recompute and threads is in [running.md](running.md#advice).
 
 ## Environment variables
 
@@ -53,7 +54,7 @@ cycle tokens, recompute and threads is in [running.md](running.md#advice).
 """
 
 
-GROUPS = {"coordinator", "grpc", "http", "limits", "tenant_limits"}
+GROUPS = {"coordinator", "grpc", "http", "limits", "log", "tenant_limits"}
 """Fields that hold the settings of another section."""
 
 
@@ -75,7 +76,9 @@ def default_of(field: "Field[object]") -> str:
 
 def page() -> str:
     """Return the whole page."""
-    texts = attribute_docstrings(config) | attribute_docstrings(tenant_limits) | attribute_docstrings(settings)
+    texts: dict[tuple[str, str], str] = {}
+    for module in (config, tenant_limits, settings, logs):
+        texts |= attribute_docstrings(module)
     parts = [HEAD]
     for title, section, about in SECTIONS:
         parts.append(f"\n## {title}\n\n{about}\n\n| setting | default | meaning |\n|---|---|---|\n")

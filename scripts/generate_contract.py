@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "contract.md"
 PACKAGE = "tinkerpool.v1"
 FOLDER = "tinkerpool/v1"
 ORDER = (
-    *("sessions", "adapters", "training", "operations", "checkpoints", "sampling", "imports"),
+    *("sessions", "adapters", "training", "operations", "history", "checkpoints", "sampling", "imports"),
     *("pool", "probation", "limits", "admin", "types"),
 )
 """The files as the page has them: in the order in which a client meets them, then what administrators need."""

@@ -40,6 +40,13 @@ def operation_name(target_id: str, seq: int) -> str:
     return f"{target_id}:{seq}"
 
 
+def parse_operation_name(name: str) -> tuple[str, int]:
+    """Return target and seq of an operation's name; `("", 0)`, which no operation has, for other text."""
+    target_id, _, seq = name.rpartition(":")
+    is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 20 and int(seq) < 1 << 63
+    return (target_id, int(seq)) if is_canonical else ("", 0)
+
+
 def sequence_id(operation: str, index: int) -> str:
     """Return the id of a sequence that a sample drew: the sample's name, and the sequence's index in it."""
     return f"{operation}:{index}"

@@ -121,6 +121,11 @@ class CoordinatorConfig:
     record_retention_s: float = 86400.0
     """Seconds of service time, since its sample or its last use, for which a recorded sequence can be trained on with
     the loss stable_reinforce; the end of its session ends it sooner."""
+    history_rows: int = 20_000
+    """Entries of a tenant's history that are kept: what its operations waited for, and their metrics. 0: none are
+    written."""
+    history_retention_s: float = 30 * 86400.0
+    """Seconds of service time for which an entry of the history is kept at most."""
     ended_retention_s: float = 86400.0
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
@@ -138,9 +143,11 @@ class CoordinatorConfig:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
         waits = ("linger_s", "session_timeout_s", "gap_timeout_s", "class_wait_s", "probation_s", "stop_s_max")
         retentions = ("result_retention_s", "fetched_retention_s", "record_retention_s", "ended_retention_s")
-        for name in ("replay_s_max", *waits, *retentions):
+        for name in ("replay_s_max", "history_retention_s", *waits, *retentions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
+        if self.history_rows < 0:
+            raise ValueError(f"history_rows must be 0 or more, got {self.history_rows}")
         if self.disk_free_bytes_min < 0:
             raise ValueError(f"disk_free_bytes_min must be 0 or more, got {self.disk_free_bytes_min}")
         _check_positive(self, "cycle_s_max", "ping_interval_s", "ping_timeout_s", "sweep_interval_s")
@@ -291,6 +298,25 @@ class HttpConfig(DoorConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Settings of `/metrics`."""
+
+    host: str = "127.0.0.1"
+    """Address on which metrics are served, to anybody and without a key: numbers only, and names of tenants if they are
+    asked for."""
+    port: int = 7602
+    """Port for Prometheus. 0: any free port."""
+    num_tenants: int = 0
+    """Tenants that metrics show by name, those with the most tokens; the rest are one. 0: none are named."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the port of metrics must be 0 (any free one) to 65535, got {self.port}")
+        if self.num_tenants < 0:
+            raise ValueError(f"the number of tenants in metrics must be 0 or more, got {self.num_tenants}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Settings of one process that serves a pool."""
 
@@ -300,6 +326,8 @@ class ServerConfig:
     """Settings of the gRPC door."""
     http: HttpConfig | None = None
     """Settings of the HTTP door. None: there is no such door."""
+    metrics: MetricsConfig | None = None
+    """Settings of `/metrics`. None: metrics are not served."""
     is_key_shown: bool = False
     """Print the API key for the Tinker SDK, and not only where it is stored: for a terminal, not for a log."""
     ready_file: Path | None = None

@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from coordinator.base.errors import Code, Failure, ServiceError, unavailable, unmet
 from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe.metrics import PUBLISH_SECONDS
 from coordinator.operations.holdings import Holdings
 from coordinator.storage.folders import Saved, StateFolders
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.sqlite import StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool import names
+from workers.contract.logs import about
 from workers.contract.messages import AdapterSpec, AdapterState
 
 logger = logging.getLogger(__name__)
@@ -292,9 +294,10 @@ class Publishing:
         while version.name in self._versions:
             try:
                 async with self._writers:
-                    await self._write_once(version)
+                    with PUBLISH_SECONDS.time():
+                        await self._write_once(version)
             except (OSError, StorageError) as error:
-                logger.warning("%s has no file yet: %s", version.name, error)
+                logger.warning("%s has no file yet: %s", version.name, error, extra=about(operation=version.name))
                 reason = error.strerror if isinstance(error, OSError) else error
                 version.resolve(StorageError(f"the weights that {version.name} has saved cannot be written: {reason}"))
                 if self._is_stopping.is_set() or isinstance(error, StoreBrokenError):

@@ -25,6 +25,7 @@ from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class Saver:
         taken = {row.version: row for row in staged.samplers if self._store.samplers.get(row.sampler_id) is not None}
         for operation in finished:
             if (row := taken.get(operation.name)) is not None:
-                logger.error("%s: the sampler %s exists already", operation.name, row.sampler_id)
+                ids = about(operation=operation.name, adapter=operation.target_id)
+                logger.error("%s: the sampler %s exists already", operation.name, row.sampler_id, extra=ids)
                 assert operation.outcome is not None
                 outcome = operation.outcome
                 operation.undecide()

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 
 from coordinator.base.time import Signal, Time, backoff_s
 from coordinator.checkpoints.states import States
+from coordinator.observe.metrics import SNAPSHOTS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
 from coordinator.storage.sqlite import StorageError
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
@@ -135,7 +137,8 @@ class Snapshots:
 
     def failed(self, adapter: AdapterLog, reason: str) -> None:
         """Schedule a retry of a snapshot that failed."""
-        logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
+        logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason, extra=about(adapter=adapter.adapter_id))
+        SNAPSHOTS.labels("failed").inc()
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
         self._failed_at[adapter.adapter_id] = self._time.monotonic()
@@ -205,6 +208,7 @@ class Snapshots:
         except (OSError, StorageError) as error:
             self.failed(adapter, str(error))
         else:
+            SNAPSHOTS.labels("written").inc()
             if replaced is not None:
                 self._durable.append(_Durable(adapter, state.applied_seq, window, replay_s, replaced))
             self._cost_s[adapter.adapter_id] = self._time.monotonic() - began

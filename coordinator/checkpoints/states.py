@@ -21,6 +21,7 @@ from coordinator.storage.folders import Saved, StateFiles, StateFolders
 from coordinator.storage.rows import CheckpointRow, SnapshotRow
 from coordinator.storage.sqlite import StorageError, StoreBrokenError
 from coordinator.storage.store import Store
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class States:
         try:
             return await asyncio.to_thread(files.write, log.spec, self._fleet.models[log.base_model], state, recipients)
         except OSError as error:
-            logger.exception("cannot write the state of %s", log.adapter_id)
+            logger.exception("cannot write the state of %s", log.adapter_id, extra=about(adapter=log.adapter_id))
             raise cannot_write("the state", error) from None
 
     async def write_snapshot(self, log: AdapterLog, state: AdapterState, window: Window) -> str | None:

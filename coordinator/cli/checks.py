@@ -27,6 +27,8 @@ def check_start(settings: Settings) -> None:
         _check_door(settings.server.grpc, "--port")
         if settings.server.http is not None:
             _check_door(settings.server.http, "--http-port")
+        if (metrics := settings.server.metrics) is not None:
+            check_free(metrics.host, metrics.port, "--metrics-port")
         check_host(settings.pool)
     except (DoorError, PoolStartError) as error:
         raise CliError(str(error)) from None

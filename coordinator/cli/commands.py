@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -21,8 +21,10 @@ from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import credentials_file, data_dir_option
 from tinkerpool.pools import credentials_of, meant_pool
 from tinkerpool.serving import STAGES
+from workers.contract.logs import message_in
 
 _log = logging.getLogger(__name__)
+_said = logging.getLogger("tinkerpool.serve")
 PRIVATE_UMASK = 0o077
 """A pool's files can be read by its operator only: they have the training data of all tenants."""
 
@@ -42,20 +44,35 @@ print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().s
 
 
 def serve(settings: Settings, _arguments: Sequence[str]) -> None:
-    """Run the pool until a signal stops it. Raises CliError if it cannot start, or fails."""
+    """Run the pool until a signal stops it. Raises CliError if it cannot start, or fails.
+
+    With JSON, everything that it says is an event of the log, also the error.
+    """
+    settings.pool.log.apply()
+    for logger in (STAGES, _said):
+        logger.setLevel(logging.INFO)  # also where others log only errors
+    if settings.pool.log.format == "text":
+        _serve(settings, show.say)
+        return
+    try:
+        _serve(settings, _said.info)
+    except CliError as error:
+        _said.error("%s", error)
+        raise typer.Exit(1) from None
+
+
+def _serve(settings: Settings, say: Callable[[str], None]) -> None:
     from coordinator.cli.checks import check_start
 
     check_start(settings)
     os.umask(PRIVATE_UMASK)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    STAGES.setLevel(logging.INFO)
-    show.say(_starting(settings))
+    say(_starting(settings))
     STAGES.info("loading libraries")
     from coordinator.server import Server, StartError
     from workers.pool.factory import make_pool
 
     try:
-        asyncio.run(Server(settings.server, make_pool(settings.pool), show.say).run())
+        asyncio.run(Server(settings.server, make_pool(settings.pool), say).run())
     except StartError as error:
         _log.debug("the pool did not start", exc_info=error)
         raise CliError(str(error)) from None
@@ -79,9 +96,8 @@ def up(settings: Settings, arguments: Sequence[str]) -> None:
             spinner.update(f"{text} ...")
 
         def on_line(line: str) -> None:
-            _, is_stage, text = line.partition(f" {STAGES.name}: ")
-            if is_stage:
-                say_stage(text)
+            if (stage := message_in(line, STAGES.name)) is not None:
+                say_stage(stage)
 
         serving = process.start(settings.data_dir, arguments, on_line, settings.pool.start_timeout_s + 60)
         say_stage("ready")

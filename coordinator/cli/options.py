@@ -16,17 +16,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
 
-from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
+from coordinator.base.config import (
+    CoordinatorConfig,
+    DoorConfig,
+    GrpcConfig,
+    HttpConfig,
+    MetricsConfig,
+    ServerConfig,
+    is_loopback,
+)
 from coordinator.base.errors import ServiceError
 from coordinator.base.tenant_limits import TenantLimits, limits_with, parse_whole
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import default_data_dir
+from workers.contract.logs import LogConfig
 from workers.contract.settings import PoolConfig, PoolModel
 
 RAY_FILE = "ray.json"
@@ -35,6 +44,7 @@ _ARGUMENTS = "tinkerpool.arguments"
 _LIBRARIES = (
     "grpc_health",
     "grpc_reflection",
+    "prometheus_client",
     "pydantic",
     "ray",
     "safetensors",
@@ -53,7 +63,6 @@ class Settings:
 
     server: ServerConfig
     pool: PoolConfig
-    log_level: str
 
     @property
     def data_dir(self) -> Path:
@@ -171,6 +180,17 @@ _OPTIONS = (
         form=_PORT,
     ),
     _Option(flag="--http/--no-http", type=bool, default=True, help="Whether there is an HTTP door."),
+    _Option(
+        flag="--metrics-port",
+        setting=(MetricsConfig, "port"),
+        type=int | None,
+        default=None,
+        help=f"{help_of(MetricsConfig, 'port')} Default: the second port after --port.",
+        form=_PORT,
+    ),
+    _Option(flag="--metrics-host", setting=(MetricsConfig, "host")),
+    _Option(flag="--metrics-tenants", setting=(MetricsConfig, "num_tenants"), form={"min": 0}),
+    _Option(flag="--metrics/--no-metrics", type=bool, default=True, help="Whether metrics are served."),
     _Option(flag="--host", setting=(DoorConfig, "host")),
     _Option(flag="--public-url", setting=(HttpConfig, "public_url"), form={"metavar": "URL"}),
     _Option(flag="--pool", setting=(PoolConfig, "kind")),
@@ -209,6 +229,7 @@ _OPTIONS = (
     _Option(flag="--ping-interval", setting=(CoordinatorConfig, "ping_interval_s"), form={"min": 0.1}),
     _Option(flag="--ping-timeout", setting=(CoordinatorConfig, "ping_timeout_s"), form={"min": 0.1}),
     _Option(flag="--class-wait", setting=(CoordinatorConfig, "class_wait_s"), form={"min": 0, "metavar": "SECONDS"}),
+    _Option(flag="--history-rows", setting=(CoordinatorConfig, "history_rows"), form={"min": 0}),
     _Option(
         flag="--disk-free-min",
         setting=(CoordinatorConfig, "disk_free_bytes_min"),
@@ -231,12 +252,8 @@ _OPTIONS = (
     _Option(flag="--new-key", setting=(ServerConfig, "is_new_key_wanted")),
     _Option(flag="--ready-file", setting=(ServerConfig, "ready_file")),
     _Option(flag="--engine", setting=(PoolConfig, "engine"), form={"hidden": True}),
-    _Option(
-        flag="--log-level",
-        type=Literal["debug", "info", "warning", "error"],
-        default="info",
-        help="Least severe messages to log.",
-    ),
+    _Option(flag="--log-level", setting=(LogConfig, "level")),
+    _Option(flag="--log-format", setting=(LogConfig, "format")),
 )
 
 
@@ -275,8 +292,9 @@ def _settings(values: Mapping[str, Any]) -> Settings:
         return {setting[1]: values[name] for setting, name in mine if setting is not None and setting[0] is config}
 
     data_dir = data_dir_of(values["data_dir"])
-    door, pool = of(DoorConfig), of(PoolConfig)
-    http_port = http_port_after(values["port"]) if values["http_port"] is None else values["http_port"]
+    door, pool, log = of(DoorConfig), of(PoolConfig), LogConfig(**of(LogConfig))
+    http_port = port_after(values["port"]) if values["http_port"] is None else values["http_port"]
+    metrics_port = port_after(values["port"], 2) if values["metrics_port"] is None else values["metrics_port"]
     grpc = GrpcConfig(**door, **of(GrpcConfig))
     http_values = of(HttpConfig) | {"port": http_port, "is_remote": not is_loopback(grpc.host)}
     http = HttpConfig(**door, **http_values) if values["http"] else None
@@ -288,15 +306,16 @@ def _settings(values: Mapping[str, Any]) -> Settings:
             ),
             grpc=grpc,
             http=http,
-            is_key_shown=sys.stdout.isatty(),
+            metrics=MetricsConfig(**of(MetricsConfig) | {"port": metrics_port}) if values["metrics"] else None,
+            is_key_shown=sys.stdout.isatty() and log.format == "text",
             **of(ServerConfig),
         ),
         pool=PoolConfig(
             **pool | {"device": pool["device"] or ("cuda" if pool["num_gpus"] else "cpu")},
             models=tuple(resolve_model(text, values["workers"]) for text in values["model"] or [DEFAULT_MODEL]),
             owner_file=data_dir / RAY_FILE,
+            log=log,
         ),
-        log_level=values["log_level"],
     )
 
 
@@ -305,9 +324,9 @@ def data_dir_of(given: Path | None) -> Path:
     return (given or default_data_dir()).expanduser().absolute()
 
 
-def http_port_after(grpc_port: int) -> int:
-    """Return the port after the gRPC door's; 0, any free one, if that is 0 or the last one."""
-    return grpc_port + 1 if 0 < grpc_port < 65535 else 0
+def port_after(grpc_port: int, distance: int = 1) -> int:
+    """Return the port so far behind the gRPC door's; 0, any free one, if that is 0 or too near to the last one."""
+    return grpc_port + distance if 0 < grpc_port <= 65535 - distance else 0
 
 
 def _check_libraries() -> None:

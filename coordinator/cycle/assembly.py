@@ -47,6 +47,8 @@ def make_loops(
         items = ItemBuilder(store, saver.states.folders, registers.in_flight)
         classes = schedule.classes
         phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal, classes)
-        committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time, classes)
+        committer = Committer(
+            planning, group, saver, registers.in_flight, fleet, journal, time, classes, registers.entries
+        )
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
     return CycleLoops(journal=journal, by_model=loops)

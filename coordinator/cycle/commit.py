@@ -10,6 +10,7 @@ the effects of an operation that was never logged are not stored, and the operat
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,7 +20,9 @@ from dataclasses import dataclass, field, replace
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe import metrics
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.history import Entries
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, decided_row
 from coordinator.operations.registry import AdapterGroup
@@ -28,10 +31,13 @@ from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.rows import FileUse
-from coordinator.storage.sqlite import ConflictError
-from tinkerpool.v1 import pool_pb2
+from coordinator.storage.sqlite import ConflictError, StorageError
+from tinkerpool.v1 import history_pb2, pool_pb2
 from workers.contract.gradient_windows import EMPTY
+from workers.contract.logs import about
 from workers.contract.messages import ItemResult
+
+logger = logging.getLogger(__name__)
 
 CYCLES_SHOWN_MAX = 1000
 """Cycles that are kept, and that a slow watcher may have unread; later ones are dropped for it."""
@@ -175,7 +181,8 @@ class CycleJournal:
         return await self._cycles.persist(replace(commit, open_ids=tuple(sorted(self._open))))
 
     def publish(self, cycle: pool_pb2.Cycle) -> None:
-        """Show a committed cycle."""
+        """Show and count a committed cycle."""
+        metrics.count_cycle(cycle)
         self.recent.append(cycle)
         for watcher in self._watchers:
             if watcher.qsize() < CYCLES_SHOWN_MAX:
@@ -213,8 +220,10 @@ class Committer:
         journal: CycleJournal,
         time: Time,
         classes: Classes,
+        entries: Entries,
     ) -> None:
         self._classes = classes
+        self._entries = entries
         self._planning = planning
         self._group = group
         self._saver = saver
@@ -231,6 +240,9 @@ class Committer:
         for log in self._planning.ready.dirty():
             cycle.finish(log.take_decided())
         self._journal.end(cycle.cycle_id)
+        now = self._time.monotonic()
+        for log in [self._group.logs[name] for name in cycle.entries if name in self._group.logs]:
+            log.waits.switch(history_pb2.WAIT_REASON_CYCLE, now)
         self._planning.take_back(cycle.unused_tokens, cycle.floors)
         self._charge_rest(cycle)
         message = cycle.as_message(self._planning.base_model)
@@ -272,12 +284,26 @@ class Committer:
         StorageError.
         """
         while True:
-            outcomes = [decided_row(operation) for operation in cycle.finished]
+            outcomes = [decided_row(operation, self._entry(cycle, operation)) for operation in cycle.finished]
             try:
                 return await self._journal.persist(replace(commit, finished=outcomes))
             except ConflictError:
                 if not self._saver.refuse_taken(cycle.staged, cycle.finished):
                     raise
+            except StorageError as error:
+                logger.error("cycle %d is not committed: %s", cycle.cycle_id, error, extra=about(cycle=cycle.cycle_id))
+                raise
+
+    def _entry(self, cycle: Cycle, operation: Operation) -> bytes:
+        """Return an operation's entry in the history."""
+        if operation.outcome is None or not operation.outcome.cycle_id:
+            return self._entries.finished(operation)
+        return self._entries.finished(
+            operation,
+            pass_s=cycle.pass_ended - cycle.started,
+            step_s=cycle.steps_ended - cycle.pass_ended,
+            num_tenants=len(cycle.tenants()),
+        )
 
     def _publish_outcomes(self, cycle: Cycle, lost: frozenset[str]) -> None:
         """Update memory after the transaction: show outcomes, and drop the copies of the adapters `lost`."""
@@ -286,6 +312,7 @@ class Committer:
                 operation.undecide()
             else:
                 self._in_flight.finish(operation)
+                self._entries.committed(operation)
                 operation.retire()
         for adapter_id in sorted(lost):
             if (log := self._group.logs.get(adapter_id)) is not None:

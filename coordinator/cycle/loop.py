@@ -87,6 +87,8 @@ class CycleLoop:
     def _plan(self) -> tuple[Cycle, PassPlan]:
         cycle, plan = self._new_cycle(self._journal.new_id()), self.planning.plan(self._time.monotonic())
         cycle.planned(plan)
+        for log, reason in self.planning.waits(plan):
+            log.waits.switch(reason, cycle.started)
         return cycle, plan
 
     def _log(self, cycle: Cycle, plan: PassPlan) -> None:

@@ -22,10 +22,12 @@ from coordinator.cycle.dispatch import Dispatch, Part, WorkerResult
 from coordinator.cycle.items import ItemBuilder, MovedState, PhaseWork
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
+from coordinator.observe.metrics import INSTALLS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
+from workers.contract.logs import about
 from workers.contract.messages import AdapterState, PassItem
 
 logger = logging.getLogger(__name__)
@@ -88,9 +90,9 @@ class Phases:
                 num_bytes = sum(each.num_bytes for each in decoded.values())
                 bytes_left = min(bytes_left, DECODED_BYTES_MAX) - num_bytes
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
-                extra_tokens = unsent.pop(adapter_id)
+                extra_tokens, now = unsent.pop(adapter_id), self._time.monotonic()
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
-                    log.copy.start(operation)
+                    log.start(operation, now)
                     work.add(log.home, log, operation, item)
                     extra_tokens -= item.num_tokens
                 work.weigh(log.home, extra_tokens)
@@ -149,8 +151,9 @@ class Phases:
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return
+        now = self._time.monotonic()
         for operation, item in items:
-            log.copy.start(operation)
+            log.start(operation, now)
             work.add(log.home, log, operation, item)
 
     async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:
@@ -231,6 +234,7 @@ class Phases:
             len(adapter_ids),
             split.cycle_id,
             cycle.cycle_id,
+            extra=about(worker=worker_id, incarnation=part.worker.name, cycle=split.cycle_id),
         )
         self._split.append(SplitCycle(split, part, adapter_ids))
         self._fleet.set_apart(part.worker, is_apart=True)
@@ -308,6 +312,7 @@ class Phases:
         worker.keep(log.adapter_id)
         worker.sent(num_bytes)
         work.install(log, install)
+        INSTALLS.inc()
         return True
 
     def _use_files(self, cycle: Cycle, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:

@@ -15,6 +15,7 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.observe.metrics import REPLAYS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import (
     CLASS_METRIC,
@@ -30,6 +31,7 @@ from coordinator.scheduling.worker_losses import replay_differs
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
 from tinkerpool.v1 import training_pb2
+from workers.contract.logs import about
 from workers.contract.messages import ErrorCode, ItemResult, LoadItem, PassItem
 
 logger = logging.getLogger(__name__)
@@ -85,10 +87,10 @@ class Results:
     def refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
         """Drop the copy of an adapter that cannot be rebuilt now, or abort the adapter if a retry cannot succeed."""
         if error.retry_delay_s is not None:
-            logger.warning("%s: %s", log.adapter_id, error.message)
+            logger.warning("%s: %s", log.adapter_id, error.message, extra=about(adapter=log.adapter_id))
             log.lose_copy()
             return
-        logger.error("%s: %s", log.adapter_id, error.message)
+        logger.error("%s: %s", log.adapter_id, error.message, extra=about(adapter=log.adapter_id))
         log.abort(service_error(error))
         self._saver.states.publishing.fail(log.adapter_id, error)
 
@@ -101,6 +103,7 @@ class Results:
         elif result.error is not None:
             self.refuse_copy(log, replay_differs(log, operation.name, str(result.error)))
         elif is_last:
+            REPLAYS.inc()
             operation.drop_payload()
             log.applied(operation)
             if operation.must_rematerialize:
@@ -145,7 +148,8 @@ class Results:
         After `REINSTALLS_MAX` times at the same operation the adapter is aborted: an adapter that cannot be rebuilt
         fails at the same operation each time, but a reply can be lost at any. The worker's reason is logged.
         """
-        logger.warning("%s: %s", log.adapter_id, result.error)
+        ids = about(adapter=log.adapter_id, operation=result.op_id)
+        logger.warning("%s: %s", log.adapter_id, result.error, extra=ids)
         log.lose_copy()
         if log.copy.count_reinstall(result.op_id) > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")

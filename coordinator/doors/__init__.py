@@ -3,5 +3,5 @@
 A door authenticates a call, converts it, calls one use case of `coordinator.service`, and converts the result or the
 refusal. Public interface: `grpc.server.GrpcDoor` and `http_server.HttpDoor`, which serve a `door.Backend` and raise
 `door.DoorError`. `http_app` maps paths to the handlers of `tinker` and `openai`; `http` holds the parts of both,
-`tls` and `peers` those of all doors.
+`tls` and `peers` those of all doors. `metrics` serves numbers without a key.
 """

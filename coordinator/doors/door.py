@@ -16,8 +16,10 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.limits.ceiling import Limit
 from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
+from coordinator.observe.metrics import REFUSALS
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
+from workers.contract.logs import about
 
 
 class Keys(Protocol):
@@ -109,9 +111,11 @@ def to_refusal(error: Exception, where: str) -> ServiceError:
     hold the error, so that both would stay in memory until a garbage collection.
     """
     if isinstance(error, ServiceError):
+        REFUSALS.labels(error.reason).inc()
         error.__context__ = error.__cause__ = error.__traceback__ = None
         return error
+    REFUSALS.labels("INTERNAL").inc()
     error_id = secrets.token_hex(6)
-    _log.error("error %s in %s", error_id, where, exc_info=error)
+    _log.error("error %s in %s", error_id, where, exc_info=error, extra=about(error_id=error_id))
     message = f"internal error {error_id}: a fault of the pool; its log has the details under this id"
     return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={ERROR_ID: error_id})

@@ -20,6 +20,8 @@ from workers.contract.messages import AdapterSpec, ModelInfo, WorkerInfo
 
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to hold; the least recently used are removed."""
+REASON_CHARS_MAX = 500
+"""Characters of the reason of a loss that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,19 @@ class Incarnation:
         return removals
 
 
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """How often a worker was lost since the coordinator started, and why last. For people."""
+
+    num: int = 0
+    last_at: float = 0.0
+    """Seconds since 1970."""
+    reason: str = ""
+    """At most `REASON_CHARS_MAX` characters, on one line."""
+    start_problem: str = ""
+    """Why its next incarnation did not start at the last attempt, likewise; empty if it has started."""
+
+
 class Residency:
     """Which adapters have a copy whose home is which worker: adapters by worker, the least recently used first."""
 
@@ -240,6 +255,7 @@ class Fleet:
         self._workers: dict[str, Incarnation] = {}
         self._num_losses: Counter[str] = Counter()
         """By worker, since its last reply to a batch."""
+        self._losses: dict[str, Losses] = {}
         self._copy_bytes: dict[tuple[str, int, tuple[ModuleKind, ...]], int] = {}
 
     def add(self, info: WorkerInfo) -> None:
@@ -247,6 +263,7 @@ class Fleet:
         assert not self.is_live(info.worker_id)
         self._workers[info.worker_id] = Incarnation(info)
         self.expect([info.worker_id])
+        self._losses[info.worker_id] = replace(self.losses(info.worker_id), start_problem="")
         self.models.setdefault(info.model.name, info.model)
         self._note_memory()
         self._note_away()
@@ -277,6 +294,7 @@ class Fleet:
         assert worker.is_clear
         worker.end()
         self._num_losses.pop(worker_id, None)
+        self._losses.pop(worker_id, None)
         self._note_memory()
         self._note_away()
 
@@ -350,6 +368,19 @@ class Fleet:
         """Reset the count of losses: the worker replied to a batch."""
         self._num_losses.pop(worker_id, None)
 
+    def losses(self, worker_id: str) -> Losses:
+        """Return the losses of a worker."""
+        return self._losses.get(worker_id, Losses())
+
+    def note_reason(self, worker_id: str, reason: str, at: float) -> None:
+        """Record when and why an incarnation of the worker was lost."""
+        before = self.losses(worker_id)
+        self._losses[worker_id] = replace(before, num=before.num + 1, last_at=at, reason=_for_people(reason))
+
+    def note_start_problem(self, worker_id: str, reason: str) -> None:
+        """Record why the worker's next incarnation did not start."""
+        self._losses[worker_id] = replace(self.losses(worker_id), start_problem=_for_people(reason))
+
     def hold_version(self, worker_id: str, incarnation: str, version: str, num_bytes: int = 0) -> None:
         """Record that an incarnation of the worker holds a sampler version; ignored if that incarnation is lost."""
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
@@ -400,3 +431,9 @@ class Fleet:
                 fitting_tokens=min(fitting, default=None),
                 num_cache_blocks=max(blocks, default=None) if len(blocks) == len(found) else None,
             )
+
+
+def _for_people(reason: str) -> str:
+    """Return a reason on one line, cut to `REASON_CHARS_MAX` characters."""
+    line = " ".join(reason.split())
+    return line if len(line) <= REASON_CHARS_MAX else f"{line[: REASON_CHARS_MAX - 4]} ..."

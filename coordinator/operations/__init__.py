@@ -11,6 +11,7 @@ Public interface:
 - `ceilings`, `holdings` and `spending`: what a tenant may hold, holds and claims, and has used in a month;
 - `in_flight`: `InFlightTable`, operations without a committed outcome, and the waits for them; `FinishedSamples` of the
   clients that poll; `SampleNumbers`;
+- `history`: `Entries`, what became of operations, as the history has it;
 - `epoch`: `Context`, and `Registers`: all of these for one epoch, put together by `open_registers`.
 
 Must not depend on scheduling, on how workers are called, or on a transport.

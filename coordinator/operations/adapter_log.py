@@ -15,9 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.fleet.fleet import Residency
+from coordinator.observe.timeline import WaitClock
 from coordinator.operations.copy import NO_SEQS, Ahead, Copy
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.windows import Window, window_closed
+from tinkerpool.v1 import history_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import AdapterSpec
@@ -48,6 +50,8 @@ class AdapterLog:
     operations: dict[int, Operation] = field(default_factory=dict)
     """All after `snapshot_seq`, by seq."""
     copy: Copy = field(default_factory=Copy)
+    waits: WaitClock = field(default_factory=WaitClock)
+    """What its next operation waits for."""
     engine_s_since_snapshot: float = 0.0
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
@@ -145,6 +149,13 @@ class AdapterLog:
         elif operation.kind in ENDS_WINDOW:
             self.window_bytes = 0
 
+    def arrived(self, operation: Operation, now: float) -> None:
+        """Record that an operation was accepted now, in service time; what is behind it has waited for it until now."""
+        operation.timeline.arrive(self.waits, now)
+        seq = operation.seq
+        while (later := self.operations.get(seq := seq + 1)) is not None:
+            later.timeline.unblock(self.waits, now)
+
     def withdraw(self, operation: Operation) -> None:
         """Remove an operation whose append failed. If a worker may have run it, drop the adapter's copy.
 
@@ -179,6 +190,13 @@ class AdapterLog:
         self.is_deleted = False
 
     # ---- the copy
+
+    def start(self, operation: Operation, now: float) -> None:
+        """Record that an operation is about to be sent to the copy's worker; what is behind it waits for it."""
+        self.copy.start(operation)
+        if not operation.is_final:
+            operation.timeline.begin(self.waits, self.home, now)
+        self.waits.switch(history_pb2.WAIT_REASON_ORDER, now)
 
     def lose_copy(self) -> None:
         """Start again from the snapshot: the copy on the worker was lost or cannot be trusted."""

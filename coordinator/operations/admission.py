@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError, exists, invalid, not_found, unavailable, unmet
 from coordinator.limits.rates import Rates
+from coordinator.observe.timeline import WaitClock
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.holdings import NO_CLAIM, Claim
@@ -34,6 +35,7 @@ from coordinator.payloads.samples import unversioned_form
 from coordinator.storage.sqlite import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
+from tinkerpool.v1 import history_pb2
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
@@ -105,7 +107,10 @@ class Admission:
         limits: Limits,
         ceilings: Ceilings,
         rates: Rates,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock`: returns service time in seconds."""
+        self._clock = clock
         self._store = store
         self._in_flight = in_flight
         self._registry = registry
@@ -135,6 +140,12 @@ class Admission:
                 "make room, then try again",
                 retry_delay_s=DISK_DELAY_S,
             )
+
+    def check_report(self, tenant_id: str) -> None:
+        """Take a write of a tenant's own into the store from its rate of operations. Raises ServiceError."""
+        self.check_open()
+        self._rates.check(tenant_id, 1, 0)
+        self._rates.draw(tenant_id, 1, 0)
 
     def check_room(self, log: AdapterLog, seq: int, request_id: str, num_tokens_min: int) -> None:
         """Raise ServiceError if any request would be refused for lack of room: before it is decoded.
@@ -212,6 +223,7 @@ class Admission:
         self._ceilings.check_samples(tenant_id, request.claim)
         seq = known_seq or self._numbers.next(sampler_id)
         operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
+        operation.timeline.arrive(WaitClock(history_pb2.WAIT_REASON_SLOTS), self._clock())
         self._numbers.note(sampler_id, seq)
         self._in_flight.add(operation)
         self._rates.draw(tenant_id, 1, request.claim.num_tokens)
@@ -345,8 +357,10 @@ class Admission:
         """
         if log.is_deleted:
             raise not_found("adapter", log.adapter_id)
+        now = self._clock()
         for operation in operations:
             log.add(operation)
+            log.arrived(operation, now)
             self._in_flight.add(operation)
         return self._append(log, operations, is_record=is_record)
 

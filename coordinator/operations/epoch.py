@@ -15,6 +15,7 @@ from coordinator.limits.quotas import Quotas
 from coordinator.limits.rates import Rates
 from coordinator.operations.admission import Admission
 from coordinator.operations.ceilings import Ceilings
+from coordinator.operations.history import Entries
 from coordinator.operations.holdings import Holdings
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.registry import AdapterRegistry
@@ -42,6 +43,7 @@ class Registers:
     in_flight: InFlightTable
     finished_samples: FinishedSamples
     admission: Admission
+    entries: Entries
     quotas: Quotas
     holdings: Holdings
     ceilings: Ceilings
@@ -64,7 +66,8 @@ def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
         sessions=sessions,
         in_flight=in_flight,
         finished_samples=finished_samples,
-        admission=Admission(store, in_flight, registry, context.config.limits, ceilings, rates),
+        admission=Admission(store, in_flight, registry, context.config.limits, ceilings, rates, context.time.monotonic),
+        entries=Entries(context.time, are_kept=context.config.history_rows > 0),
         quotas=quotas,
         holdings=holdings,
         ceilings=ceilings,

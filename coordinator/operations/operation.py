@@ -18,6 +18,7 @@ from enum import Enum, auto
 from functools import cached_property
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.observe.timeline import Timeline
 from coordinator.operations.holdings import NO_CLAIM, Claim, SaveRequest
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
@@ -163,6 +164,7 @@ class Operation:
     acceptance: Acceptance = Acceptance.APPENDING
     outcome_state: OutcomeState = OutcomeState.UNDECIDED
     outcome: ops_pb.Operation | None = field(default=None)
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def name(self) -> str:
@@ -348,8 +350,8 @@ def new_row(operation: Operation) -> NewOperation:
     )
 
 
-def decided_row(operation: Operation) -> DecidedOperation:
-    """Return a decided operation as a commit stores it."""
+def decided_row(operation: Operation, history: bytes = b"") -> DecidedOperation:
+    """Return a decided operation as a commit stores it, with its entry in the history, if it gets one."""
     outcome = operation.outcome
     assert outcome is not None
     return DecidedOperation(
@@ -362,6 +364,7 @@ def decided_row(operation: Operation) -> DecidedOperation:
         is_failed=operation.is_failed,
         num_tokens=outcome.num_tokens,
         engine_s=outcome.engine_seconds,
+        history=history,
     )
 
 

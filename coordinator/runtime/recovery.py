@@ -25,6 +25,7 @@ from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.virtual_counters import FairState, Share
 from coordinator.storage.rows import OperationRow
 from coordinator.storage.store import Store
+from workers.contract.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ class Recovery:
     def run(self) -> None:
         """Recover everything."""
         for cycle_id, adapter_ids in self._store.cycles.plans().items():
-            logger.warning("the last epoch ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
+            ids = about(cycle=cycle_id)
+            logger.warning(
+                "the last epoch ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids), extra=ids
+            )
         spec = self._registry.spec
         versions = [unnamed(row, spec(row.adapter_id)) for row in self._store.samplers.unwritten()]
         versions += [named(row, spec(row.adapter_id)) for row in self._store.checkpoints.unwritten()]

@@ -21,6 +21,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss
+from workers.contract.logs import about
 from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import Pool, WorkerLost
 
@@ -95,7 +96,8 @@ class Supervisor:
     async def add(self, base_model: str) -> WorkerInfo:
         """Start another worker of a base model that the pool serves. Raises WorkerLost if it does not start."""
         worker = await self._pool.add(base_model)
-        logger.info("worker %s of %s joined", worker.incarnation, base_model)
+        ids = about(worker=worker.worker_id, incarnation=worker.incarnation)
+        logger.info("worker %s of %s joined", worker.incarnation, base_model, extra=ids)
         self._fleet.add(worker)
         self._join(worker.worker_id)
         return worker
@@ -162,7 +164,7 @@ class Supervisor:
             self._losses.settled(worker_id)
             self._fleet.remove(worker_id)
         await self._pool.remove(worker_id)
-        logger.info("worker %s was drained and has ended", worker_id)
+        logger.info("worker %s was drained and has ended", worker_id, extra=about(worker=worker_id))
 
     def _join(self, worker_id: str) -> None:
         self._samples.follow(self._fleet.worker(worker_id))
@@ -187,7 +189,10 @@ class Supervisor:
                 self._notices[worker.name] = min(at_s, self._notices.get(worker.name, math.inf))
                 if is_new:
                     when = "" if math.isinf(seconds) else f" in {seconds:.0f} s"
-                    logger.warning("%s, the host of worker %s, leaves%s", worker.info.node, worker.name, when)
+                    ids = about(worker=worker_id, incarnation=worker.name)
+                    logger.warning(
+                        "%s, the host of worker %s, leaves%s", worker.info.node, worker.name, when, extra=ids
+                    )
                     self._tasks.spawn(self._leave(worker))
             await self._time.sleep(NOTICE_POLL_S)
 
@@ -217,7 +222,9 @@ class Supervisor:
             try:
                 await self._pool.prepare(worker.info.worker_id)
             except WorkerLost as error:
-                logger.error("worker %s does not start on another host: %s; retrying", worker.info.worker_id, error)
+                worker_id = worker.info.worker_id
+                ids = about(worker=worker_id)
+                logger.error("worker %s does not start on another host: %s; retrying", worker_id, error, extra=ids)
                 await self._time.sleep(BACKOFF_S_MAX)
             else:
                 self._prepared.add(worker.name)
@@ -317,16 +324,19 @@ class Supervisor:
             try:
                 worker = await self._pool.replace(worker_id)
             except WorkerLost as error:
-                logger.error("worker %s does not start again: %s; retrying", worker_id, error)
+                ids = about(worker=worker_id)
+                logger.error("worker %s does not start again: %s; retrying", worker_id, error, extra=ids)
+                self._fleet.note_start_problem(worker_id, str(error))
                 if worker_id in self._fleet.worker_ids():
                     self._losses.not_replaced(worker_id)
         self._replacing.discard(worker_id)
         if worker is None or worker_id in self._ending:
             return  # `_end` ends it
+        ids = about(worker=worker_id, incarnation=worker.incarnation)
         if worker_id in self._fleet.worker_ids():
-            logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
+            logger.warning("worker %s replaced by %s", worker_id, worker.incarnation, extra=ids)
         else:
-            logger.info("worker %s of %s joined", worker.incarnation, worker.model.name)
+            logger.info("worker %s of %s joined", worker.incarnation, worker.model.name, extra=ids)
         self._fleet.add(worker)
         self._losses.settled(worker_id)
         self._join(worker_id)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.fleet.fleet import Flight, Incarnation
+from coordinator.observe.timeline import WaitClock
+from coordinator.operations.history import Entries
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage, decided_row, item_error
 from coordinator.payloads.provenance import record_bytes
@@ -22,8 +24,8 @@ from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.rows import SampleRecord, SamplerRow, SequenceRecord
 from coordinator.storage.store import Store
 from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import history_pb2, sampling_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import SampleResult, StopReason, TokenEvent, TokenLogprobs
 
 Event = sampling_pb2.SampledToken | ops_pb.Operation
@@ -44,6 +46,8 @@ class Sample:
     started_s: float = 0.0
     """When it was last sent to a worker, in seconds of service time."""
     is_cancelled: bool = False
+    waits: WaitClock = field(default_factory=lambda: WaitClock(history_pb2.WAIT_REASON_SLOTS))
+    """What it waits for while it is queued."""
     record: SampleRecord | None = None
     """Its record, once it is decided; None: it failed, or none was asked for."""
     num_refused: int = 0
@@ -62,6 +66,11 @@ class Sample:
     def base_model(self) -> str:
         """The base model that it samples from."""
         return self.sampler.base_model
+
+    @property
+    def has_streamed(self) -> bool:
+        """Whether a token of it was streamed."""
+        return bool(self._num_streamed)
 
     @property
     def flight(self) -> Flight:
@@ -105,6 +114,7 @@ class Sample:
     def start_on(self, worker: Incarnation, now: float) -> None:
         """Record the worker that it is sent to. `now`: service time in seconds."""
         self.worker, self.started_s = worker, now
+        self.operation.timeline.begin(self.waits, worker.info.worker_id, now)
 
     def restart(self) -> None:
         """Queue it again: from its logged seed it draws the same tokens, on any worker."""
@@ -180,21 +190,24 @@ class TokenStreams:
 class SampleCommits:
     """Commits the samples of all base models."""
 
-    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams) -> None:
+    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams, entries: Entries) -> None:
         self._store = store
         self._in_flight = in_flight
         self._streams = streams
+        self._entries = entries
 
     async def commit(self, sample: Sample) -> None:
         """Make the outcome durable, then visible. Raises StorageError."""
         operation = sample.operation
         commit = CycleCommit(
-            finished=[decided_row(operation)], records=[] if sample.record is None else [sample.record]
+            finished=[decided_row(operation, self._entries.finished(operation))],
+            records=[] if sample.record is None else [sample.record],
         )
         lost = await self._store.cycles.persist(commit)
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
         self._in_flight.finish(operation)
+        self._entries.committed(operation)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)
 

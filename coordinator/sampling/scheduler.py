@@ -18,6 +18,8 @@ from collections.abc import Coroutine
 from coordinator.base.errors import Failure, ServiceError
 from coordinator.base.time import Time
 from coordinator.fleet.fleet import Incarnation
+from coordinator.observe.metrics import FIRST_TOKEN_SECONDS
+from coordinator.observe.timeline import WaitClock
 from coordinator.operations.operation import Operation, service_error
 from coordinator.payloads.samples import DecodedSample, decode_sample
 from coordinator.sampling.fair_queue import SampleQueues
@@ -25,6 +27,7 @@ from coordinator.sampling.placement import Placement, SamplerVersions
 from coordinator.sampling.sample import Sample, SampleCommits, TokenStreams
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss, worker_died
 from coordinator.storage.rows import SamplerRow
+from tinkerpool.v1 import history_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent
 from workers.contract.protocols import Pool, WorkerLost
@@ -86,6 +89,7 @@ class SampleScheduler:
         sample = Sample(operation, self._versions.current(sampler), decoded, slots)
         self._samples[operation.name] = sample
         if self._versions.is_awaited(sample.sampler.version):
+            sample.waits.switch(history_pb2.WAIT_REASON_FILE, self._time.monotonic())
             self._awaiting.setdefault(sample.sampler.version, []).append(sample)
             return
         self._queues.add(sample)
@@ -95,6 +99,11 @@ class SampleScheduler:
         """Return whether a worker has the sample."""
         sample = self._samples.get(name)
         return sample is not None and sample.worker is not None
+
+    def waits(self, name: str) -> WaitClock | None:
+        """Return the clock of what an unfinished sample waits for; None: there is no such sample."""
+        sample = self._samples.get(name)
+        return sample.waits if sample is not None else None
 
     def cancel(self, name: str) -> None:
         """End a sample at the next decode step, or at once if it is queued."""
@@ -159,6 +168,7 @@ class SampleScheduler:
             for version in [v for v in self._awaiting if not self._versions.is_awaited(v)]:
                 for sample in self._awaiting.pop(version):
                     if not sample.operation.is_final:
+                        sample.waits.switch(history_pb2.WAIT_REASON_SLOTS, self._time.monotonic())
                         self._queues.add(sample)
             self._dispatch_all()
 
@@ -237,6 +247,8 @@ class SampleScheduler:
                 if sample is None or not self._is_on(sample, worker):
                     continue
                 if isinstance(event, TokenEvent):
+                    if not sample.has_streamed and (arrived := sample.operation.timeline.arrived) is not None:
+                        FIRST_TOKEN_SECONDS.observe(self._time.monotonic() - arrived)
                     self.streams.send_token(sample, event)
                 elif _is_version_unknown(event) and sample.num_refused < REFUSALS_MAX:
                     sample.refused()

@@ -17,6 +17,7 @@ from coordinator.base.time import Signal, Time, within
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.rows import WorkerClassRow
+from workers.contract.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Classes:
                 worker.name,
                 before,
                 now,
+                extra=about(adapter=log.adapter_id, worker=worker.info.worker_id, incarnation=worker.name),
             )
         log.enter_class(now)
         self._moved[log.adapter_id] = now

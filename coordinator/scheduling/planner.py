@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.observe.metrics import CYCLE_BUDGET_USED
+from coordinator.observe.timeline import Reason
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import LONE_PART, SHARED_PART, START_TOKENS, CycleCosts, TokenBudget
@@ -37,6 +39,7 @@ from coordinator.scheduling.virtual_counters import (
     taken_back,
 )
 from coordinator.scheduling.worker_memory import WorkerMemory
+from tinkerpool.v1 import history_pb2
 from workers.contract.messages import AdapterSpec, PassItem
 
 MOVES_BEHIND = 8
@@ -58,6 +61,8 @@ class PassPlan:
     """Adapter to its part of that cost."""
     floors: Mapping[str, float]
     """Tenant to its virtual counter before this plan."""
+    without_slot: Collection[str] = frozenset()
+    """Adapters that found no slot on their worker."""
 
 
 @dataclass(slots=True)
@@ -116,6 +121,7 @@ def plan_pass(
     tokens: dict[str, float] = dict.fromkeys(residents, 0.0)
     limits: dict[str, float] = dict.fromkeys(residents, math.inf)
     num_free = {worker: slots.get(worker, math.inf) for worker in residents}
+    without_slot: set[str] = set()
     placer = _Placer(rotations.values(), residents, loads, budget_tokens, avoided)
     heap = [(_place(shares[tenant], rotation), tenant) for tenant, rotation in rotations.items()]
     heapq.heapify(heap)
@@ -126,6 +132,8 @@ def plan_pass(
         adapter_id, cost, is_new = first.candidate.adapter_id, first.cost, not first.num_planned
         worker = placements.get(adapter_id) or first.candidate.home or placer.choose(crowded.get(adapter_id, ()))
         fits = num_free[worker] >= is_new and (tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens)
+        if num_free[worker] < is_new:
+            without_slot.add(adapter_id)
         if not fits:
             limits[worker] = min(limits[worker], place + budget_tokens)
         elif place <= limits[worker]:
@@ -142,7 +150,14 @@ def plan_pass(
                 rotation.append(first)
         if rotation:
             heapq.heappush(heap, (_place(shares[tenant], rotation), tenant))
-    plan = PassPlan(num_chunks=num_chunks, placements=placements, tokens=tokens, charges=charges, floors=floors)
+    plan = PassPlan(
+        num_chunks=num_chunks,
+        placements=placements,
+        tokens=tokens,
+        charges=charges,
+        floors=floors,
+        without_slot=without_slot,
+    )
     return plan, FairState(shares=shares, active=active)
 
 
@@ -278,6 +293,8 @@ class Planning:
             candidates, self._fair, residents, self.budget.tokens, avoided, crowded, slots, loads
         )
         self._recent.add(plan.charges, now)
+        for num_tokens in filter(None, plan.tokens.values()):
+            CYCLE_BUDGET_USED.labels(self.base_model).observe(num_tokens / self.budget.tokens)
         self._ready_on = {}
         for candidate in candidates:
             if candidate.tenant_id in self._fair.active:
@@ -352,6 +369,18 @@ class Planning:
     def observe_states(self, kind: Kind, spec: AdapterSpec, num_bytes: int, seconds: float) -> None:
         """Record what a save or a load took."""
         self._state_costs.observe(kind, spec, StateCost(num_bytes, seconds))
+
+    def waits(self, plan: PassPlan) -> Iterator[tuple[AdapterLog, Reason]]:
+        """Yield the adapters with something to run that are not in the pass, each with what it waits for."""
+        yield from self.ready.held_back()
+        for log in self.ready.allowed():
+            if log.adapter_id not in plan.num_chunks:
+                if log.adapter_id in plan.without_slot:
+                    yield log, history_pb2.WAIT_REASON_SLOTS
+                elif next(self.ready.ahead(log).passes(), None) is not None:
+                    yield log, history_pb2.WAIT_REASON_BUDGET
+                else:
+                    yield log, history_pb2.WAIT_REASON_CYCLE  # for its step phase
 
     def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
         """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""

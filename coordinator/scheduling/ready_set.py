@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.observe.timeline import Reason
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
@@ -24,6 +25,7 @@ from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts
 from coordinator.scheduling.worker_memory import WorkerMemory
+from tinkerpool.v1 import history_pb2
 
 
 class Candidate(NamedTuple):
@@ -135,15 +137,34 @@ class ReadySet:
         for log in self.dirty():
             if log.home in leaving or (log.adapter_id in targets and self._memory.is_moving(log)):
                 continue  # its copy is about to leave
-            if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._is_its_turn(log)):
+            if not (self._quarantine.may_run(log.adapter_id) if are_turns_idle else self._turn_wait(log) is None):
                 continue
-            if self._can_run(log):
+            if self._wait(log) is None:
                 yield log
 
-    def _is_its_turn(self, log: AdapterLog) -> bool:
-        if self._turns.is_held(log):
-            return self._turns.has_turn(log.adapter_id) and self._turns.reserved not in self._memory.away
-        return self._quarantine.may_run(log.adapter_id) and self._turns.leaves_room(log)
+    def held_back(self) -> Iterator[tuple[AdapterLog, Reason]]:
+        """Yield the adapters with something to run that may not run now, each with what it waits for."""
+        away, held, moving = self._memory.away, self._held_back, self._memory.leaving
+        for log in self._group.dirty.values():
+            if log.home in away or log.adapter_id in held:
+                yield log, history_pb2.WAIT_REASON_WORKER
+            elif log.home in moving or (log.adapter_id in self._memory.targets and self._memory.is_moving(log)):
+                yield log, history_pb2.WAIT_REASON_MOVE
+            else:
+                reason = self._turn_wait(log)
+                reason = self._wait(log) if reason is None else reason
+                if reason is not None:
+                    yield log, reason
+
+    def _turn_wait(self, log: AdapterLog) -> Reason | None:
+        """Return whether the adapter waits for the quarantine or for a solo turn; None: it does not."""
+        if not self._turns.are_idle and self._turns.is_held(log):
+            has_turn = self._turns.has_turn(log.adapter_id) and self._turns.reserved not in self._memory.away
+            return None if has_turn else history_pb2.WAIT_REASON_PROBATION
+        if not self._quarantine.may_run(log.adapter_id):
+            return history_pb2.WAIT_REASON_QUARANTINE
+        leaves_room = self._turns.are_idle or self._turns.leaves_room(log)
+        return None if leaves_room else history_pb2.WAIT_REASON_QUARANTINE
 
     def ahead(self, log: AdapterLog) -> Ahead:
         """Return what a worker may run next for the adapter; no operation begins during a stop or a suspension."""
@@ -153,11 +174,19 @@ class ReadySet:
         return not self._is_stopping and not self._is_held(log.tenant_id)
 
     def _can_run(self, log: AdapterLog) -> bool:
+        return self._wait(log) is None
+
+    def _wait(self, log: AdapterLog) -> Reason | None:
+        """Return what the adapter waits for, other than a turn; None: nothing."""
         may_begin = self._may_begin(log)
-        if self.waits_for_file(log, may_begin=may_begin) or not (log.copy.home or self._has_room(log)):
-            return False
-        if may_begin:
-            return True
+        if self.waits_for_file(log, may_begin=may_begin):
+            return history_pb2.WAIT_REASON_FILE
+        if not (log.copy.home or self._has_room(log)):
+            return history_pb2.WAIT_REASON_MEMORY
+        return None if may_begin or self._must_go_on(log) else history_pb2.WAIT_REASON_HELD
+
+    def _must_go_on(self, log: AdapterLog) -> bool:
+        """Return whether the adapter has something to run although no operation may begin."""
         ahead = log.ahead(may_begin=False)
         if not ahead.is_replaying:
             return next(ahead.passes(), None) is not None

@@ -108,5 +108,5 @@ def make_scheduling(
     schedules = {base_model: make(base_model) for base_model in fleet.models}
     quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
     turns = {base_model: schedule.turns for base_model, schedule in schedules.items()}
-    losses = LossRecorder(fleet, registry, quarantines, turns, probation, states.publishing)
+    losses = LossRecorder(fleet, registry, quarantines, turns, probation, states.publishing, context.time)
     return Scheduling(schedules=schedules, losses=losses, fair=fair, probation=probation, accounts=accounts)

@@ -248,12 +248,17 @@ class SoloTurns:
         self._probation.changed.notify()
 
     def _is_wanted(self, turn: _Turn, can_run: Callable[[AdapterLog], bool]) -> bool:
-        """Return whether a turn may go on: a sample ends its own turn."""
+        """Return whether a turn may go on: a sample ends its own turn.
+
+        What is in flight keeps its turn, whatever its adapter waits for: a loss of its worker is charged to the turn.
+        """
         worker = self._fleet.find(turn.worker_id)
         if worker is None:
             return False
         in_flight = {*worker.samples, *(flight.target_id for flight in worker.training)}
-        if worker.is_draining and turn.name not in in_flight:
+        if turn.is_running and turn.name in in_flight:
+            return True
+        if worker.is_draining:
             return False
         if turn.is_running and turn.is_sample:
             return True

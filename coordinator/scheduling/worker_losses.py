@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight, Incarnation
+from coordinator.observe.metrics import WORKER_LOSSES
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, service_error
 from coordinator.operations.registry import AdapterRegistry
@@ -29,6 +31,7 @@ from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import SOLO_LOSSES_MAX, Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +96,10 @@ class LossRecorder:
         turns: Mapping[str, SoloTurns],
         probation: Probation,
         publishing: Publishing,
+        time: Time,
     ) -> None:
         self._fleet = fleet
+        self._time = time
         self._registry = registry
         self._quarantines = quarantines
         self._turns = turns
@@ -113,11 +118,13 @@ class LossRecorder:
         in_flight = self._fleet.lose(worker_id, incarnation)
         if in_flight is None:
             return
-        has_left = kind is LossKind.LEFT
+        has_left, ids = kind is LossKind.LEFT, about(worker=worker_id, incarnation=incarnation)
+        WORKER_LOSSES.labels(kind.name.lower()).inc()
         if has_left:
-            logger.info("worker %s is ended: %s", incarnation, reason)
+            logger.info("worker %s is ended: %s", incarnation, reason, extra=ids)
         else:
-            logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason)
+            logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason, extra=ids)
+        self._fleet.note_reason(worker_id, reason if has_left else f"{kind.value}: {reason}", self._time.wall())
         training, samples = in_flight
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
@@ -203,7 +210,8 @@ class LossRecorder:
 
     def _put_on_probation(self, poison: Flight) -> str:
         """Record the kill; return the tenant's probation, for its owner."""
-        logger.error("%s ended its worker %d times while it ran solo", poison.name, SOLO_LOSSES_MAX)
+        ids = about(operation=poison.name)
+        logger.error("%s ended its worker %d times while it ran solo", poison.name, SOLO_LOSSES_MAX, extra=ids)
         self._probation.record_kill(poison.tenant_id, poison.name)
         standing = self._probation.standing(poison.tenant_id)
         if standing is None:
@@ -228,7 +236,8 @@ class LossRecorder:
 
 def replay_differs(log: AdapterLog, operation: str, reason: str) -> ServiceError:
     """Return why an adapter cannot be rebuilt: an operation that had succeeded failed when it was replayed."""
-    logger.error("replay of %s failed: %s", operation, reason)
+    ids = about(operation=operation, adapter=log.adapter_id)
+    logger.error("replay of %s failed: %s", operation, reason, extra=ids)
     return ServiceError(
         Code.DATA_LOSS,
         "REPLAY_DIFFERS",

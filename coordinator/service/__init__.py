@@ -10,6 +10,7 @@ There is one module for each file of the contract; `access`, `listings` and `rol
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
+from coordinator.service.history import HistoryUseCases
 from coordinator.service.imports import ImportUseCases
 from coordinator.service.limits import LimitUseCases
 from coordinator.service.operations import OperationUseCases
@@ -31,6 +32,7 @@ class Service(
     SamplingUseCases,
     CheckpointUseCases,
     OperationUseCases,
+    HistoryUseCases,
     PoolUseCases,
     AdminUseCases,
     LimitUseCases,

@@ -14,6 +14,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, streamed
 from coordinator.service.listings import LARGE_LISTS, PAGE_BYTES_MAX
 from coordinator.tenants.principals import Principal, Role
+from tinkerpool.names import parse_operation_name
 from tinkerpool.v1 import operations_pb2 as pb
 
 NAMES_AT_ONCE = 100
@@ -40,7 +41,7 @@ class OperationUseCases(UseCases):
         if not isinstance(request, pb.GetOperationRequest | pb.CancelOperationRequest):
             return
         room.check()
-        await room.take(self._core.admission.result_bytes(principal.tenant_id, *_parse(request.name)))
+        await room.take(self._core.admission.result_bytes(principal.tenant_id, *parse_operation_name(request.name)))
 
     @streamed
     async def wait_operations(
@@ -53,7 +54,7 @@ class OperationUseCases(UseCases):
             name = _name(finished)
             with self._core.responses.room(principal.tenant_id) as room:
                 if isinstance(finished, str):
-                    await room.take(self._core.admission.result_bytes(principal.tenant_id, *_parse(name)))
+                    await room.take(self._core.admission.result_bytes(principal.tenant_id, *parse_operation_name(name)))
                 yield pb.WaitOperationsResponse(operation=self._of_finished(principal, finished))
             self._note_fetched(principal, name)
             num_missing -= 1
@@ -74,7 +75,9 @@ class OperationUseCases(UseCases):
         if len(found) < len(unique):
             raise _shutting_down()
         stored = [each for each in found.values() if isinstance(each, str)]
-        await room.take(sum(self._core.admission.result_bytes(principal.tenant_id, *_parse(name)) for name in stored))
+        await room.take(
+            sum(self._core.admission.result_bytes(principal.tenant_id, *parse_operation_name(name)) for name in stored)
+        )
         operations = [self._of_finished(principal, found[name]) for name in names]
         for name in unique:
             self._note_fetched(principal, name)
@@ -98,7 +101,7 @@ class OperationUseCases(UseCases):
     def _note_fetched(self, principal: Principal, name: str) -> None:
         """Let a finished operation's result be dropped soon, unless the caller's key may only read."""
         if principal.role is not Role.READ_ONLY:
-            self._core.store.operations.note_fetched(*_parse(name))
+            self._core.store.operations.note_fetched(*parse_operation_name(name))
 
     async def _awaited(self, principal: Principal, names: Sequence[str]) -> list[str]:
         """Return the names of a wait without repetitions. Raises ServiceError, also for operations of others."""
@@ -109,7 +112,7 @@ class OperationUseCases(UseCases):
         for index, name in enumerate(unique):
             if index % NAMES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            if self._core.admission.owner(*_parse(name)) != principal.tenant_id:
+            if self._core.admission.owner(*parse_operation_name(name)) != principal.tenant_id:
                 raise not_found("operation", name)
         return unique
 
@@ -135,7 +138,7 @@ class OperationUseCases(UseCases):
         return message
 
     def _operation(self, principal: Principal, name: str) -> Operation:
-        operation = self._core.admission.find(*_parse(name))
+        operation = self._core.admission.find(*parse_operation_name(name))
         if operation is None or operation.is_dropped or operation.tenant_id != principal.tenant_id:
             raise not_found("operation", name)
         return operation
@@ -149,10 +152,3 @@ def _shutting_down() -> ServiceError:
     return unavailable(
         "SHUTTING_DOWN", "the pool is shutting down; unfinished operations resume after its restart: wait again"
     )
-
-
-def _parse(name: str) -> tuple[str, int]:
-    """Return target and sequence number of an operation's name; `("", 0)`, which no operation has, for other text."""
-    target_id, _, seq = name.rpartition(":")
-    is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 20 and int(seq) < 1 << 63
-    return (target_id, int(seq)) if is_canonical else ("", 0)

@@ -23,7 +23,8 @@ class PoolUseCases(UseCases):
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
         """Return the workers, the numbers of operations, and the last cycles.
 
-        A member sees of a worker how many of its own adapters live there, and not where it runs.
+        A member sees of a worker how many of its own adapters live there, and when it was lost; not where it runs, and
+        not why it was lost.
         """
         core = self._core
         num_running = sum(self._is_running(operation) for operation in core.in_flight.all())
@@ -119,6 +120,12 @@ class PoolUseCases(UseCases):
     def _worker(self, principal: Principal, worker_id: str) -> pb.Worker:
         core, is_admin = self._core, principal.is_admin
         shown = pb.Worker(worker_id=worker_id, base_model=self._model_of(worker_id))
+        losses = core.fleet.losses(worker_id)
+        if losses.num:
+            shown.num_losses = losses.num
+            shown.last_loss_time.FromNanoseconds(int(losses.last_at * 1e9))
+        if is_admin:
+            shown.last_loss_reason, shown.start_problem = losses.reason, losses.start_problem
         if worker_id not in core.fleet.worker_ids():
             has_ended = core.supervisor.is_drained(worker_id)
             shown.state = pb.WORKER_STATE_DRAINED if has_ended else pb.WORKER_STATE_LOST

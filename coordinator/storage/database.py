@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time, month_of
+from coordinator.observe.metrics import DATABASE_COMMIT_SECONDS, DATABASE_WRITES
 from coordinator.storage.disk import RESERVE_BYTES, FailedSync, Reserve
 from coordinator.storage.migrations import MIGRATIONS
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
@@ -299,7 +300,11 @@ class Database:
                 await self._linger()
                 queued, self._queued = self._queued, []
                 riding, self._riding = self._riding, {}
-                outcomes = await loop.run_in_executor(self._thread, self._commit_in_room, queued, list(riding.values()))
+                DATABASE_WRITES.inc(len(queued) + len(riding))
+                with DATABASE_COMMIT_SECONDS.time():
+                    outcomes = await loop.run_in_executor(
+                        self._thread, self._commit_in_room, queued, list(riding.values())
+                    )
                 if self._broken is not None:
                     self._failure.report(self._broken)
                 self._note_refusals([error for _, error in outcomes])

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from coordinator.storage.database import Database
+from coordinator.storage.history import put_entry
 from coordinator.storage.records import renew_records
 from coordinator.storage.rows import (
     DecidedOperation,
@@ -209,6 +210,8 @@ def finish(db: Connection, operation: DecidedOperation, now: float, month: int) 
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("DELETE FROM payloads WHERE target_id = ? AND seq = ?", key[:2])
     add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    if operation.history:
+        put_entry(db, operation.tenant_id, operation.target_id, operation.seq, operation.history, now)
     if operation.num_tokens:
         add_month(db, operation.tenant_id, month, operation.num_tokens)
 

@@ -347,6 +347,23 @@ class DecidedOperation:
     is_failed: bool = False
     num_tokens: int = 0
     engine_s: float = 0.0
+    history: bytes = b""
+    """Its entry in the history; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """An entry of the history."""
+
+    tenant_id: str
+    target_id: str
+    seq: int
+    """Of the operation; 0: metrics that the tenant has reported."""
+    at_service_s: float
+    entry: bytes
+    """A serialized v1.HistoryEntry."""
+    entry_id: int = 0
+    """In the order of their commits; 0: not stored yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | outcomes | the outcome of a decided operation | it is decided; deleted some time after it was fetched |
 | sample_records | a recorded sample | with its outcome; a pass uses it; deleted a day later, or with its session |
 | sequence_records | a sequence of such a sample | the same |
+| history | a finished operation, with its waits and metrics, or a user's metrics | it is decided; deleted later |
 | cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
@@ -34,7 +35,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -127,11 +128,16 @@ ROW_BYTES = 200
 """What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
 
 
-def _counting(table: str, row_bytes: str) -> str:
-    """Return triggers that count what a table's rows have; `row_bytes` is the size of the row `R`."""
+def _counting(table: str, row_bytes: str, num_rows: str = "") -> str:
+    """Return triggers that count what a table's rows have; `row_bytes` is the size of the row `R`.
+
+    `num_rows`: the column of tenants with the number of their rows; empty: none has it.
+    """
     return "".join(
         f"""CREATE TRIGGER {table}_count_{event} AFTER {event.upper()} ON {table}
-BEGIN UPDATE tenants SET row_bytes = row_bytes {sign} ({row_bytes.replace("R.", f"{row}.")})
+BEGIN UPDATE tenants SET row_bytes = row_bytes {sign} ({row_bytes.replace("R.", f"{row}.")}){
+            f", {num_rows} = {num_rows} {sign} 1" if num_rows else ""
+        }
     WHERE tenant_id = {row}.tenant_id; END;
 """  # noqa: S608 (our names)
         for event, row, sign in (("insert", "NEW", "+"), ("delete", "OLD", "-"))
@@ -252,6 +258,20 @@ CREATE TABLE sequence_records (           -- apart: a use rewrites the row above
 """
 """The records of sampled sequences, also for databases that a migration gives them."""
 
+HISTORY = f"""CREATE TABLE history (
+    entry_id INTEGER PRIMARY KEY,         -- in the order of the commits
+    tenant_id TEXT NOT NULL REFERENCES tenants ON DELETE CASCADE,
+    target_id TEXT NOT NULL,              -- an adapter or a sampler, which may be gone
+    seq INTEGER NOT NULL,                 -- of the operation; 0: metrics that a user reported
+    at_service_s REAL NOT NULL,
+    entry BLOB NOT NULL                   -- a v1.HistoryEntry
+);
+CREATE INDEX history_by_target ON history (target_id, seq);
+CREATE INDEX history_by_tenant ON history (tenant_id, entry_id);
+CREATE INDEX history_by_age ON history (at_service_s);
+{_counting("history", f"{ROW_BYTES} + length(R.entry)", "history_rows")}"""
+"""What became of operations, also for databases that a migration gives it: entries begin with it."""
+
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
@@ -263,7 +283,8 @@ CREATE TABLE tenants (
     suspended_at REAL,                    -- its calls are refused; NULL: it is not suspended
     suspension_reason TEXT NOT NULL DEFAULT '', -- as told to its users
     deletion_at REAL,                     -- everything of it is being deleted, at last this row; NULL: it stays
-    row_bytes INTEGER NOT NULL DEFAULT 0  -- of its rows: metadata, requests, results, records; and of samplers' files
+    row_bytes INTEGER NOT NULL DEFAULT 0, -- of its rows: metadata, requests, results, records; and of samplers' files
+    history_rows INTEGER NOT NULL DEFAULT 0
 );
 {API_KEYS}CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
@@ -374,4 +395,5 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{ROW_COUNTS}{LISTED}{NAMED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
+{NAMED}"""  # noqa: S608 (our names)

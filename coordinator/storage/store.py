@@ -14,6 +14,7 @@ from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import Cycles
 from coordinator.storage.database import Database
 from coordinator.storage.disk import FailedSync, Reserve
+from coordinator.storage.history import History
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
 from coordinator.storage.records import Records
@@ -39,6 +40,7 @@ class Store:
         self.database = Database(path, time, failure, connect=connect, reserve=reserve, failed_sync=failed_sync)
         self.operations = Operations(self.database)
         self.records = Records(self.database)
+        self.history = History(self.database)
         self.adapters = Adapters(self.database)
         self.checkpoints = Checkpoints(self.database)
         self.samplers = Samplers(self.database)

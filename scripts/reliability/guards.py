@@ -110,6 +110,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "lost_at_once", "--timeout", "30"),
     ),
     Guard(
+        name="a solo turn in flight pays for the loss of its worker, whatever its adapter waits for",
+        file="coordinator/scheduling/solo_turns.py",
+        before="        if turn.is_running and turn.name in in_flight:\n            return True\n",
+        after="",
+        tests=("tests/unit/scheduling/test_solo_turns.py", "-k", "pays_for_its_loss"),
+    ),
+    Guard(
         name="a copy that a quarantine holds gives its room to what may run",
         file="coordinator/scheduling/worker_memory.py",
         before="if not (log.is_between_operations or is_held):",

@@ -30,6 +30,7 @@ from scripts.terminal import interrupt_at_sigterm, shown_path
 from scripts.tutorial.picture import draw
 from tinkerpool import SamplingClient, ServiceClient
 from tinkerpool.recipes import arithmetic, reinforcement, supervised
+from tinkerpool.recipes.metrics import OF_THE_POOL
 from workers.contract.settings import num_cores
 
 OUTPUT = Path(__file__).resolve().parents[2] / "tutorial-output"
@@ -94,7 +95,8 @@ class Curve:
 
     def without_times(self) -> list[dict[str, float]]:
         """Return what must have the same bits alone and with other tenants."""
-        return [{name: value for name, value in step.items() if name != "seconds"} for step in self.steps]
+        other = OF_THE_POOL | {"seconds"}
+        return [{name: value for name, value in step.items() if name not in other} for step in self.steps]
 
 
 def run(args: argparse.Namespace) -> None:

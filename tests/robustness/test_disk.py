@@ -1,6 +1,7 @@
 """SQLite over a file system that counts syncs and can make one fail."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.disk.apsw_connection import ApswConnection
 from tests.support.disk.lossy_vfs import LossyVfs, sync_error
 from tests.support.toy_pool import LENGTHS, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.logs import JsonFormatter
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
@@ -92,3 +94,27 @@ async def test_a_failed_sync_stops_the_coordinator_and_the_next_one_has_every_ac
         )
         assert (passed.state, stepped.state) == (SUCCEEDED, SUCCEEDED)
         assert pool.chain(adapter) == expected_chain(spec, [((1,), 2), ((3,), 4)])
+
+
+async def test_a_cycle_that_cannot_be_committed_is_an_event_with_its_id(
+    tmp_path: Path, vfs: LossyVfs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(operation: str, file: str) -> None:
+        if operation == "sync":
+            raise sync_error()
+
+    async with running_pool(tmp_path, stop_s_max=1e6, connect=lambda path: ApswConnection(path, vfs=vfs.name)) as pool:
+        adapter = await pool.adapter()
+        pool.hold()
+        await pool.forward_backward(adapter, 1, *LENGTHS)
+        vfs.on_operation = fail
+        await pool.release()
+        with pytest.raises(StoreBrokenError):
+            await asyncio.wait_for(pool.coordinator.failed(), 60)
+        vfs.on_operation = lambda operation, file: None
+        next_id = pool.core.journal.new_id()
+    [record] = [each for each in caplog.records if "is not committed" in each.getMessage()]
+    event = json.loads(JsonFormatter().format(record))
+    assert (event["logger"], event["level"]) == ("coordinator.cycle.commit", "error")
+    assert event["message"].startswith(f"cycle {event['cycle']} is not committed: the disk of ")
+    assert 0 < event["cycle"] < next_id

@@ -8,6 +8,7 @@ cost. Raises ContractViolation otherwise, or if a pass does not end as it must.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ from workers.contract.messages import Batch
 
 PASSES_MAX = 5
 POLL_S = 0.2
+NOTICED_S = 4.0
+"""Seconds after which a coordinator has noticed a silence: it pings every 2 s, and a reply is late after 1 s."""
 
 
 class Poisoner:
@@ -85,6 +88,7 @@ class _Kill:
 
     sent_s: float
     """When its batch was sent."""
+    incarnation: str
     replaced_s: float | None = None
     """When its worker was replaced, or the first attempt at that failed; None: neither so far."""
 
@@ -101,7 +105,12 @@ class Kills:
         """The workers that poisons took, and whose replacement has neither started nor failed."""
         self._taken: set[str] = set()
         """Those that they took since the last time that none was missing."""
+        self._notices: Container[str] = ()
         self._coordinator: Coordinator | None = None
+
+    def watch(self, notices: Container[str]) -> None:
+        """Judge kills by these incarnations, whose hosts leave."""
+        self._notices = notices
 
     def begin_epoch(self, coordinator: Coordinator) -> None:
         """Watch the kills of another coordinator."""
@@ -110,8 +119,8 @@ class Kills:
         self._missing.clear()
         self._taken.clear()
 
-    def killed(self, worker_id: str, sent_s: float, batch: Batch, samples: frozenset[str]) -> None:
-        """Record that a batch killed its worker, which had these samples."""
+    def killed(self, worker_id: str, incarnation: str, sent_s: float, batch: Batch, samples: frozenset[str]) -> None:
+        """Record that a batch killed an incarnation of a worker, which had these samples."""
         assert self._coordinator is not None
         if worker_id in self._coordinator.core.fleet.leaving and not self._coordinator.core.fleet.is_live(worker_id):
             return  # its host leaves: the coordinator has given it up
@@ -130,9 +139,11 @@ class Kills:
             if last.replaced_s is None:
                 raise ContractViolation("a poisoner on probation ran while a worker was missing")
             cost_s, pause_s = last.replaced_s - last.sent_s, self._world.time() - last.replaced_s
+            if last.incarnation in self._notices and cost_s < NOTICED_S:
+                continue  # the coordinator ended the worker before it could notice that it was silent
             if pause_s < COST_FACTOR * cost_s:
                 raise ContractViolation(f"{pause_s:.3f} s after a kill that cost {cost_s:.3f} s came another one")
-        self._last = {worker_id: _Kill(sent_s)}
+        self._last = {worker_id: _Kill(sent_s, incarnation)}
 
     def _check_taken(self, worker_id: str, others: set[str]) -> None:
         """Raise ContractViolation if a poison has taken the last of three workers, or one of two twice."""

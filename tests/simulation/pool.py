@@ -127,6 +127,7 @@ class SimPool:
         """The next incarnations of workers whose hosts leave."""
         self.notices: dict[str, float] = {}
         """Incarnation to the virtual time at which its host leaves."""
+        kills.watch(self.notices)
         self.solo_losses: Counter[str] = Counter()
         """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
         operation is poison, so no fault is injected into a worker that runs such an operation."""
@@ -403,7 +404,8 @@ class SimPoolFront:
         try:
             result = worker.engine.run(self._by_reference(batch))
         except RuntimeError:  # it has a token that ends its engine
-            self._pool.kills.killed(worker_id, sent_s, batch, frozenset(worker.engine._done))
+            samples = frozenset(worker.engine._done)
+            self._pool.kills.killed(worker_id, worker.incarnation, sent_s, batch, samples)
             await self._poison(worker_id, worker, batch)
         worker.last = batch
         self._world.work["batches"] += 1

@@ -14,9 +14,10 @@ from typing import Any, get_args
 
 import pytest
 import typer
+import yaml
 from typer.core import TyperGroup
 
-from scripts import docs_site, generate_contract
+from scripts import docs_site, generate_contract, generate_metrics
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
@@ -361,3 +362,17 @@ def test_every_call_of_the_contract_says_what_is_durable_and_whether_it_is_safe_
 
 def test_page_of_configuration_is_generated_from_the_settings() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `.venv/bin/python -m scripts.generate_configuration`"
+
+
+def test_page_of_metrics_is_generated_from_the_code() -> None:
+    written = generate_metrics.PAGE.read_text(encoding="utf-8")
+    assert written == generate_metrics.page(), "run `.venv/bin/python -m scripts.generate_metrics`"
+
+
+def test_every_alert_has_a_runbook_line_and_uses_metrics_that_exist() -> None:
+    rules = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    known = set(re.findall(r"^\| `(\w+)`", generate_metrics.page(), re.MULTILINE))
+    for rule in rules:
+        assert rule["annotations"].keys() == {"summary", "runbook"}
+        used = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"tinkerpool_\w+", rule["expr"])}
+        assert used <= known, rule["alert"]

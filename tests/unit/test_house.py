@@ -26,7 +26,15 @@ CONFINED = {
     "grpc_health": ["coordinator/doors/grpc/*.py"],
     "grpc_reflection": ["coordinator/doors/grpc/*.py"],
     "starlette": ["coordinator/doors/*.py"],
-    "uvicorn": ["coordinator/doors/http_server.py", "coordinator/doors/http/connections.py"],
+    "uvicorn": [
+        "coordinator/doors/http_server.py",
+        "coordinator/doors/http/connections.py",
+        "coordinator/doors/metrics.py",
+    ],
+    "prometheus_client": [
+        *("coordinator/observe/metrics.py", "coordinator/runtime/gauges.py", "coordinator/doors/metrics.py"),
+        "scripts/generate_metrics.py",
+    ],
     "pyrage": ["coordinator/storage/exports.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, keys, pool, pools, tenants, workers
+from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, workers
 from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
@@ -80,7 +80,7 @@ def build() -> typer.Typer:
         entry_point.load()(app)
     for command in (pools.pools, pools.use):
         app.command(rich_help_panel=POOLS_PANEL)(command)
-    for command in (pool.status, pool.watch, pool.usage):
+    for command in (pool.status, pool.watch, history.why, history.history, pool.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
     app.add_typer(
         adapters.app,

@@ -1,4 +1,5 @@
-"""What a person means by an argument: an adapter by the beginning of its id or by its name, a checkpoint, a key.
+"""What a person means by an argument: an adapter by the beginning of its id or by its name, an operation or checkpoint
+of it, a key.
 
 The pool finds the candidates; here only what is unique is taken. A whole id or path always means itself, so that a
 script never acts on another object than the one that it names. Does not depend on what a command does.
@@ -17,13 +18,15 @@ from tinkerpool.cli.connection import fetch_list
 from tinkerpool.cli.finding import Target
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import LIST_ADAPTERS, LIST_API_KEYS, LIST_CHECKPOINTS
-from tinkerpool.names import SCHEME, CheckpointPath, is_adapter_id
+from tinkerpool.names import SCHEME, CheckpointPath, is_adapter_id, operation_name
 from tinkerpool.v1.adapters_pb2 import Adapter, ListAdaptersRequest
 from tinkerpool.v1.admin_pb2 import ListApiKeysRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 
 CANDIDATES_MAX = 10
 """Most candidates that an error lists."""
+SAMPLER_PART = ":sample:"
+"""In the id of a sampler, which no list has."""
 KEYS_MAX = 100_000
 """More keys than a pool has: the list of keys has no filter."""
 
@@ -61,6 +64,16 @@ def find_adapter(target: Target, reference: str) -> Adapter:
     raise CliError(
         f"no adapter has the name {reference!r} or an id that begins so; `tinkerpool adapter list` shows yours"
     )
+
+
+def find_operation(target: Target, reference: str) -> str:
+    """Return the name of the operation that is meant, ADAPTER:SEQ; one of a sampler is named whole. Raises CliError."""
+    if SAMPLER_PART in reference:
+        return reference
+    adapter, _, seq = reference.rpartition(":")
+    if not (adapter and seq.isascii() and seq.isdecimal()):
+        raise CliError(f"{reference!r} is no operation: write ADAPTER:SEQ, as futures and errors show it")
+    return operation_name(find_adapter(target, adapter).adapter_id, int(seq))
 
 
 def find_checkpoint(target: Target, reference: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
@@ -53,8 +53,8 @@ def undrain(target: Target, worker: WorkerArgument) -> None:
     show.note(f"Worker {worker} takes work again.")
 
 
-def show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
-    """Show a table of workers."""
+def show_workers(workers: Sequence[pool_pb2.Worker]) -> None:
+    """Show a table of workers, and one of their losses if there are any."""
     show.table(
         "Workers",
         ("worker", "base model", "host", "device", "slots", "adapters", "held", "pid", "state"),
@@ -74,6 +74,30 @@ def show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
         ),
         right="slots adapters held pid",
     )
+    if lost := [worker for worker in workers if worker.num_losses or worker.start_problem]:
+        show.console.print()
+        _show_losses(lost)
+
+
+def _show_losses(workers: Iterable[pool_pb2.Worker]) -> None:
+    show.table(
+        "Losses since the pool started",
+        ("worker", "losses", "last one", "why"),
+        (
+            (
+                worker.worker_id,
+                str(worker.num_losses),
+                show.moment(worker.last_loss_time) if worker.num_losses else "",
+                "; ".join(filter(None, (worker.last_loss_reason, _start_problem(worker)))),
+            )
+            for worker in workers
+        ),
+        right="losses",
+    )
+
+
+def _start_problem(worker: pool_pb2.Worker) -> str:
+    return f"does not start: {worker.start_problem}" if worker.start_problem else ""
 
 
 def state(worker: pool_pb2.Worker) -> Text:

@@ -148,7 +148,7 @@ class SamplingClient(Ready):
             record_stability_info=self._is_recording,
         )
         label = operation_name(request.sampler_id, request.seq)
-        return self._connection.start(self._sample(request), is_cancellable=True, label=label)
+        return self._connection.start(self._sample(request), is_cancellable=True, label=label, operation=label)
 
     sample_async = awaited(sample)
 

@@ -21,7 +21,8 @@ from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.client.training import custom_loss, passes
 from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.foreign_names import refuse
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
+from tinkerpool.history import HistoryEntry, entry_of
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, history_pb2, operations_pb2, training_pb2
 
 
 class TrainingClient(Ready):
@@ -273,6 +274,21 @@ class TrainingClient(Ready):
             name=self._adapter.name,
         )
 
+    def report_metrics(self, step: int, metrics: Mapping[str, float]) -> APIFuture[None]:
+        """Add metrics of your own to the adapter's history, beside those that its steps return. Not in the SDK.
+
+        `step` is yours to count, from 0. At most 64 metrics at a time. The pool shows them with its own.
+        """
+        request = history_pb2.ReportMetricsRequest(adapter_id=self.model_id, step=step, metrics=metrics)
+        return self._connection.start(self._report(request))
+
+    def history(self) -> APIFuture[list[HistoryEntry]]:
+        """Return the adapter's finished operations, with what they waited for and their metrics, and reported metrics.
+
+        Oldest first, as far as the pool still has them. Not in the SDK.
+        """
+        return self._connection.start(self._history())
+
     def get_tokenizer(self) -> Any:
         """Return the base model's tokenizer: of transformers if installed, else of tokenizers. Raises ImportError."""
         return self._connection.start(fetch_tokenizer(self._connection, self._adapter.base_model)).result()
@@ -289,6 +305,8 @@ class TrainingClient(Ready):
     load_state_async = submitted(load_state)
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
     discard_gradient_async = submitted(discard_gradient)
+    report_metrics_async = submitted(report_metrics)
+    history_async = submitted(history)
 
     async def forward_backward_custom_async(
         self,
@@ -337,6 +355,18 @@ class TrainingClient(Ready):
 
     def _run(self, method: methods.Unary[Any, Any], requests: Sequence[Any]) -> APIFuture[types.ForwardBackwardOutput]:
         return self._sequence.reserve(len(requests), lambda seq: passes.run(self._sequence, method, requests, seq))
+
+    async def _report(self, request: history_pb2.ReportMetricsRequest) -> None:
+        await self._connection.call(methods.REPORT_METRICS, request)
+
+    async def _history(self) -> list[HistoryEntry]:
+        request, entries = history_pb2.ListHistoryRequest(target_id=self.model_id), list[HistoryEntry]()
+        while True:
+            page = await self._connection.call(methods.LIST_HISTORY, request)
+            entries += map(entry_of, page.entries)
+            if not page.has_more:
+                return entries
+            request.page_token = page.next_page_token
 
     async def _optim_step(self, request: training_pb2.OptimStepRequest, seq: int) -> types.OptimStepResponse:
         operation = await self._sequence.run(methods.OPTIM_STEP, request, seq)

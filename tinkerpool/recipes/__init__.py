@@ -6,5 +6,6 @@
                                                          group (as in GRPO)
     python -m tinkerpool.recipes.arithmetic --help       write problems with checkable answers, to try the recipes on
 
-A copy needs nothing of this package but `run`, `progress` and `options`: the folder of a run, its bar, its options.
+A copy needs nothing of this package but `run`, `progress`, `metrics` and `options`: the folder of a run, its bar, its
+metrics, its options.
 """

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tinkerpool import Datum, ServiceClient, types
 from tinkerpool.data import Batches, completion_datum, read_jsonl
 from tinkerpool.recipes.options import option, run_program
-from tinkerpool.recipes.progress import OnMetrics, Progress
+from tinkerpool.recipes.progress import OnMetrics, Progress, pool_metrics
 from tinkerpool.recipes.run import Run, RunSettings, check_length, find_base_model, is_due
 
 Pair = tuple[Datum, Datum]
@@ -120,12 +120,12 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
 
     # Each step is submitted before the one before it is awaited: the pool never waits for this process.
     in_flight: deque[tuple[Any, ...]] = deque()
-    with Progress(run.start_step, num_steps, on_metrics) as progress:
+    with Progress(settings.log_dir, run.start_step, num_steps, on_metrics) as progress:
 
         def finish(done: int, passed: Any, stepped: Any, tested: Any, saved: Any) -> None:
-            stepped.result()
+            of_pass, of_step = passed.result().metrics, stepped.result().metrics
             names = {"loss:sum": "loss", "margin:mean": "margin", "accuracy:mean": "accuracy"}
-            metrics = {name: passed.result().metrics[key] for key, name in names.items()}
+            metrics = pool_metrics(of_pass, of_step) | {name: of_pass[key] for key, name in names.items()}
             if tested is not None and test_loss is not None:
                 outputs = [output["logprobs"].data for output in tested.result().loss_fn_outputs]
                 margins = test_loss.margins(test_data, outputs)

@@ -15,7 +15,7 @@ line's "answer", else 0. reward, the mean over a step's replies, rises. learned 
 different rewards: if it stays near 0, begin with easier prompts or larger groups. kl is the difference of sampler and
 trainer on the sampled tokens: about 0, because both have the same weights. The loss is stable_reinforce
 (docs/losses.md), which is REINFORCE on such samples, at the temperature that they were drawn at.
-An interrupted run continues with the same command.
+Every --show-every steps a reply is shown. An interrupted run continues with the same command.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ from tinkerpool import (
 from tinkerpool.data import Batches, encode_prompt, read_jsonl
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option, run_program
-from tinkerpool.recipes.progress import OnMetrics, Progress
+from tinkerpool.recipes.progress import WIDTH, OnMetrics, Progress, pool_metrics
 from tinkerpool.recipes.run import Run, RunSettings, check_length, find_base_model, is_due
 
 Reward = Callable[[Mapping[str, Any], str], float]
 """Scores a reply to a line."""
 Task = tuple[Mapping[str, Any], list[int]]
 """A line and the tokens of its prompt."""
+SHOWN_CHARS_MAX = 600
+"""Characters of a prompt, and of a reply, that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Settings(RunSettings):
     stop: str | None = option("text that ends a reply; left out: the model's end of text", None)
     learning_rate: float = option("highest learning rate", 1e-4)
     schedule: ScheduleKind = option("decay of the learning rate", "constant")
+    show_every: int = option("steps between two replies that are shown; 0: only after the last step", 10)
 
 
 def has_answer(record: Mapping[str, Any], reply: str) -> float:
@@ -144,6 +147,13 @@ def kl_sample_train(data: Sequence[Datum], outputs: Sequence[Mapping[str, Any]])
     return float(np.concatenate(differences).mean())
 
 
+def shown_reply(step: int, prompt: Any, reply: str, reward: float) -> str:
+    """Return a sampled reply for people, below its prompt or the last message of it: each on one line, escaped."""
+    asked = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    lines = {"sampled": f"in step {step}, reward {reward:.4g}", "prompt": repr(asked), "reply": repr(reply)}
+    return "\n".join(f"{name:>{WIDTH}} {line[:SHOWN_CHARS_MAX]}" for name, line in lines.items())
+
+
 def train(
     settings: Settings,
     service: ServiceClient | None = None,
@@ -178,14 +188,15 @@ def train(
         texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in response.sequences]
         return [float(score(record, text)) for text in texts]
 
-    with Progress(run.start_step, num_steps, on_metrics) as progress:
+    with Progress(settings.log_dir, run.start_step, num_steps, on_metrics) as progress:
         sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
         groups = sample(sampler, run.start_step)
         for step in range(run.start_step, num_steps):
             data, rewards, done = [], [], step + 1
-            for (record, prompt), group in zip(batches.at(step), groups, strict=True):
-                rewards.append(rewards_of(record, group.result()))
-                data += learn_from(prompt, group.result().sequences, rewards[-1])
+            responses = [group.result() for group in groups]
+            for (record, prompt), response in zip(batches.at(step), responses, strict=True):
+                rewards.append(rewards_of(record, response))
+                data += learn_from(prompt, response.sequences, rewards[-1])
             passed = client.forward_backward(data, "stable_reinforce") if data else None
             stepped = client.optim_step(run.adam(step, num_steps)) if data else None
             saved = run.save(client, done, num_steps)
@@ -195,12 +206,18 @@ def train(
             groups = sample(sampler, done) if done < num_steps else []
             metrics = {"reward": float(np.mean(rewards)), "learned": len(data) / settings.group_size / len(rewards)}
             if passed is not None and stepped is not None:
+                metrics |= pool_metrics(passed.result().metrics, stepped.result().metrics)
                 metrics["kl"] = kl_sample_train(data, passed.result().loss_fn_outputs)
                 metrics["grad_norm"] = stepped.result().metrics["grad_norm:last"]
             if test_tasks and is_due(done, settings.eval_every, num_steps):
                 tested = zip(test_tasks, sample(sampler, done, is_test=True), strict=True)
                 metrics["test_reward"] = float(np.mean([rewards_of(t[0], future.result()) for t, future in tested]))
+            num_sampled = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
+            metrics["tokens"] = metrics.get("tokens", 0) + num_sampled
             progress.report(done, metrics)
+            if is_due(done, settings.show_every, num_steps):
+                reply = tokenizer.decode(responses[0].sequences[0].tokens, skip_special_tokens=True)
+                progress.say(shown_reply(done, batches.at(step)[0][0]["prompt"], reply, rewards[0][0]))
             run.record(done, saved)
 
         return run.finish(client, progress)

@@ -1,10 +1,10 @@
 """A run's folder, and how a run that was interrupted continues.
 
 The folder holds `settings.json` from the moment when the adapter exists: a pool that refuses an adapter leaves the
-folder free for other settings. After the first save it also has `checkpoint.json`: the number of steps done, the path
-of the state in the pool and, of a finished run, the path of the trained weights. Data, learning rates and seeds are
-functions of the settings and the step. So a run that continues at a checkpoint takes the steps that it would have
-taken, with the same bits where the pool promises them.
+folder free for other settings. From then on `metrics.jsonl` has a line for each step. After the first save there is
+`checkpoint.json`: the number of steps done, the path of the state in the pool and, of a finished run, the path of the
+trained weights. Data, learning rates and seeds are functions of the settings and the step. So a run that continues at a
+checkpoint takes the steps that it would have taken, with the same bits where the pool promises them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tinkerpool.recipes.progress import Progress
 CHECKPOINT, SETTINGS = "checkpoint.json", "settings.json"
 KEPT_S = 30 * 24 * 3600
 """The pool deletes the checkpoints during a run after this time; the last one stays."""
+FREE = frozenset({"log_dir", "show_every"})
+"""Settings that may change when a run continues: they change nothing that it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ class Run:
         files = {name: path for name, path in paths.items() if name != "log_dir"}
         found = {name: str(value) if name in paths else value for name, value in asdict(self.settings).items()}
         found |= {f"{name}_sha256": hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-        del found["log_dir"]
+        found = {name: value for name, value in found.items() if name not in FREE}
         return found | {"start_from": start_state(self.settings)}
 
     def _check_settings(self) -> None:

@@ -28,7 +28,7 @@ from tinkerpool.data import Batches, load, num_weighted
 from tinkerpool.data.chat import TrainOn
 from tinkerpool.data.reading import TooLong
 from tinkerpool.recipes.options import option, run_program
-from tinkerpool.recipes.progress import OnMetrics, Progress
+from tinkerpool.recipes.progress import OnMetrics, Progress, pool_metrics
 from tinkerpool.recipes.run import Run, RunSettings, find_base_model, is_due
 
 
@@ -65,13 +65,14 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
 
     # Each step is submitted before the one before it is awaited: the pool never waits for this process.
     in_flight: deque[tuple[Any, ...]] = deque()
-    with Progress(run.start_step, num_steps, on_metrics) as progress:
+    with Progress(settings.log_dir, run.start_step, num_steps, on_metrics) as progress:
 
         def finish(done: int, batch: list[Datum], passed: Any, stepped: Any, tested: Any, saved: Any) -> None:
-            metrics = {
-                "loss": passed.result().metrics["loss:sum"] / num_weighted(batch),
+            of_pass, of_step = passed.result().metrics, stepped.result().metrics
+            metrics = pool_metrics(of_pass, of_step) | {
+                "loss": of_pass["loss:sum"] / num_weighted(batch),
                 "learning_rate": run.adam(done - 1, num_steps).learning_rate,
-                "grad_norm": stepped.result().metrics["grad_norm:last"],
+                "grad_norm": of_step["grad_norm:last"],
             }
             if tested is not None:
                 metrics["test_loss"] = tested.result().metrics["loss:sum"] / num_weighted(test_data)

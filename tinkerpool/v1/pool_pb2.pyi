@@ -75,6 +75,10 @@ class Worker(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     HOST_LEAVES_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_LOSSES_FIELD_NUMBER: _builtins.int
+    LAST_LOSS_TIME_FIELD_NUMBER: _builtins.int
+    LAST_LOSS_REASON_FIELD_NUMBER: _builtins.int
+    START_PROBLEM_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stays the same when the worker is replaced."""
     incarnation: _builtins.str
@@ -101,6 +105,16 @@ class Worker(_message.Message):
     """Seconds until its host leaves, as the cluster has announced it, infinite if no time was named; unset: nothing was
     announced.
     """
+    num_losses: _builtins.int
+    """How often its process was lost since the coordinator started; hosts that left count too."""
+    last_loss_reason: _builtins.str
+    """Why it was lost last, for people, on one line of at most 500 characters; empty without an administrator's key."""
+    start_problem: _builtins.str
+    """Why its process did not start at the last attempt, likewise; empty: it has started."""
+    @_builtins.property
+    def last_loss_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was lost last; unset: never."""
+
     def __init__(
         self,
         *,
@@ -116,10 +130,14 @@ class Worker(_message.Message):
         state: Global___WorkerState.ValueType = ...,
         held_bytes: _builtins.int = ...,
         host_leaves_in_seconds: _builtins.float | None = ...,
+        num_losses: _builtins.int = ...,
+        last_loss_time: _timestamp_pb2.Timestamp | None = ...,
+        last_loss_reason: _builtins.str = ...,
+        start_problem: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds", "last_loss_time", b"last_loss_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "node", b"node", "num_adapters", b"num_adapters", "num_slots", b"num_slots", "pid", b"pid", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_slots", b"num_slots", "pid", b"pid", "start_problem", b"start_problem", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["host_leaves_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds"]  # noqa: Y015

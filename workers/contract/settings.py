@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
+
+from workers.contract.logs import LogConfig
 
 SHIPPED_MODELS_DIR = Path(__file__).parents[1] / "models"
 """The base models that come with tinkerpool."""
@@ -145,6 +147,8 @@ class PoolConfig:
     """Seconds after which a worker on a cluster ends if it hears from no coordinator."""
     start_timeout_s: float = 600.0
     """Most seconds for a worker to get its resources and load its model."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What the pool's processes log, and how. Workers that the next coordinator takes over go on as they began."""
     engine: str = ENGINE
     """`module:attribute` of a function from `EngineSettings` to an `EngineFactory`, imported by the worker."""
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import ray
 
+from workers.contract.logs import LogConfig, about, take_over
 from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import TakenOver, WorkerLost
 from workers.contract.settings import EngineSettings
@@ -66,8 +67,10 @@ class Terms:
 class EngineActor:
     """A worker's process. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
 
-    def __init__(self, terms: Terms, worker_id: str, incarnation: str) -> None:
+    def __init__(self, terms: Terms, worker_id: str, incarnation: str, log: LogConfig) -> None:
         """Begin to load the engine."""
+        log.apply()
+        take_over("ray")
         self._terms = terms
         self._version = running_version()
         self._worker_id = worker_id
@@ -174,5 +177,6 @@ class EngineActor:
         """End the process when no coordinator has called for that long; a call that runs does not count."""
         while (left_s := self._heard_s + lease_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        logger.error("no coordinator has called for %g s: %s ends", lease_s, self._incarnation)
+        ids = about(worker=self._worker_id, incarnation=self._incarnation)
+        logger.error("no coordinator has called for %g s: %s ends", lease_s, self._incarnation, extra=ids)
         os._exit(1)

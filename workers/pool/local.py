@@ -114,6 +114,7 @@ class LocalPool:
         while (events := await incarnation.events.get()) is not None:
             for event in events:
                 yield event
+        incarnation.loop.check()  # raises the reason
         raise WorkerLost(f"{incarnation.info.incarnation} has ended")
 
     async def ping(self, worker_id: str) -> None:

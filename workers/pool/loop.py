@@ -22,9 +22,11 @@ from concurrent.futures import Future
 from typing import Protocol, cast
 
 from workers.contract.failpoints import failpoint
+from workers.contract.logs import about
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest
 from workers.contract.protocols import Engine, EngineFactory, WorkerLost
 from workers.contract.settings import EngineSettings
+from workers.pool.environment import worker_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,8 @@ class EngineLoop:
             while self._turn(engine):
                 pass
         except BaseException as error:
-            logger.exception("the engine of %s failed", self._incarnation)
+            ids = about(worker=worker_of(self._incarnation), incarnation=self._incarnation)
+            logger.exception("the engine of %s failed", self._incarnation, extra=ids)
             reason = f"the engine failed: {_summary(error)}"
         self._end(reason)
 

@@ -31,6 +31,7 @@ import ray._private.worker
 from ray._private.services import find_node_ids
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from workers.contract.logs import take_over
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
@@ -209,6 +210,7 @@ class RayHost:
             ray._private.worker.print_to_stdstream = _log_report
             AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        take_over("ray")
         if belongings is not None:
             self._essential = _essential_processes(belongings)
 

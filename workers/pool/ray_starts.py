@@ -230,7 +230,7 @@ class Starts:
             label_selector={"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else None,
             runtime_env={"env_vars": worker_environment(terms.settings)},
         )
-        return Actor(actor_class.remote(terms, worker_id, incarnation), worker_id, incarnation)
+        return Actor(actor_class.remote(terms, worker_id, incarnation, self._config.log), worker_id, incarnation)
 
 
 def _free() -> str:

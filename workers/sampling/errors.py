@@ -12,6 +12,7 @@ import logging
 from workers.bank.bank import RowMemoryError
 from workers.bank.state_files import DamagedStateError, OtherAdapterError
 from workers.contract.capacity import what_is_too_large
+from workers.contract.logs import about
 from workers.contract.messages import ErrorCode, ItemError, SampleRequest
 from workers.host.allocator import is_out_of_memory
 from workers.model.base_model import BaseModel
@@ -87,5 +88,5 @@ def logged_error(op_id: str, error: Exception) -> ItemError:
     """Return `item_error`, and log an exception that has no error code of its own."""
     failure = item_error(error)
     if failure.code is ErrorCode.INTERNAL:
-        logger.error("sample %s failed", op_id, exc_info=error)
+        logger.error("sample %s failed", op_id, exc_info=error, extra=about(operation=op_id))
     return failure

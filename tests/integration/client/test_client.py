@@ -24,6 +24,7 @@ from tinkerpool import (
     ServiceClient,
     errors,
 )
+from tinkerpool.client.calls import futures
 
 ADAM = AdamParams(learning_rate=1e-3)
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -43,6 +44,33 @@ def service(pool: ServedPool) -> Iterator[ServiceClient]:
 
 def datum(*tokens: int) -> Datum:
     return Datum(list(tokens), {"target_tokens": list(tokens), "weights": [1.0] * len(tokens)})
+
+
+def test_a_wait_shows_what_it_waits_for_and_the_history_has_it_afterwards(
+    pool: ServedPool, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "PROGRESS_S", 0.02)
+    client = service.create_lora_training_client(rank=8)
+    engine, shown = pool.pool.engines["w0"][-1], list[str]()
+    engine.may_run.clear()
+    client.forward_backward([datum(1, 2, 3)], "cross_entropy")
+    step = client.optim_step(ADAM)
+
+    def show(text: str) -> None:
+        shown.append(text)
+        if "behind earlier operations of its adapter (1 before it)" in text:
+            engine.may_run.set()
+
+    assert step.result(60, progress=show).metrics
+    client.report_metrics(0, {"reward": 0.5}).result(60)
+    first, second, reported = client.history().result(60)
+    assert (first.kind, second.kind, reported.kind) == ("forward_backward", "optim_step", "report")
+    assert (first.state, second.operation, reported.step) == ("succeeded", f"{client.model_id}:2", 0)
+    assert "order" in {each.reason for each in second.waits}
+    assert reported.metrics == {"reward": 0.5}
+    assert first.arrive_time is not None
+    assert second.end_time is not None
+    assert first.arrive_time < second.end_time
 
 
 def test_a_training_loop_runs_from_end_to_end(pool: ServedPool, service: ServiceClient) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,6 +22,7 @@ from tests.support.served_pool import ServedPool
 from tinkerpool import ServiceClient
 from tinkerpool.errors import InvalidArgument
 from tinkerpool.recipes import dpo, reinforcement, supervised
+from tinkerpool.recipes.metrics import OF_THE_POOL
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +50,20 @@ Train = Callable[[ServiceClient, Callable[[int, Mapping[str, float]], None]], ob
 """Runs a recipe with this client and `on_metrics`."""
 
 
+def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that do not depend on who else uses the pool."""
+    return {name: value for name, value in metrics.items() if name not in OF_THE_POOL}
+
+
+def lines_of(folder: Path) -> Seen:
+    """Return the metrics that a run has written, by step; each step has one line."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line.pop("step") for line in lines] == list(range(1, len(lines) + 1))
+    assert all(datetime.fromisoformat(line.pop("time")).tzinfo is not None for line in lines)
+    assert all(line["tokens_per_s"] > 0 for line in lines)
+    return {step: repeatable(line) for step, line in enumerate(lines, start=1)}
+
+
 def interrupted(pool: ServedPool, tenant: str, train: Train, stop_at: int) -> Seen:
     """Run a recipe, interrupt it at a step, run it again to its end; return the metrics of both runs together."""
     before: Seen = {}
@@ -56,12 +72,12 @@ def interrupted(pool: ServedPool, tenant: str, train: Train, stop_at: int) -> Se
     def on_metrics(step: int, metrics: Mapping[str, float]) -> None:
         if step == stop_at:
             raise KeyboardInterrupt
-        before[step] = dict(metrics)
+        before[step] = repeatable(metrics)
 
     with pytest.raises(KeyboardInterrupt), pool.client(tenant) as service:
         train(service, on_metrics)
     with pool.client(tenant) as service:
-        train(service, lambda step, metrics: after.update({step: dict(metrics)}))
+        train(service, lambda step, metrics: after.update({step: repeatable(metrics)}))
     assert min(after) > 1, "the second run began at a checkpoint"
     return before | after
 
@@ -86,12 +102,13 @@ def test_supervised_learns_and_a_run_that_was_interrupted_takes_the_same_steps(
 
     whole: Seen = {}
     with pool.client("scribe") as service:
-        path = supervised.train(settings("whole"), service, lambda step, m: whole.update({step: dict(m)}))
+        path = supervised.train(settings("whole"), service, lambda step, m: whole.update({step: repeatable(m)}))
     assert list(whole) == list(range(1, 11))
     assert mean(whole, "loss", slice(-3, None)) < 0.8 * mean(whole, "loss", slice(3))
     assert whole[10]["test_loss"] < whole[5]["test_loss"]
     rerun = interrupted(pool, "scribe", lambda *given: supervised.train(settings("interrupted"), *given), stop_at=7)
     assert rerun == whole
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "interrupted") == whole
     with pool.client("scribe") as service:
         assert service.create_sampling_client(path).get_base_model() == "kjv-2m"
 
@@ -114,9 +131,10 @@ def test_dpo_learns_to_prefer(pool: ServedPool, pairs: list[dict[str, str]], tmp
     )
     seen: Seen = {}
     with pool.client("judge") as service:
-        dpo.train(settings, service, lambda step, metrics: seen.update({step: dict(metrics)}))
+        dpo.train(settings, service, lambda step, metrics: seen.update({step: repeatable(metrics)}))
     again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
     assert interrupted(pool, "judge", lambda *given: dpo.train(again, *given), stop_at=5) == seen
+    assert lines_of(settings.log_dir) == lines_of(again.log_dir) == seen
     assert seen[1]["margin"] == 0  # the reference has the same bits as the new adapter
     assert seen[1]["loss"] == pytest.approx(np.log(2))
     assert mean(seen, "margin", slice(-2, None)) > 0.1
@@ -145,7 +163,7 @@ def test_reinforcement_compares_sampler_and_trainer_at_the_temperature_of_the_sa
     assert max(differences) < 1e-5
 
 
-def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> None:
+def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def words_with_s(record: Mapping[str, Any], reply: str) -> float:
         words = re.findall(r"[a-z]+", reply.lower())
         return float(sum(word.startswith(record["letter"]) for word in set(words)) / max(len(words), 6))
@@ -163,10 +181,16 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> No
         max_tokens=12,
         stop="\n",
         eval_every=0,
+        show_every=4,
     )
     seen: Seen = {}
     with pool.client("poet") as service:
-        reinforcement.train(settings, service, lambda step, m: seen.update({step: dict(m)}), reward=words_with_s)
+        reinforcement.train(settings, service, lambda step, m: seen.update({step: repeatable(m)}), reward=words_with_s)
+    shown = re.findall(
+        r"sampled in step (\d+), reward [\d.]+\n +prompt '(\w+)'\n +reply ['\"]", capsys.readouterr().out
+    )
+    assert [int(step) for step, _ in shown] == [4, 8]
+    assert {prompt for _, prompt in shown} <= {record["prompt"] for record in records}
     again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
     rerun = interrupted(
         pool,
@@ -175,6 +199,7 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path) -> No
         stop_at=5,
     )
     assert rerun == seen
+    assert lines_of(settings.log_dir) == lines_of(again.log_dir) == seen
     assert mean(seen, "reward", slice(-2, None)) > 1.5 * mean(seen, "reward", slice(2))
     assert max(abs(metrics["kl"]) for metrics in seen.values()) < 1e-5
     assert "test_reward" in seen[8]
@@ -255,19 +280,25 @@ def test_the_code_of_the_page_about_recipes_runs(
     reader: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = run_page("docs/recipes.md")
-    assert "trained weights: tinker://" in reader.readouterr().out
-    steps = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1]
-    assert "loss" in steps[0]
+    shown = reader.readouterr().out
+    assert "trained weights: tinker://" in shown
+    for step, metrics in lines_of(Path("runs/psalms")).items():
+        assert f"\n{step} {metrics['loss']} " in shown
     # Stand-ins: tests install neither library.
     wandb, tensorboard = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     names["to_wandb"]("project", names["settings"])(3, {"loss": 2.0})
-    names["to_tensorboard"]("runs")(3, {"loss": 2.0})
-    wandb.init.assert_called_once_with(project="project", config=vars(names["settings"]))
+    to_tensorboard = names["to_tensorboard"]("runs")
+    for step in (3, 4):
+        to_tensorboard(step, {"loss": 2.0})
+    wandb.init.assert_called_once_with(project="project", id="psalms", resume="allow", config=vars(names["settings"]))
     wandb.init().log.assert_called_once_with({"loss": 2.0}, step=3)
-    tensorboard.SummaryWriter("runs").add_scalar.assert_called_once_with("loss", 2.0, 3)
+    tensorboard.SummaryWriter.assert_called_once_with("runs", purge_step=3)
+    assert [call.args for call in tensorboard.SummaryWriter().add_scalar.mock_calls] == [
+        ("loss", 2.0, 3),
+        ("loss", 2.0, 4),
+    ]
 
 
 def test_a_recipe_runs_at_the_command_line_and_reports_a_mistake_in_one_line(

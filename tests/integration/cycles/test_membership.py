@@ -1,14 +1,18 @@
 """Workers join and leave a running pool; adapters and samples of one that leaves lose nothing."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
 from coordinator.runtime import supervision
+from coordinator.tenants.principals import Principal
+from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
 from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import WorkerLost
 from workers.pool.local import LocalPool
@@ -96,6 +100,46 @@ async def test_a_worker_is_replaced_also_after_thousands_of_losses(
             pool.core.fleet.note_loss("w0")
         pool.lose_worker("w0")
         await until(lambda: len(pool.engines["w0"]) == 2)
+
+
+async def test_status_says_why_a_worker_was_lost_and_does_not_start_to_administrators_and_when_to_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = LocalPool.replace
+
+    async def replace(self: LocalPool, worker_id: str) -> WorkerInfo:
+        if problems:
+            raise WorkerLost(problems[0])
+        return await started(self, worker_id)
+
+    problems = ["CUDA error: an illegal memory access was encountered"]
+    monkeypatch.setattr(LocalPool, "replace", replace)
+    async with running_pool(tmp_path) as pool:
+
+        async def worker_for(principal: Principal) -> pool_pb2.Worker:
+            status: pool_pb2.GetPoolStatusResponse
+            status = await pool.service.get_pool_status(principal, pool_pb2.GetPoolStatusRequest())
+            return status.workers[0]
+
+        boss, member = await pool.administrator(), await pool.principal()
+        assert not (await worker_for(boss)).HasField("last_loss_time")
+        began = time.time()
+        poison = await pool.forward_backward(await pool.adapter(), 1, 5, token=KILL_TOKEN)
+        await until(lambda: bool(pool.core.fleet.losses("w0").start_problem))
+        shown, for_member = await worker_for(boss), await worker_for(member)
+        assert (shown.num_losses, shown.state) == (1, pool_pb2.WORKER_STATE_LOST)
+        assert shown.last_loss_reason.startswith("it has died: ")
+        assert shown.last_loss_reason.endswith("the engine failed: killed by a toy token")
+        assert shown.start_problem == problems[0]
+        assert began - 1 <= shown.last_loss_time.ToNanoseconds() / 1e9 <= time.time()
+        assert (for_member.num_losses, for_member.last_loss_time) == (1, shown.last_loss_time)
+        assert (for_member.last_loss_reason, for_member.start_problem) == ("", "")
+        problems.clear()
+        await pool.wait(poison)
+        await until(lambda: pool.core.fleet.is_live("w0"))
+        shown = await worker_for(boss)
+        assert shown.num_losses > 1
+        assert not shown.start_problem
 
 
 async def test_a_worker_that_is_missing_at_the_start_joins_when_it_is_ready(

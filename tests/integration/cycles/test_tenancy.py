@@ -16,6 +16,7 @@ from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
+    history_pb2,
     imports_pb2,
     pool_pb2,
     sampling_pb2,
@@ -77,6 +78,8 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     ),
     "export_checkpoint": lambda t: checkpoints_pb2.ExportCheckpointRequest(path=t.checkpoint),
     "get_operation": lambda t: ops_pb.GetOperationRequest(name=t.operation),
+    "get_history_entry": lambda t: history_pb2.GetHistoryEntryRequest(name=t.operation),
+    "report_metrics": lambda t: history_pb2.ReportMetricsRequest(adapter_id=t.adapter, metrics={"loss": 1.0}),
     "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),
     "cancel_operation": lambda t: ops_pb.CancelOperationRequest(name=t.sample),
 }
@@ -87,6 +90,7 @@ NAMELESS = {
     "create_session",
     "list_sessions",
     "list_adapters",
+    "list_history",
     "list_checkpoints",
     "get_pool_status",
     "watch_cycles",

@@ -31,6 +31,7 @@ from tinkerpool.v1 import (
     adapters_pb2,
     admin_pb2,
     checkpoints_pb2,
+    history_pb2,
     imports_pb2,
     limits_pb2,
     operations_pb2,
@@ -125,6 +126,28 @@ def test_worker_list_shows_where_workers_are_what_they_hold_and_what_they_do(run
     assert json.loads(run("worker", "list", "--json").out)["workers"][2]["state"] == "WORKER_STATE_DRAINED"
 
 
+def test_workers_that_were_lost_are_listed_with_how_often_when_and_why(run: Run, service: FakeService) -> None:
+    workers = [
+        pool_pb2.Worker(worker_id="w0", num_losses=3, last_loss_reason="it has died: CUDA error: device-side assert"),
+        pool_pb2.Worker(worker_id="w1", num_losses=1, last_loss_reason="its host leaves", start_problem="no memory"),
+        pool_pb2.Worker(worker_id="w2", start_problem="no such model"),
+        pool_pb2.Worker(worker_id="w3"),
+    ]
+    workers[0].last_loss_time.FromSeconds(1_700_000_000)
+    workers[1].last_loss_time.FromSeconds(1_700_000_000)
+    service.responses["get_pool_status"] = pool_pb2.GetPoolStatusResponse(workers=workers)
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
+    for command in ("status", "worker list"):
+        _, _, losses = run(*command.split()).out.partition("Losses since the pool started")
+        assert [" ".join(line.split()) for line in losses.splitlines()[1:5]] == [
+            "worker losses last one why",
+            f"w0 3 {moment} it has died: CUDA error: device-side assert",
+            f"w1 1 {moment} its host leaves; does not start: no memory",
+            "w2 0 does not start: no such model",
+        ]
+        assert "w3" not in losses
+
+
 def test_worker_drain_and_undrain_say_what_happens_next(run: Run, service: FakeService) -> None:
     worker = pool_pb2.Worker(worker_id="w1", num_adapters=2, is_live=True, state=pool_pb2.WORKER_STATE_DRAINING)
     service.responses["drain_worker"] = pool_pb2.DrainWorkerResponse(worker=worker)
@@ -183,6 +206,76 @@ def test_watch_reports_that_the_pool_shuts_down(run: Run, service: FakeService) 
     ]
     done = run("watch")
     assert (done.code, "the pool is shutting down" in done.err) == (1, True)
+
+
+def finished_entry() -> history_pb2.HistoryEntry:
+    entry = history_pb2.HistoryEntry(
+        operation="s1:train:0:12",
+        kind=operations_pb2.OPERATION_KIND_FORWARD_BACKWARD,
+        state=operations_pb2.OPERATION_STATE_SUCCEEDED,
+        target_id="s1:train:0",
+        worker_id="w0",
+        num_begins=1,
+        cycle_id=33,
+        num_tenants=3,
+        pass_seconds=0.12,
+        step_seconds=0.01,
+        num_tokens=2048,
+        engine_seconds=0.1,
+        metrics={"loss:sum": 12.5, "clock_cycle:unique": 33.0},
+        waits=[
+            history_pb2.Wait(reason=history_pb2.WAIT_REASON_BUDGET, seconds=0.9),
+            history_pb2.Wait(reason=history_pb2.WAIT_REASON_ORDER, seconds=0.42),
+        ],
+    )
+    for field, seconds in (("arrive_time", 100.0), ("begin_time", 101.32), ("end_time", 101.5)):
+        getattr(entry, field).FromNanoseconds(int(seconds * 1e9))
+    return entry
+
+
+def test_why_tells_what_a_finished_operation_waited_for_and_where_it_ran(run: Run, service: FakeService) -> None:
+    service.responses["get_history_entry"] = history_pb2.GetHistoryEntryResponse(entry=finished_entry())
+    out = run("why", "s1:train:0:12").out
+    assert "s1:train:0:12, a forward_backward" in out
+    assert "waited     1.3 s" in out
+    assert "900 ms for room in a cycle, while others had their turn" in out
+    assert "420 ms behind earlier operations of its adapter" in out
+    assert "on worker w0, in cycle 33 with 2 other tenants (pass 120 ms, steps 10 ms): 2,048 tokens" in out
+    assert "succeeded, 1.5 s after it came" in out
+    assert requests_of(service, "get_history_entry") == [history_pb2.GetHistoryEntryRequest(name="s1:train:0:12")]
+
+
+def test_why_tells_what_an_unfinished_operation_waits_for(run: Run, service: FakeService) -> None:
+    entry = history_pb2.HistoryEntry(
+        operation="s1:train:0:12",
+        kind=operations_pb2.OPERATION_KIND_OPTIM_STEP,
+        state=operations_pb2.OPERATION_STATE_QUEUED,
+        waits_for=history_pb2.WAIT_REASON_QUARANTINE,
+        position=2,
+        remaining_seconds=7.0,
+    )
+    service.responses["get_history_entry"] = history_pb2.GetHistoryEntryResponse(entry=entry)
+    out = run("why", "s1:train:0:12").out
+    assert "before the pool's last start" in out
+    assert "waits because a worker was lost, and what ran there runs one by one (2 before it), about 7 s more" in out
+    assert json.loads(run("why", "s1:train:0:12", "--json").out)["position"] == 2
+
+
+def test_history_shows_the_last_entries_of_an_adapter(run: Run, service: FakeService) -> None:
+    first, second = finished_entry(), finished_entry()
+    second.operation, second.error_reason = "s1:train:0:13", "NON_FINITE"
+    reported = history_pb2.HistoryEntry(target_id="s1:train:0", step=4, metrics={"reward": 0.5})
+    entries = [first, second, reported]
+    service.responses["list_history"] = history_pb2.ListHistoryResponse(entries=entries)
+    out = run("history", "s1:train:0").out
+    lines = [line.split() for line in out.splitlines()[2:]]
+    assert lines[0][:2] == ["12", "forward_backward"]
+    assert lines[0][3:] == ["1.3", "s", "180", "ms", "2,048", "loss", "12.5"]
+    assert lines[1][-1] == "NON_FINITE"
+    assert lines[2] == ["step", "4", "report", "0", "s", "0", "reward", "0.5"]
+    assert run("history", "s1:train:0", "-n", "1").out.count("\n") == 3
+    service.responses["list_history"] = history_pb2.ListHistoryResponse()
+    assert "The history has nothing of s1:train:0." in run("history", "s1:train:0").out
 
 
 def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: FakeService) -> None:
@@ -569,7 +662,7 @@ def test_help_lists_every_command_in_its_group(run: Run) -> None:
     )
     groups = (
         ("serve", "up", "down", "logs"),
-        ("status", "watch", "usage"),
+        ("status", "watch", "why", "history", "usage"),
         ("adapter", "checkpoint"),
         ("key", "tenant", "version"),
     )

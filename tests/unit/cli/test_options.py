@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
 from coordinator.base.tenant_limits import TenantLimits
-from coordinator.cli.options import RAY_FILE, KeepsArguments, Settings, http_port_after, with_options
+from coordinator.cli.options import RAY_FILE, KeepsArguments, Settings, port_after, with_options
+from workers.contract.logs import LogConfig
 from workers.contract.settings import PoolConfig
 
 
@@ -45,7 +46,7 @@ def test_without_options_every_setting_has_its_default(monkeypatch: pytest.Monke
 def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = settings_of(
         monkeypatch, tmp_path, "--host", "::1", "--port", "80", "--cycle-tokens", "512", "--cycle-seconds", "1.5",
-        "--workers", "3", "--gpus", "0.5", "--exact", "--log-level", "debug", "--new-key",
+        "--workers", "3", "--gpus", "0.5", "--exact", "--log-level", "debug", "--log-format", "json", "--new-key",
         "--tenant-limit", "adapters_max=5", "--tenant-limit", "queued_bytes_max=1GiB", "--disk-free-min", "1GiB",
         "--public-url", "https://pool.example",
     )  # fmt: skip
@@ -58,9 +59,9 @@ def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert settings.server.is_new_key_wanted
     [model] = settings.pool.models
     assert dataclasses.replace(settings.pool, owner_file=None) == PoolConfig(
-        models=(model,), num_gpus=0.5, device="cuda", exact=True
+        models=(model,), num_gpus=0.5, device="cuda", exact=True, log=LogConfig(level="debug", format="json")
     )
-    assert (model.num_workers, settings.log_level) == (3, "debug")
+    assert model.num_workers == 3
 
 
 def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,4 +69,5 @@ def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.M
 
 
 def test_the_default_http_port_is_the_one_after_the_grpc_port() -> None:
-    assert [http_port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+    assert [port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+    assert [port_after(port, 2) for port in (7600, 0, 65534)] == [7602, 0, 0]

@@ -46,6 +46,40 @@ def test_a_field_of_the_result_is_refused_with_the_call_that_was_forgotten(name:
     assert future.result() == 5
 
 
+def test_a_wait_with_progress_shows_each_change_once_and_ends_with_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(futures, "PROGRESS_S", 0.01)
+    answers = iter(["waits", "waits", "runs"])
+
+    async def describe() -> str:
+        return next(answers, "")
+
+    shown: list[str] = []
+    future = futures.start(shared_loop(), later(5, 0.3), describe=describe)
+
+    assert future.result(progress=shown.append) == 5
+    assert shown == ["waits", "runs"]
+    answers = iter(["waits for its turn"])
+    assert futures.start(shared_loop(), later(5, 0.1), describe=describe).result(progress=True) == 5
+    assert capsys.readouterr().err == "waits for its turn\n"
+
+
+def test_a_wait_with_progress_goes_on_although_no_progress_is_known_and_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(futures, "PROGRESS_S", 0.01)
+
+    async def describe() -> str:
+        raise ClientClosed("no answer")
+
+    future = futures.start(shared_loop(), later(5, 0.2), describe=describe)
+    with pytest.raises(TimeoutError):
+        future.result(0.05, progress=True)
+    assert future.result(progress=True) == 5
+    assert start(5).result(progress=True) == 5, "of a call that is no operation"
+
+
 def test_names_that_protocols_look_for_are_missing_without_a_hint_and_a_copy_is_the_same_result() -> None:
     future = start(5)
     for name in ("__array__", "__getstate_of_a_library__", "_repr_html_"):

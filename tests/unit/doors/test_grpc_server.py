@@ -106,7 +106,7 @@ def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> No
         Calls(FakeBackend(Empty()), Intake(GrpcConfig()), "127.0.0.1")
     names = {use_case_name(method) for service in SERVICES for method in service.methods}
     assert {"create_adapter", "save_weights_for_sampler", "wait_operations", "list_api_keys"} <= names
-    assert len(SERVICES) == 11
+    assert len(SERVICES) == 12
 
 
 async def test_a_valid_key_reaches_the_use_case_with_its_principal(open_door: Open) -> None:

@@ -1,11 +1,12 @@
 """The workers: a lost incarnation never becomes live again, and its state does not pass to the next one."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from coordinator.fleet import fleet as fleet_module
-from coordinator.fleet.fleet import Fleet, Flight
+from coordinator.fleet.fleet import Fleet, Flight, Losses
 from tests.support.adapter_logs import spec_named
 from tests.support.toy_engine import toy_bytes, toy_worker_info
 
@@ -46,6 +47,25 @@ def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
     assert fleet.worker("w0").name == "w0.2"
     assert fleet.lose("w0", "w0.1") is None, "a late report of the earlier loss is ignored"
     assert fleet.is_live("w0")
+
+
+def test_why_a_worker_was_lost_is_kept_on_one_short_line_until_the_worker_is_removed(fleet: Fleet) -> None:
+    assert fleet.losses("w0") == Losses()
+    fleet.note_reason("w0", "it has died", 10.0)
+    fleet.lose("w0", "w0.1")
+    fleet.note_start_problem("w0", "no memory\nis left")
+    fleet.note_reason("w0", "CUDA error\n" + "Compile with more checks. " * 100, 20.0)
+    losses = fleet.losses("w0")
+    assert (losses.num, losses.last_at, losses.start_problem) == (2, 20.0, "no memory is left")
+    assert losses.reason.startswith("CUDA error Compile with more")
+    assert losses.reason.endswith(" ...")
+    assert len(losses.reason) == fleet_module.REASON_CHARS_MAX
+    fleet.add(toy_worker_info("w0", 2))
+    assert fleet.losses("w0") == replace(losses, start_problem="")
+    assert fleet.losses("w1") == Losses()
+    fleet.drain("w0", is_ending=True)
+    fleet.remove("w0")
+    assert fleet.losses("w0") == Losses()
 
 
 def test_a_completed_phase_is_not_in_flight(fleet: Fleet) -> None:

@@ -52,7 +52,9 @@ class Bench:
         self.group: AdapterGroup = registry.group_of(self.adapter)
         sessions, spending = SessionTable(self.store, self.time), Spending(self.store, self.in_flight, self.time.wall)
         ceilings = Ceilings(self.quotas, self.in_flight, sessions, registry, self.holdings, spending)
-        self.admission = Admission(self.store, self.in_flight, registry, LIMITS, ceilings, self.rates)
+        self.admission = Admission(
+            self.store, self.in_flight, registry, LIMITS, ceilings, self.rates, clock=lambda: 0.0
+        )
 
     async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
         acceptance = self.admission.accept(self.adapter, seq, request_id, requests)

@@ -67,14 +67,14 @@ async def test_sampled_tokens_stream_and_the_result_repeats_them() -> None:
     assert len(tokens) == 5
 
 
-async def test_failed_engine_is_lost_until_it_is_replaced_by_an_empty_one() -> None:
+async def test_failed_engine_is_lost_with_its_reason_until_it_is_replaced_by_an_empty_one() -> None:
     async with started(toy_pool()) as pool:
         stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
         old = pool.workers()[0]
         with pytest.raises(WorkerLost):
             await pool.run("w0", batch(0, token=KILL_TOKEN))
         for lost in (pool.run("w0", batch(1)), pool.start_sample("w0", request("s", 1)), pool.ping("w0"), stream):
-            with pytest.raises(WorkerLost):
+            with pytest.raises(WorkerLost, match="the engine failed: killed by a toy token"):
                 await lost
         await pool.ping("w1")
         assert pool.workers()[0] == old

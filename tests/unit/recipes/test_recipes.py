@@ -1,7 +1,11 @@
 """Parts of the recipes that need no pool: options, folders, tables, losses and advantages."""
 
 import dataclasses
+import json
+import math
+import re
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,6 +17,7 @@ import torch
 from tinkerpool.client.training.custom_loss import evaluate_numpy
 from tinkerpool.data import shift
 from tinkerpool.recipes import dpo, reinforcement, supervised
+from tinkerpool.recipes.metrics import Pace
 from tinkerpool.recipes.options import parse
 from tinkerpool.recipes.progress import Progress
 from tinkerpool.recipes.run import Run
@@ -95,41 +100,90 @@ class TensorPath:
     path: str
 
 
-def test_the_table_gets_a_header_whenever_there_is_a_new_metric(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(0, 20) as progress:
-        progress.report(1, {"loss": 2.0})
-        progress.report(2, {"loss": 1.0, "test_loss": 1.23456})
-        progress.report(3, {"loss": 0.5})
+POOL_METRICS = {"tokens": 64, "clock_cycle": 7}
+
+
+def test_without_a_terminal_each_step_is_a_row_with_tokens_a_second_and_the_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(tmp_path, 0, 20) as progress:
+        progress.report(1, POOL_METRICS | {"loss": 2.0})
+        progress.report(2, POOL_METRICS | {"loss": 1.0, "test_loss": 1.23456})
+        progress.report(3, POOL_METRICS | {"loss": 0.5})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        ["step", "loss"],
-        ["1/20", "2"],
-        ["step", "loss", "test_loss"],
-        ["2/20", "1", "1.235"],
-        ["3/20", "0.5"],
-    ]
+    columns = ["loss", "tokens_per_s", "time_left"]
+    assert [lines[0], lines[2]] == [["step", *columns], ["step", *columns, "test_loss"]]
+    rows = [lines[1], lines[3], lines[4]]
+    assert [row[:2] for row in rows] == [["1/20", "2"], ["2/20", "1"], ["3/20", "0.5"]]
+    assert rows[1][4:] == ["1.235"]
+    assert [row[3] for row in rows] == ["0:00:00"] * 3, "the steps took no time"
 
 
-def test_at_a_terminal_rows_are_printed_above_a_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_at_a_terminal_rows_are_printed_above_a_bar_that_has_tokens_a_second_and_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress(0, 2) as progress:
-        progress.report(1, {"loss": 2.0})
+    monkeypatch.setenv("COLUMNS", "120")
+    with Progress(tmp_path, 0, 2) as progress:
+        progress.report(1, POOL_METRICS | {"loss": 2.0})
         progress.say("[saved]")
     shown = capsys.readouterr().out
     assert "training" in shown
-    assert "1/2" in shown
+    assert re.search(r"1/2 [\d,]+ tokens/s, 0:00:00 left", shown)
+    assert "tokens_per_s" not in shown
     assert "[saved]" in shown
 
 
-def test_metrics_go_to_a_callback_instead_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_go_to_a_callback_instead_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
-    with Progress(0, 2, lambda step, metrics: seen.append((step, dict(metrics)))) as progress:
-        progress.report(1, {"loss": 2.0})
-    assert seen == [(1, {"loss": 2.0})]
+    with Progress(tmp_path, 0, 2, lambda step, metrics: seen.append((step, dict(metrics)))) as progress:
+        progress.report(1, POOL_METRICS | {"loss": 2.0})
+    [(step, metrics)] = seen
+    assert step == 1
+    assert metrics.pop("tokens_per_s") > 0
+    assert metrics == POOL_METRICS | {"loss": 2.0}
     assert not capsys.readouterr().out
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_in_the_file_of_metrics_as_soon_as_it_is_reported(tmp_path: Path) -> None:
+    with Progress(tmp_path, 0, 2, lambda *_: None) as progress:
+        progress.report(1, POOL_METRICS | {"reward": math.nan})
+        [line] = lines_of(tmp_path)
+    assert {"step": 1, "tokens": 64, "clock_cycle": 7, "reward": None}.items() <= line.items()
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(line["time"])) < timedelta(minutes=1)
+
+
+def test_a_run_that_continues_writes_no_step_twice_and_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    def run(start: int, end: int, loss: float) -> None:
+        with Progress(tmp_path, start, 9, lambda *_: None) as progress:
+            for step in range(start + 1, end + 1):
+                progress.report(step, POOL_METRICS | {"loss": loss})
+
+    run(0, 6, 1.0)  # interrupted behind the checkpoint of step 4
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    run(4, 9, 2.0)
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [
+        *((step, 1.0) for step in range(1, 5)),
+        *((step, 2.0) for step in range(5, 10)),
+    ]
+    run(0, 1, 3.0)  # a run that was interrupted before its first checkpoint
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 3.0)]
+
+
+def test_the_pace_is_that_of_most_recent_steps_whatever_one_of_them_took() -> None:
+    pace, now_s = Pace(100.0), 100.0
+    pace.step(now_s := now_s + 8.0, 40)
+    assert (pace.step_s(), pace.tokens_per_s()) == (8.0, 5.0)
+    for step in range(100):
+        pause_s = 600.0 if step == 90 else 0.0
+        pace.step(now_s := now_s + (1.0 if step % 2 else 3.0) + pause_s, 40)
+    assert (pace.step_s(), pace.tokens_per_s()) == (2.0, 20.0), "results arrive in twos; the pool was away once"
 
 
 def test_the_gradient_of_dpo_is_that_of_torch(tmp_path: Path) -> None:
@@ -165,6 +219,24 @@ def test_advantages_are_rewards_against_their_group_and_equal_rewards_teach_noth
     advantages = [datum.loss_fn_inputs["advantages"].tolist() for datum in data]
     np.testing.assert_allclose(advantages, [[0, 0, sign, sign] for sign in (1, -1, -1, 1)], atol=1e-3)
     assert reinforcement.learn_from([4], sequences, [0.5] * 4) == []
+
+
+def test_a_reply_is_shown_on_one_line_below_what_was_asked_without_control_characters() -> None:
+    chat = [{"role": "system", "content": "Calculate."}, {"role": "user", "content": "What is 3 + 4?"}]
+    shown = reinforcement.shown_reply(20, chat, "So\n\x1b[2J7\u4e03" + "." * 1000, 0.5).splitlines()
+    assert [line.split(maxsplit=1)[0] for line in shown] == ["sampled", "prompt", "reply"]
+    assert shown[0].endswith("in step 20, reward 0.5")
+    assert shown[1].endswith("'What is 3 + 4?'")
+    assert r"'So\n\x1b[2J7" + "\u4e03..." in shown[2]
+    assert len(shown[2]) < 700
+
+
+def test_how_often_replies_are_shown_may_change_when_a_run_continues(tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}")
+    settings = reinforcement.Settings(data=data, log_dir=tmp_path / "run")
+    Run(settings).training_client(MagicMock())
+    Run(dataclasses.replace(settings, show_every=1))
 
 
 def test_wrong_rewards_are_refused_with_what_is_expected() -> None:

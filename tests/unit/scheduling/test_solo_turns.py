@@ -257,6 +257,14 @@ def test_the_solo_worker_is_one_of_the_class_of_the_adapter_and_others_of_the_cl
     assert bench.turns.workers_for(good, {"w0": 0, "w1": 5}) == {"w1": 5}, "although others avoid it for a while"
 
 
+def test_a_turn_that_is_in_flight_goes_on_whatever_its_adapter_waits_for_and_pays_for_its_loss() -> None:
+    bench = Bench(adapter_with(FB, name="bad", tenant="bad"), num_workers=1)
+    assert bench.update() == "bad"
+    bench.fleet.worker("w0").begin_phase((Flight("bad:1", "bad", 1, 0, "bad"),))
+    bench.turns.update(lambda log: False)  # a file is being written, or its tenant was suspended
+    assert bench.turns.lose("w0"), "the loss is one of its turn"
+
+
 def test_a_turn_that_is_in_flight_goes_on_while_its_worker_is_drained_and_pays_for_its_loss() -> None:
     bench = Bench(adapter_with(FB, name="bad", tenant="bad"))
     assert bench.update() == "bad"

@@ -59,12 +59,12 @@ class Bench:
             self.registry.add(adapter)
             adapter.place_copy("w0")
         self.group = self.registry.group("toy")
-        publishing = cast("Publishing", self.publishing)
+        publishing, time = cast("Publishing", self.publishing), FakeTime()
         self.records = MemoryRecords()
         self.probation = Probation(self.records, halving_s=3600.0)
         self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes_of(self.fleet))
         self.recorder = LossRecorder(
-            self.fleet, self.registry, {"toy": self.quarantine}, {"toy": self.turns}, self.probation, publishing
+            self.fleet, self.registry, {"toy": self.quarantine}, {"toy": self.turns}, self.probation, publishing, time
         )
         self.woken = asyncio.Event()
         self.feed = self.recorder.subscribe(self.woken)

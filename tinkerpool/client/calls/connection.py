@@ -8,6 +8,7 @@ in `Waiter._new` or in exactly one stream.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, U
 from tinkerpool.client.calls.retry import Backoff, Retries, RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, TinkerpoolError, api_error
+from tinkerpool.history import progress_of
+from tinkerpool.v1 import history_pb2
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
 
 T = TypeVar("T")
@@ -184,9 +187,15 @@ class Connection:
             else "a transport of its own"
         )
 
-    def start(self, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False, label: str = "") -> APIFuture[T]:
-        """Start a coroutine on the background loop; coroutines begin in the order of these calls."""
-        return futures.start(self._background, work, is_cancellable=is_cancellable, label=label)
+    def start(
+        self, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False, label: str = "", operation: str = ""
+    ) -> APIFuture[T]:
+        """Start a coroutine on the background loop; coroutines begin in the order of these calls.
+
+        `operation`: the name of the last operation that it waits for, whose progress the future can show.
+        """
+        describe = functools.partial(self._describe, operation) if operation else None
+        return futures.start(self._background, work, is_cancellable=is_cancellable, label=label, describe=describe)
 
     def stream_of(self, open_stream: Callable[[], AsyncGenerator[T, None]]) -> BackgroundStream[T]:
         """Return a stream that is read on the background loop."""
@@ -242,6 +251,15 @@ class Connection:
         self._is_closed = True
         await self._waiter.close()
         await self._transport.close()
+
+    async def _describe(self, operation: str) -> str:
+        """Return where an unfinished operation is; empty if it is finished, or not known. Raises TinkerpoolError."""
+        request = history_pb2.GetHistoryEntryRequest(name=operation)
+        try:
+            response = await self.call_once(methods.GET_HISTORY_ENTRY, request, timeout_s=CALL_TIMEOUT_S)
+        except NotFound:
+            return f"{operation} has not arrived"
+        return progress_of(response.entry)
 
     def _open_wait(self, request: WaitOperationsRequest) -> AsyncGenerator[WaitOperationsResponse, None]:
         return self.stream(methods.WAIT_OPERATIONS, request)

@@ -16,18 +16,25 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import inspect
+import math
 import os
+import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from tinkerpool.errors import ClientClosed
+from tinkerpool.errors import ClientClosed, TinkerpoolError
 
 P = ParamSpec("P")
 ClientT = TypeVar("ClientT")
 T = TypeVar("T")
+Describe = Callable[[], Coroutine[Any, Any, str]]
+PROGRESS_S = 1.0
+"""Between two questions for the progress of an operation."""
 
 
 class BackgroundLoop:
@@ -96,7 +103,9 @@ class APIFuture(Awaitable[T], Generic[T]):
         *,
         is_cancellable: bool = False,
         label: str = "",
+        describe: Describe | None = None,
     ) -> None:
+        self._describe = describe
         self._background = background
         self._future = future
         self._is_cancellable = is_cancellable
@@ -113,8 +122,11 @@ class APIFuture(Awaitable[T], Generic[T]):
         error = self._future.exception()
         return "done" if error is None else f"failed, {type(error).__name__}: {error}"
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None, *, progress: bool | Callable[[str], None] = False) -> T:
         """Wait for the result, at most `timeout` seconds; None: without limit.
+
+        progress: print to stderr what the operation waits for, how many come before it and about how long it takes,
+        when that changes; or a function that gets these lines. Not in the SDK.
 
         Raises TimeoutError (the work continues; wait again), any error of the work itself, or RuntimeError on the
         background loop's thread, where the wait would never end.
@@ -124,7 +136,25 @@ class APIFuture(Awaitable[T], Generic[T]):
                 "result() was called on the client's own thread, which has to do the work: call it from another "
                 "thread, or `await` the future"
             )
-        return self._future.result(timeout)
+        if not progress or self._describe is None:
+            return self._future.result(timeout)
+        return self._result_with_progress(self._describe, timeout, _print if progress is True else progress)
+
+    def _result_with_progress(self, describe: Describe, timeout: float | None, show: Callable[[str], None]) -> T:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        shown = ""
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._future.result(max(0.0, min(PROGRESS_S, left_s)))
+            except TimeoutError:
+                if self._future.done() or left_s <= 0:
+                    raise
+            with contextlib.suppress(TinkerpoolError):  # the wait goes on, whatever becomes of this call
+                text = self._background.submit(describe()).result()
+                if text and text != shown:
+                    show(text)
+                shown = text
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109  # the SDK's name
         """Await the result, at most `timeout` seconds; None: without limit. Works on any asyncio loop.
@@ -165,11 +195,25 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
+def _print(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def start(
-    background: BackgroundLoop, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False, label: str = ""
+    background: BackgroundLoop,
+    work: Coroutine[Any, Any, T],
+    *,
+    is_cancellable: bool = False,
+    label: str = "",
+    describe: Describe | None = None,
 ) -> APIFuture[T]:
-    """Start a coroutine on the background loop; returns at once. `label`: the name of what it computes, for `repr`."""
-    return APIFuture(background, background.submit(work), is_cancellable=is_cancellable, label=label)
+    """Start a coroutine on the background loop; returns at once.
+
+    `label`: the name of what it computes, for `repr`. `describe`: returns where that is, in a sentence.
+    """
+    future = background.submit(work)
+    return APIFuture(background, future, is_cancellable=is_cancellable, label=label, describe=describe)
 
 
 def awaited(

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from tinkerpool.v1 import adapters_pb2 as adapters
 from tinkerpool.v1 import admin_pb2 as admin
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints
+from tinkerpool.v1 import history_pb2 as history
 from tinkerpool.v1 import imports_pb2 as imports
 from tinkerpool.v1 import limits_pb2 as limits
 from tinkerpool.v1 import operations_pb2 as operations
@@ -69,6 +70,12 @@ LOAD_STATE = Unary("TrainingService", "LoadState", training.LoadStateRequest, tr
 DISCARD_GRADIENT = Unary(
     "TrainingService", "DiscardGradient", training.DiscardGradientRequest, training.DiscardGradientResponse
 )
+
+GET_HISTORY_ENTRY = Unary(
+    "HistoryService", "GetHistoryEntry", history.GetHistoryEntryRequest, history.GetHistoryEntryResponse
+)
+LIST_HISTORY = Unary("HistoryService", "ListHistory", history.ListHistoryRequest, history.ListHistoryResponse)
+REPORT_METRICS = Unary("HistoryService", "ReportMetrics", history.ReportMetricsRequest, history.ReportMetricsResponse)
 
 CREATE_SAMPLER = Unary(
     "SamplingService", "CreateSampler", sampling.CreateSamplerRequest, sampling.CreateSamplerResponse

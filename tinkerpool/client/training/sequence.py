@@ -87,7 +87,9 @@ class AdapterSequence:
         """Reserve the next `num_seqs` seqs, and start the coroutine that `make` returns for the first of them."""
         with self._lock:
             future = self._connection.start(
-                make(self._next_seq), label=operation_name(self._adapter_id, self._next_seq)
+                make(self._next_seq),
+                label=operation_name(self._adapter_id, self._next_seq),
+                operation=operation_name(self._adapter_id, self._next_seq + num_seqs - 1),
             )
             self._next_seq += num_seqs  # not before the start, which may raise
         return future

@@ -1,0 +1,59 @@
+"""The history: an entry for each finished operation, written with its outcome, and for metrics that users report.
+
+Does not depend on what an entry says: it is a serialized v1.HistoryEntry. Main invariant: a tenant loses entries by its
+own number of them and by their age only, whatever others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator.storage.database import Database
+from coordinator.storage.rows import HistoryRow, Table, insert
+from coordinator.storage.sqlite import Connection
+
+DROPPED_MAX = 500
+"""Entries that one transaction drops: the writes of cycles wait for it."""
+
+
+class History(Table[HistoryRow]):
+    """The entries of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, HistoryRow, "history")
+
+    def of_operation(self, tenant_id: str, target_id: str, seq: int) -> HistoryRow | None:
+        """Return the entry of a tenant's operation; None if there is none any more."""
+        return self._one("WHERE target_id = ? AND seq = ? AND tenant_id = ?", (target_id, seq, tenant_id))
+
+    def page(self, tenant_id: str, target_id: str, after_id: int, rows_max: int) -> list[HistoryRow]:
+        """Return a tenant's entries of an adapter or sampler behind this id, oldest first."""
+        condition = "WHERE target_id = ? AND tenant_id = ? AND entry_id > ? ORDER BY entry_id LIMIT ?"
+        return self._all(condition, (target_id, tenant_id, after_id, rows_max))
+
+    def report(self, tenant_id: str, target_id: str, entry: bytes) -> asyncio.Future[None]:
+        """Add an entry that belongs to no operation."""
+        now = self._database.service_time()
+        return self._database.write(lambda db: put_entry(db, tenant_id, target_id, 0, entry, now))
+
+    async def drop(self, before: float, rows_max: int) -> None:
+        """Drop the entries from before this moment of service time, and each tenant's oldest beyond `rows_max`."""
+        while await self._drop("WHERE at_service_s < ? LIMIT ?", before, DROPPED_MAX) == DROPPED_MAX:
+            pass
+        sql = "SELECT tenant_id, history_rows FROM tenants WHERE history_rows > ?"
+        for row in self._database.read(sql, (rows_max,)):
+            num_left = row["history_rows"] - rows_max
+            while num_left > 0:
+                num = min(num_left, DROPPED_MAX)
+                await self._drop("WHERE tenant_id = ? ORDER BY entry_id LIMIT ?", row["tenant_id"], num)
+                num_left -= num
+
+    async def _drop(self, condition: str, value: object, num_max: int) -> int:
+        sql = f"DELETE FROM history WHERE entry_id IN (SELECT entry_id FROM history {condition})"  # noqa: S608
+        return await self._database.execute(sql, (value, num_max), is_deletion=True)
+
+
+def put_entry(db: Connection, tenant_id: str, target_id: str, seq: int, entry: bytes, now: float) -> None:
+    """Add an entry. `seq`: of its operation; 0: it has none. `now`: service time."""
+    row = HistoryRow(tenant_id=tenant_id, target_id=target_id, seq=seq, at_service_s=now, entry=entry)
+    insert(db, "history", row, without=("entry_id",))
