@@ -125,7 +125,7 @@ CREATE TABLE worker_classes (
 """The classes of workers, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
-"""What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
+"""What the columns of a row count that are no long texts or blobs of a client: numbers, ids, names, keys of indexes."""
 
 
 def _counting(table: str, row_bytes: str, num_rows: str = "") -> str:
