@@ -82,6 +82,7 @@ MIGRATIONS = {
     6: _LARGE_VALUES,
     7: RECORDS + _ROW_BYTES,
     8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
-    9: _NAMES + "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
+    9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
+    10: _NAMES,
 }
 """Schema version to the statements that make the next version of it."""

@@ -9,7 +9,7 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, call
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.references import AdapterArgument, find_operation, find_target_id
+from tinkerpool.cli.references import SAMPLER_PART, find_adapter, find_operation
 from tinkerpool.client.calls.methods import GET_HISTORY_ENTRY, LIST_HISTORY
 from tinkerpool.history import WAITS, kind_of, progress_of
 from tinkerpool.v1 import history_pb2 as pb
@@ -23,13 +23,15 @@ def why(
         str,
         typer.Argument(
             metavar="OPERATION",
-            help="ADAPTER:SEQ, as futures and errors show it; ADAPTER is an id, a unique beginning of it, or a name.",
+            help="Its name, ADAPTER:SEQ, as futures and errors show it; a unique beginning of the adapter's id, or its "
+            "name, is enough.",
         ),
     ],
     json: JsonOption = False,
 ) -> None:
     """Tell why an operation took as long as it did, or what it waits for."""
-    entry = call(target, GET_HISTORY_ENTRY, pb.GetHistoryEntryRequest(name=find_operation(target, operation))).entry
+    request = pb.GetHistoryEntryRequest(name=find_operation(target, operation))
+    entry = call(target, GET_HISTORY_ENTRY, request).entry
     if json:
         show.json_message(entry)
         return
@@ -75,12 +77,17 @@ def _run(entry: pb.HistoryEntry) -> str:
 @calls_pool
 def history(
     target: Target,
-    adapter: AdapterArgument,
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="An adapter: its id, a unique beginning of it, or its name. Or the id of a sampler."
+        ),
+    ],
     limit: LimitOption = 20,
     json: JsonOption = False,
 ) -> None:
     """Show the last operations of an adapter: how long each waited and ran, and its metrics."""
-    adapter_id = find_target_id(target, adapter)
+    adapter_id = adapter if SAMPLER_PART in adapter else find_adapter(target, adapter).adapter_id
     entries = _last(target, adapter_id, limit)
     if json:
         show.json_message(pb.ListHistoryResponse(entries=entries))

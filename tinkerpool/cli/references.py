@@ -1,4 +1,5 @@
-"""What a person means by an argument: an adapter by the beginning of its id or by its name, a checkpoint, a key.
+"""What a person means by an argument: an adapter by the beginning of its id or by its name, an operation or checkpoint
+of it, a key.
 
 The pool finds the candidates; here only what is unique is taken. A whole id or path always means itself, so that a
 script never acts on another object than the one that it names. Does not depend on what a command does.
@@ -24,6 +25,8 @@ from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 
 CANDIDATES_MAX = 10
 """Most candidates that an error lists."""
+SAMPLER_PART = ":sample:"
+"""In the id of a sampler, which no list has."""
 KEYS_MAX = 100_000
 """More keys than a pool has: the list of keys has no filter."""
 
@@ -63,21 +66,14 @@ def find_adapter(target: Target, reference: str) -> Adapter:
     )
 
 
-def find_target_id(target: Target, reference: str) -> str:
-    """Return the id of the adapter that is meant, or the reference if it is a whole id: of a sampler, or of a deleted
-    adapter, whose history stays. Raises CliError if it is none, or more than one.
-    """
-    if is_adapter_id(reference) or ":sample:" in reference:
-        return reference
-    return find_adapter(target, reference).adapter_id
-
-
 def find_operation(target: Target, reference: str) -> str:
-    """Return the name of the operation that is meant: ADAPTER:SEQ. Raises CliError as `find_target_id`."""
-    target_id, colon, seq = reference.rpartition(":")
-    if not colon or not seq.isdecimal():
-        raise CliError(f"{reference!r} names no operation: give ADAPTER:SEQ, as futures and errors show it")
-    return operation_name(find_target_id(target, target_id), int(seq))
+    """Return the name of the operation that is meant, ADAPTER:SEQ; one of a sampler is named whole. Raises CliError."""
+    if SAMPLER_PART in reference:
+        return reference
+    adapter, _, seq = reference.rpartition(":")
+    if not (adapter and seq.isascii() and seq.isdecimal()):
+        raise CliError(f"{reference!r} is no operation: write ADAPTER:SEQ, as futures and errors show it")
+    return operation_name(find_adapter(target, adapter).adapter_id, int(seq))
 
 
 def find_checkpoint(target: Target, reference: str) -> str:

@@ -242,8 +242,7 @@ def test_why_tells_what_a_finished_operation_waited_for_and_where_it_ran(run: Ru
     assert "420 ms behind earlier operations of its adapter" in out
     assert "on worker w0, in cycle 33 with 2 other tenants (pass 120 ms, steps 10 ms): 2,048 tokens" in out
     assert "succeeded, 1.5 s after it came" in out
-    [(_, _, request)] = service.calls
-    assert request == history_pb2.GetHistoryEntryRequest(name="s1:train:0:12")
+    assert requests_of(service, "get_history_entry") == [history_pb2.GetHistoryEntryRequest(name="s1:train:0:12")]
 
 
 def test_why_tells_what_an_unfinished_operation_waits_for(run: Run, service: FakeService) -> None:

@@ -16,6 +16,7 @@ from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1.adapters_pb2 import Adapter, DeleteAdapterResponse, ListAdaptersResponse
 from tinkerpool.v1.admin_pb2 import ApiKey, ListApiKeysResponse, RevokeApiKeyResponse
 from tinkerpool.v1.checkpoints_pb2 import Checkpoint, DeleteCheckpointResponse, ListCheckpointsResponse
+from tinkerpool.v1.history_pb2 import GetHistoryEntryResponse, ListHistoryResponse
 
 FIRST, SECOND, OTHER = "3f2a11:train:0", "3f2a11:train:1", "77ab:train:0"
 
@@ -141,6 +142,38 @@ def test_what_means_no_checkpoint_or_several_is_refused(
     done = run("checkpoint", "delete", reference, "--yes")
     assert (done.code, message in done.err) == (1, True), done.err
     assert "delete_checkpoint" not in [name for name, _, _ in service.calls]
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("poet:7", f"{OTHER}:7"),
+        ("77:train:0:7", f"{OTHER}:7"),
+        (f"{SECOND}:12", f"{SECOND}:12"),
+        ("gone:train:0:7", "gone:train:0:7"),  # whole, of an adapter that the list lacks
+        ("77ab:sample:0:7", "77ab:sample:0:7"),
+    ],
+)
+def test_an_operation_is_found_by_its_adapter_and_its_number(
+    run: Run, service: FakeService, reference: str, name: str
+) -> None:
+    service.responses["get_history_entry"] = GetHistoryEntryResponse()
+    assert run("why", reference, "--json").code == 0
+    assert last(service, "get_history_entry").name == name
+
+
+@pytest.mark.parametrize("reference", ["poet", "poet:", ":7", "poet:x", "sft:7", "po:7"])
+def test_what_means_no_operation_is_refused(run: Run, service: FakeService, reference: str) -> None:
+    done = run("why", reference)
+    assert (done.code, done.err.startswith("Error: ")) == (1, True)
+    assert "get_history_entry" not in [name for name, _, _ in service.calls]
+
+
+def test_a_history_is_of_an_adapter_by_its_name_or_of_a_sampler_by_its_id(run: Run, service: FakeService) -> None:
+    service.responses["list_history"] = ListHistoryResponse()
+    for reference, target_id in (("poet", OTHER), ("77ab:sample:0", "77ab:sample:0")):
+        assert run("history", reference).code == 0
+        assert last(service, "list_history").target_id == target_id
 
 
 def test_a_key_is_found_by_a_unique_beginning_among_those_that_are_not_revoked(run: Run, service: FakeService) -> None:

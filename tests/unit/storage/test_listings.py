@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Failure
+from coordinator.storage.access.audit import Act
 from coordinator.storage.sqlite import Connection, open_connection
 from coordinator.storage.store import Store
 from tests.support.database import TENANT, adapter_row, session_row
@@ -34,9 +35,7 @@ async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_it
         return db
 
     store = Store(path, FakeTime(), Failure(), connect=connect)
-    await store.database.write(
-        lambda db: db.execute(f"INSERT INTO tenants VALUES ('{TENANT}', 'a', 0, 0, 0, '', 0, 0, 0)")
-    )
+    await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
     await store.sessions.insert(session_row("s"))
     for number in range(3):
         await store.adapters.insert(adapter_row(f"s:train:{number}", "s"), None)
