@@ -142,7 +142,7 @@ class Dispatch:
             self._losses.record(worker.info.worker_id, worker.name, kind, f"in cycle {cycle_id}: {error}")
             return []
         reply = part.reply.result()
-        worker.end_phase(reply.held_bytes)
+        worker.end_phase(reply.held_bytes, reply.use)
         self._fleet.be_late(worker, is_late=False)
         part.computed_s, part.phase_s = reply.wall_s, reply.phase_s
         if reply.epoch != self._epoch:

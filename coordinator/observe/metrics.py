@@ -79,6 +79,12 @@ TOKENS = Counter(
 ENGINE_SECONDS = Counter(
     "tinkerpool_engine_seconds", "Seconds of engine time of these operations.", ("kind",), registry=REGISTRY
 )
+PROMPT_TOKENS = Counter(
+    "tinkerpool_prompt_tokens",
+    "Tokens of sampled prompts, by whether an earlier prompt had left them in the cache.",
+    ("cached",),
+    registry=REGISTRY,
+)
 FIRST_TOKEN_SECONDS = Histogram(
     "tinkerpool_first_token_seconds",
     "Seconds from the acceptance of a streamed sample to its first token.",
