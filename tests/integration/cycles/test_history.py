@@ -214,18 +214,21 @@ async def test_reports_take_from_the_rate_of_operations(tmp_path: Path) -> None:
         assert (await refusal(report(pool, adapter, 1, {"loss": 1.0}))).reason == "RATE_LIMITED"
 
 
-async def test_entries_survive_a_restart_and_what_came_before_it_has_no_arrival(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
+async def test_entries_survive_a_crash_and_what_came_before_it_has_no_arrival(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True, replay_s_max=1e6) as pool:
         adapter = await pool.adapter()
         name = await pool.forward_backward(adapter, 1, 5)
         await pool.wait(name)
         before = await entry_of(pool, name)
         pool.hold()
         waiting = await pool.forward_backward(adapter, 2, 5)
-        await pool.release()
+    async with running_pool(tmp_path, replay_s_max=1e6) as pool:
         await pool.wait(waiting)
-    async with running_pool(tmp_path) as pool:
-        assert await entry_of(pool, name) == before
+        assert await entry_of(pool, name) == before, "the replay has not changed it"
+        entry = await entry_of(pool, waiting)
+        assert not entry.HasField("arrive_time")
+        assert entry.HasField("begin_time")
+        assert not entry.waits
 
 
 async def test_a_tenant_keeps_its_newest_entries_whatever_others_do(tmp_path: Path) -> None:
