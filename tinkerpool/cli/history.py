@@ -15,6 +15,9 @@ from tinkerpool.history import WAITS, kind_of, progress_of
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
+LEFT_OUT = ("tokens", "clock_cycle", "num_datums", "adapter_norm", "update_norm", "weight_norm")
+"""Metrics that the table leaves out; `--json` has all."""
+
 
 @calls_pool
 def why(
@@ -40,7 +43,7 @@ def why(
 
 
 def _lines(entry: pb.HistoryEntry) -> list[tuple[str, str]]:
-    lines = [("operation", f"{entry.operation}, a {kind_of(entry)}")]
+    lines = [("operation", f"{entry.operation} ({kind_of(entry)})")]
     if entry.HasField("arrive_time"):
         lines.append(("arrived", show.moment(entry.arrive_time)))
     else:
@@ -132,5 +135,5 @@ def _took(entry: pb.HistoryEntry) -> str:
 
 
 def _metrics(entry: pb.HistoryEntry) -> str:
-    shown = {name.partition(":")[0]: value for name, value in sorted(entry.metrics.items()) if "unique" not in name}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name != "tokens")
+    shown = {name.partition(":")[0]: value for name, value in sorted(entry.metrics.items())}
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in LEFT_OUT)

@@ -63,7 +63,9 @@ def table(
         del widths[column]
     total_width = _total_width(widths, whole, TEXT_WIDTH_MIN)
     numbers = set(right.split())
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    shown = Table(
+        title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
     for column, width in widths.items():
         is_whole = column in whole
         shown.add_column(

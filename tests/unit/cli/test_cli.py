@@ -236,7 +236,7 @@ def finished_entry() -> history_pb2.HistoryEntry:
 def test_why_tells_what_a_finished_operation_waited_for_and_where_it_ran(run: Run, service: FakeService) -> None:
     service.responses["get_history_entry"] = history_pb2.GetHistoryEntryResponse(entry=finished_entry())
     out = run("why", "s1:train:0:12").out
-    assert "s1:train:0:12, a forward_backward" in out
+    assert "s1:train:0:12 (forward_backward)" in out
     assert "waited     1.3 s" in out
     assert "900 ms for room in a cycle, while others had their turn" in out
     assert "420 ms behind earlier operations of its adapter" in out
@@ -268,6 +268,7 @@ def test_history_shows_the_last_entries_of_an_adapter(run: Run, service: FakeSer
     entries = [first, second, reported]
     service.responses["list_history"] = history_pb2.ListHistoryResponse(entries=entries)
     out = run("history", "s1:train:0").out
+    assert out.startswith("History of s1:train:0 "), "and no emoji"
     lines = [line.split() for line in out.splitlines()[2:]]
     assert lines[0][:2] == ["12", "forward_backward"]
     assert lines[0][3:] == ["1.3", "s", "180", "ms", "2,048", "loss", "12.5"]
