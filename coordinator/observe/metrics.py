@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from coordinator.observe.timeline import Seconds
 from tinkerpool.v1 import history_pb2, pool_pb2
 
-disable_created_metrics()  # a series with the start of each counter, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series with the start of each counter, which nobody asks for
 REGISTRY = CollectorRegistry()
 """Everything that `/metrics` shows."""
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
