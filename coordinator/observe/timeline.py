@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 from tinkerpool.v1 import history_pb2 as pb
 
 Reason: TypeAlias = "pb.WaitReason.ValueType"
 Seconds: TypeAlias = Mapping[Reason, float]
+
+NOTHING: Seconds = MappingProxyType({})
+"""Shared by all operations that have not come or begun yet: there may be tens of thousands."""
 
 
 @dataclass(slots=True)
@@ -50,9 +54,9 @@ class Timeline:
     worker_id: str = ""
     """The worker that it was first sent to."""
     num_begins: int = 0
-    waits: Seconds = field(default_factory=dict)
+    waits: Seconds = field(default_factory=lambda: NOTHING)
     """What it waited for until it began."""
-    _before: Seconds = field(default_factory=dict)
+    _before: Seconds = field(default_factory=lambda: NOTHING)
     """The clock when it came, or when the last seq before it had."""
 
     def arrive(self, clock: WaitClock, now: float) -> None:

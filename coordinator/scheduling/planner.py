@@ -132,9 +132,9 @@ def plan_pass(
         adapter_id, cost, is_new = first.candidate.adapter_id, first.cost, not first.num_planned
         worker = placements.get(adapter_id) or first.candidate.home or placer.choose(crowded.get(adapter_id, ()))
         fits = num_free[worker] >= is_new and (tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens)
-        if num_free[worker] < is_new:
-            without_slot.add(adapter_id)
         if not fits:
+            if num_free[worker] < is_new:
+                without_slot.add(adapter_id)
             limits[worker] = min(limits[worker], place + budget_tokens)
         elif place <= limits[worker]:
             if is_new and not first.candidate.home:
