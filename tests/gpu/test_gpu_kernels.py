@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.slow_pages import slow_pages
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
@@ -13,6 +14,8 @@ from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttent
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
+from workers.sampling.attention.pages import PageReads, flash_pages
+from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.selftest.row_invariance import are_blocks_invariant
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +97,42 @@ def test_attention_by_request_in_a_fixed_order_has_the_bits_of_the_request_solo(
         for whole, own in zip(together, solo, strict=True):
             assert torch.equal(whole[start:stop], own)
         start = stop
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [((2, 2), 64), ((8, 2), 128), ((4, 1), 256)])
+def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
+    num_heads: tuple[int, int], head_dim: int, *, is_causal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    lengths, counts = [1, 300, 256, 777], [1, 9, 200, 4]
+    table = torch.tensor([[6, 0, 0, 0], [3, 1, 0, 0], [5, 0, 0, 0], [2, 7, 0, 4]], dtype=torch.int32, device="cuda")
+    keys, values = (torch.full((8, PAGE_TOKENS, num_heads[1], head_dim), torch.nan) for _ in range(2))
+    for length, pages in zip(lengths, table.tolist(), strict=True):
+        for place, page in enumerate(pages[: -(-length // PAGE_TOKENS)]):
+            for memory in (keys, values):
+                own = memory[page, : length - place * PAGE_TOKENS]
+                own.copy_(torch.randn(own.shape, generator=generator))
+    query = torch.randn(sum(counts), num_heads[0], head_dim, generator=generator)
+    query, keys, values = (tensor.to("cuda", torch.bfloat16) for tensor in (query, keys, values))
+
+    def reads(first: int, stop: int) -> PageReads:
+        ends = torch.tensor([0, *counts[first:stop]]).cumsum(0).to("cuda", torch.int32)
+        own = torch.tensor(lengths[first:stop], dtype=torch.int32, device="cuda")
+        longest = max(counts[first:stop]), max(lengths[first:stop])
+        return PageReads(ends, own, table[first:stop].contiguous(), *longest, is_causal)
+
+    whole = flash_pages(query, keys, values, reads(0, 4), 0.1)
+    expected = slow_pages(query.float(), keys.float(), values.float(), reads(0, 4), 0.1)
+    assert close(whole[0], expected[0])
+    assert close(whole[1], expected[1])
+    start = 0
+    for number, count in enumerate(counts):
+        rows = slice(start, start + count)
+        out, sums = flash_pages(query[rows], keys, values, reads(number, number + 1), 0.1)
+        assert torch.equal(out, whole[0][rows]), "bits depend on the other sequences of a call"
+        assert torch.equal(sums, whole[1][:, rows])
+        start += count
 
 
 @pytest.mark.parametrize("slots", [(0, 1, 2), (1, 4, 5)])

@@ -98,6 +98,8 @@ class BaseModel:
         self.groups = replace_layers(model, self.current)
         self.group_shapes = tuple(group.shape for group in self.groups)
         self._attention = LayerAttention(model)
+        self.has_sliding_window = self._attention.has_sliding_window
+        """Whether any layer attends with a sliding window."""
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
