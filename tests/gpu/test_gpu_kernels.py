@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.random_adapters import one_by_one, operands, segments_of
 from tests.support.numerics.slow_pages import slow_pages
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
+from workers.model.forward_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
@@ -178,6 +180,18 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
     assert torch.equal(dx[200:], before[200:])
     for slot in set(range(num_rows)) - set(slots):
         assert not any(gradient[slot].any() for gradient in (A_grad, *B_grads))
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -> None:
+    segments, (x, ys) = segments_of(torch.bfloat16, "cuda"), operands(group, torch.bfloat16, "cuda")
+    expected = one_by_one(segments, group, x, ys)
+    solo = [y.clone() for y in ys]
+    ForwardRun(segments).forward(group, x, ys)
+    ForwardRun(segments[1:2]).forward(group, x, solo)
+    for y, right, own in zip(ys, expected, solo, strict=True):
+        assert close(y, right)
+        assert torch.equal(y[1:8], own[1:8]), "bits depend on the other rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

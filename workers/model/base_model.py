@@ -42,6 +42,7 @@ from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
+from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
@@ -108,8 +109,10 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        is_fused = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
-        self.current.use(numerics, group_segments if is_fused else None)
+        is_exact = numerics.block_rows is not None
+        can_fuse = not is_exact and can_group(self.device, self.dtype, self.group_shapes)
+        can_fuse_forward = not is_exact and can_run_forward(self.device, self.dtype)
+        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if can_fuse_forward else None)
         for group in self.groups:
             group.use(numerics)
 

@@ -43,17 +43,19 @@ class CurrentPass:
         """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
         self.fuse: Fuse | None = None
         """`grouped_segments.group_segments` if the device has such a kernel."""
+        self.fuse_forward: Fuse | None = None
+        """`forward_runs.forward_runs` if the device has such kernels: for passes without a backward."""
         self.routing = Routing((), self.rows_min)
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
-    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
+    def use(self, numerics: Numerics, fuse: Fuse | None, fuse_forward: Fuse | None) -> None:
         """Compute segments this way from now on."""
         self.rows_min = numerics.rows_min or ROWS_MIN
         self.can_batch = numerics.can_batch
-        self.fuse = fuse
+        self.fuse, self.fuse_forward = fuse, fuse_forward
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Set the segments of the next forward, and of its backward."""
@@ -69,9 +71,8 @@ class CurrentPass:
 
     def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
         """Return how these segments are computed; without a gradient there are more ways."""
-        return Routing(
-            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
-        )
+        fuse = self.fuse if needs_grad else self.fuse_forward or self.fuse
+        return Routing(segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=fuse)
 
 
 class LinearGroup:

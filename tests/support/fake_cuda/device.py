@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.support.fake_cuda import hardware
+from tests.support.fake_cuda import hardware, our_kernels  # noqa: F401 (declares what they cost)
 from tests.support.fake_cuda.counting import Counting
 
 DEVICE = torch.device("cuda", 0)

@@ -1,0 +1,66 @@
+"""Operations of our own on a GPU, which torch knows by name: `torch.ops.tinkerpool.shrink` and the like.
+
+Each is one launch of a kernel in Triton. Depends on no model; defining the operations imports no Triton, the first
+launch does.
+
+Dimensions: T rows of the pass, L tiles, S adapters, D inputs, F outputs, R padded rank of an adapter, G linears of a
+group (1 to 3), M the largest G * R, P parts of a sum over D.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+NAMESPACE = "tinkerpool"
+TILE_ROWS = 16
+"""Rows of a tile at most: the fewest that a product on tensor cores has."""
+SHRINK_COLUMNS, EXPAND_COLUMNS = 32, 128
+"""Columns of a program."""
+
+SHRINK = (
+    "shrink(Tensor(a!) xa, Tensor x, Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int num_linears)"
+)
+"""Set xa (P, T, M), fp32, to scaling x A^T of each row's adapter, each part over some of D, from x (T, D).
+
+`addresses` (S, 4) int64: of A (G * R, D) and of each B^T (R, F), in the dtype of x; 0: not adapted, and nothing is
+written. `tiles` (L, 3) int32: first row, number of rows, adapter. `ranks` (S,) int32: R; `scalings` (S,) fp32.
+"""
+EXPAND = (
+    "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks)"
+)
+"""Add to y_i (T, F) the product of the sum of xa's parts with B_i^T; the others as in `SHRINK`."""
+KERNELS = {"adapter_kernels": (SHRINK, EXPAND)}
+"""The operations by the module, beside this one, that has a function of the same name for each."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed; torch for CUDA brings it."""
+    return find_spec("triton") is not None
+
+
+def launcher(module: str, name: str) -> Callable[..., None]:
+    """Return the function that launches a kernel; calling it imports the kernel's module."""
+
+    def launch(*args: Any) -> None:
+        getattr(importlib.import_module(f"workers.model.{module}"), name)(*args)
+
+    return launch
+
+
+def _define() -> None:
+    for module, schemas in KERNELS.items():
+        for schema in schemas:
+            name = schema.partition("(")[0]
+            _LIBRARY.define(f"{schema} -> ()")
+            _LIBRARY.impl(name, launcher(module, name), "CUDA")
+            _LIBRARY.impl(name, lambda *_: None, "Meta")
+
+
+_define()
