@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.numerics.random_adapters import one_by_one, operands, segments_of
+from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
+from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.sampling_layers import AttendsProjected, SplitProjections
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
-from workers.sampling.attention.pages import PageReads, flash_pages
+from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
 from workers.sampling.kv_cache import PAGE_TOKENS
+from workers.selftest.loading import load_base_model
 from workers.selftest.row_invariance import are_blocks_invariant
 
 pytestmark = pytest.mark.gpu
@@ -180,6 +186,29 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
     assert torch.equal(dx[200:], before[200:])
     for slot in set(range(num_rows)) - set(slots):
         assert not any(gradient[slot].any() for gradient in (A_grad, *B_grads))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
+    even_models: dict[str, Path], architecture: str
+) -> None:
+    """The probe compares them with the model's own code."""
+    model = load_base_model(EngineSettings(model_path=str(even_models[architecture]), device="cuda"))
+    assert model.sampling_layers is not None
+    assert page_kernel_for(model) is flash_pages
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_attention_of_projections_is_that_of_separate_operations(*, has_norms: bool) -> None:
+    num_heads, results = (8, 2), list[Tensor]()
+    for dtype in (torch.bfloat16, torch.float32):
+        step = RandomStep.of(num_heads, 128, dtype, has_norms=has_norms, device="cuda")
+        if dtype == torch.bfloat16:
+            attend: AttendsProjected = PagedAttention(step.cache, flash_pages, step.tables)
+        else:
+            attend = SplitProjections(PagedAttention(step.cache, slow_pages, step.tables), *num_heads)
+        results.append(attend.projected(0, step.projected))
+    assert close(*results)
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -3,5 +3,5 @@
 Public interface: `base_model.BaseModel`, `pretrained.UnsupportedModelError`, `attention.Attend`, and the layers that a
 pass is made of (`segments.Segment`, `linears`). For trials: `numerics`, `frozen_products`, `segments`,
 `grouped_segments`. Inside: `files` of a model, `replacement`, `fused_modules`, `gpu_attention`, `fixed_order`;
-`forward_runs`, and our own kernels: `gpu_operations`, `adapter_kernels`.
+`sampling_layers`, `forward_runs`, and our own kernels: `gpu_operations`, `adapter_kernels`.
 """

@@ -23,6 +23,8 @@ from workers.model.gpu_operations import EXPAND_COLUMNS, SHRINK_COLUMNS, TILE_RO
 
 SHRINK_DEPTH = 128
 """Inputs that one product of `shrink` sums."""
+ALIGNED_BYTES = tl.constexpr(16)
+"""Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
 RANK_MIN = 16
 """The least depth of a product on tensor cores; smaller ranks are filled up with zeros."""
 
@@ -39,7 +41,7 @@ def _shrink(
     width = G * tl.load(ranks + adapter)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if address != 0:
-        A = address.to(tl.pointer_type(x.dtype.element_ty))
+        A = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         is_row, is_column = tl.arange(0, ROWS) < count, columns < width
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -74,7 +76,7 @@ def _expand(
     address = tl.load(addresses + 4 * adapter + 1 + linear)
     rank = tl.load(ranks + adapter)
     if address != 0:
-        B = address.to(tl.pointer_type(y0.dtype.element_ty))
+        B = tl.multiple_of(address.to(tl.pointer_type(y0.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         depth, columns = tl.arange(0, RANK), block * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_rank, is_column = tl.arange(0, ROWS) < count, depth < rank, columns < d_out

@@ -72,7 +72,8 @@ class LayerAttention:
         if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
-        self.has_sliding_window = False
+        # Some layers have a window of their own, others pass on the config's.
+        self.has_sliding_window = getattr(model.config, "sliding_window", None) is not None
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_attention = self

@@ -19,7 +19,7 @@ import torch
 NAMESPACE = "tinkerpool"
 TILE_ROWS = 16
 """Rows of a tile at most: the fewest that a product on tensor cores has."""
-SHRINK_COLUMNS, EXPAND_COLUMNS = 32, 128
+SHRINK_COLUMNS, EXPAND_COLUMNS = 32, 64
 """Columns of a program."""
 
 SHRINK = (
@@ -34,10 +34,10 @@ EXPAND = (
     "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks)"
 )
 """Add to y_i (T, F) the product of the sum of xa's parts with B_i^T; the others as in `SHRINK`."""
-KERNELS = {"adapter_kernels": (SHRINK, EXPAND)}
-"""The operations by the module, beside this one, that has a function of the same name for each."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+defined: dict[str, str] = {}
+"""The module of each operation, which has a function of the same name that launches it."""
 
 
 def has_triton() -> bool:
@@ -45,22 +45,23 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def launcher(module: str, name: str) -> Callable[..., None]:
-    """Return the function that launches a kernel; calling it imports the kernel's module."""
+def launcher(name: str) -> Callable[..., None]:
+    """Return the function that launches an operation; calling it imports the kernel's module."""
 
     def launch(*args: Any) -> None:
-        getattr(importlib.import_module(f"workers.model.{module}"), name)(*args)
+        getattr(importlib.import_module(defined[name]), name)(*args)
 
     return launch
 
 
-def _define() -> None:
-    for module, schemas in KERNELS.items():
-        for schema in schemas:
-            name = schema.partition("(")[0]
-            _LIBRARY.define(f"{schema} -> ()")
-            _LIBRARY.impl(name, launcher(module, name), "CUDA")
-            _LIBRARY.impl(name, lambda *_: None, "Meta")
+def define(module: str, *schemas: str) -> None:
+    """Make operations known to torch, whose kernels are in a module; each returns nothing."""
+    for schema in schemas:
+        name = schema.partition("(")[0]
+        defined[name] = module
+        _LIBRARY.define(f"{schema} -> ()")
+        _LIBRARY.impl(name, launcher(name), "CUDA")
+        _LIBRARY.impl(name, lambda *_: None, "Meta")
 
 
-_define()
+define("workers.model.adapter_kernels", SHRINK, EXPAND)

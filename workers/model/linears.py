@@ -131,9 +131,26 @@ class LinearGroup:
     ) -> tuple[list[Tensor], Kept]:
         """Return the outputs (T, F) per linear of x (T, D), in `outs` if given, and the values for `backward`."""
         ys = self.products.forward(x, outs or [None] * len(self.weights))
+        return ys, self.adapt(x, ys, routing)
+
+    def adapt(self, x: Tensor, ys: Sequence[Tensor], routing: Routing) -> Kept:
+        """Add the adapters' parts to ys (T, F), the products of x (T, D) with the frozen weights; count these."""
         self.current.count_matmuls(len(ys))
         parts = [(run, run.forward(self.shape.index, x, ys)) for run in routing.runs]
-        return ys, [(run, part) for run, part in parts if part is not None]
+        return [(run, part) for run, part in parts if part is not None]
+
+    def join(self, modules: Sequence[MultiLoraLinear]) -> Tensor:
+        """Return the weights of all linears as one tensor (sum of F, D), of which theirs are views from now on.
+
+        `use` must be called afterwards.
+        """
+        if len(self.weights) == 1:
+            return self.weights[0]
+        joined = torch.cat(self.weights)
+        self.weights = list(joined.split(self.shape.d_outs))
+        for module, weight in zip(modules, self.weights, strict=True):
+            module.weight.data = weight
+        return joined
 
     def backward(self, x: Tensor, kept: Kept, dys: Sequence[Tensor], *, needs_dx: bool = True) -> Tensor | None:
         """Add dA and dB of every segment to its adapter's gradient; return dx (T, D) if it is needed.
@@ -175,9 +192,9 @@ class MultiLoraLinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._group = group
+        self.group = group
         self._position = position
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., F) for x (..., D)."""
-        return self._group.output(x, self._position)
+        return self.group.output(x, self._position)

@@ -31,5 +31,24 @@ def _expanded(call: Call) -> Cost:
     return Cost(1, read + 2 * sum(map(num_bytes, ys)), 2.0 * len(tiles) * TILE_ROWS * rank * num_columns)
 
 
+def _rotated(call: Call) -> Cost:
+    """Every head of a query or a key reads its row's angles, and its weights."""
+    query, keys, projected = call.argument("query"), call.argument("keys"), call.argument("projected")
+    num_rows, num_heads, head_dim = query.shape
+    num_angled = num_rows * (num_heads + keys.shape[-2])
+    angles = num_angled * head_dim * 2 * query.element_size()
+    weights = 0 if call.argument("query_weight") is None else num_angled * head_dim * query.element_size()
+    slots = 2 * num_rows * keys.shape[-2] * call.argument("slots").element_size()
+    return Cost(1, 2 * num_bytes(projected) + angles + weights + slots)
+
+
+def _joined(call: Call) -> Cost:
+    """Two results and their sums are read."""
+    return Cost(1, sum(map(num_bytes, (call.argument(name) for name in
+                                       ("out", "first", "first_sums", "second", "second_sums")))))  # fmt: skip
+
+
+declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
+declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")

@@ -13,8 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.model.gpu_operations import KERNELS, NAMESPACE, launcher
+from tests.support.fake_cuda import our_kernels  # noqa: F401 (declares what they cost)
+from tests.support.fake_cuda.costs import RULES, Call
+from workers.model.gpu_operations import NAMESPACE, defined, launcher
+from workers.sampling.attention import pages  # noqa: F401 (defines operations)
 
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -26,10 +30,8 @@ def interpret() -> None:
     pytest.importorskip("triton", reason="Triton interprets the GPU's kernels; it is not installed here")
     assert os.environ["TRITON_INTERPRET"] == "1", "set before Triton was imported"
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for module, schemas in KERNELS.items():
-        for schema in schemas:
-            name = schema.partition("(")[0]
-            library.impl(name, launcher(module, name), "CPU")
+    for name in defined:
+        library.impl(name, launcher(name), "CPU")
     _LIBRARIES.append(library)
 
 
@@ -40,6 +42,27 @@ class Moved:
     num_launches: int = 0
     num_bytes: int = 0
     """Loaded and stored, masked elements not counted."""
+    num_counted: int = 0
+    """What the fake device counts for the same operations: kernels."""
+    num_counted_bytes: int = 0
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up what the fake device counts for our own operations."""
+
+    def __init__(self, moved: Moved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._moved = moved
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == NAMESPACE:
+            rule, _ = RULES[func._schema.name]
+            cost = rule(Call(func, args, {}, None))
+            self._moved.num_counted += cost.num_kernels
+            self._moved.num_counted_bytes += cost.num_bytes
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
@@ -69,5 +92,6 @@ def metered() -> Iterator[Moved]:
         patch.object(interpreter.GridExecutor, "__call__", counted_run),
         patch.object(builder, "create_masked_load", counted_load),
         patch.object(builder, "create_masked_store", counted_store),
+        _Counting(moved),
     ):
         yield moved

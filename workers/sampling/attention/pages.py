@@ -33,9 +33,21 @@ from workers.contract.capacity import num_blocks_for
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import HEAD_DIM_MAX, HEAD_DIM_MULTIPLE
+from workers.model.gpu_operations import define
+from workers.model.sampling_layers import Projected
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import PromptChunk
 from workers.sampling.kv_cache import PAGE_TOKENS, PagedCache, PromptBlocks
+
+ROTATE = (
+    "rotate(Tensor(a!) query, Tensor(b!) keys, Tensor(c!) values, Tensor projected, Tensor cos, Tensor sin, "
+    "Tensor? query_weight, Tensor? key_weight, Tensor slots, int num_next, float eps)"
+)
+"""From `model.sampling_layers.Projected`, set query (T, H, E), the first `num_next` rows as G rows of K heads each, and
+the slots of keys and values (P, B, K, E). Heads are normalised first if weights (E,) are given."""
+JOIN = "join(Tensor(a!) out, Tensor first, Tensor first_sums, Tensor second, Tensor second_sums)"
+"""Set out (D, H, E) to the sum of two results (D * G, K, E) of attention, by the log-sum-exps (K, D * G) of each."""
+define("workers.sampling.attention.page_kernels", ROTATE, JOIN)
 
 NUM_SPLITS = 1
 """Parts that a sequence's keys are cut into. The kernel's own choice depends on all sequences of a call."""
@@ -193,7 +205,7 @@ def make_tables(
 
 
 class PagedAttention:
-    """Implements `model.attention.Attend` for one step, and writes keys and values to the cache."""
+    """Implements `Attend` and `AttendsProjected` of `model` for one step, and writes keys and values to the cache."""
 
     def __init__(self, cache: PagedCache, kernel: PageKernel, tables: StepTables) -> None:
         self._cache = cache
@@ -220,6 +232,33 @@ class PagedAttention:
             parts.append(queries.new_zeros(len(queries) - tables.num_rows, *queries.shape[1:]))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(0)
+
+    def projected(self, layer: int, projected: Projected) -> Tensor:
+        """See `AttendsProjected`: all but the products is one kernel before them, and one behind them."""
+        tables, rows, norms = self._tables, projected.rows, projected.norms
+        keys, values = self._cache.layer(layer)
+        num_keys, head_dim = keys.shape[2:]
+        query = rows.new_empty(len(rows), rows.shape[1] // head_dim - 2 * num_keys, head_dim)
+        weights = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+        where = tables.slots, tables.num_next
+        torch.ops.tinkerpool.rotate(
+            query, keys, values, rows, projected.cos, projected.sin, *weights[:2], *where, weights[2]
+        )
+        chunks = None
+        if tables.chunks is not None:
+            chunks, _ = self._kernel(query[tables.num_next :], keys, values, tables.chunks, projected.scaling)
+        if tables.of_prompts is None or tables.own is None:
+            assert chunks is not None
+            return chunks.flatten(1)
+        out = torch.empty_like(query)
+        queries = query[: tables.num_next].view(-1, num_keys, head_dim)  # (D * G, K, E)
+        first, second = (
+            self._kernel(queries, keys, values, reads, projected.scaling) for reads in (tables.of_prompts, tables.own)
+        )
+        torch.ops.tinkerpool.join(out[: tables.num_next], *first, *second)
+        if chunks is not None:
+            out[tables.num_next :] = chunks
+        return out.flatten(1)
 
     def _next(
         self,
