@@ -153,6 +153,11 @@ class SamplingLayers:
         self._embed, self._rotary, self._norm = model.model.embed_tokens, model.model.rotary_emb, model.model.norm
         self._layers = [_Layer(module) for module in model.model.layers]
 
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of the first layer's heads."""
+        return self._layers[0].head_norms
+
     def forward(self, tokens: Tensor, positions: Tensor, routing: Routing, attend: AttendsProjected) -> Tensor:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64."""
         hidden: Tensor = self._embed(tokens)  # (T, D)

@@ -35,7 +35,7 @@ from workers.contract.settings import CACHE_SHARE
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling import device_drawing
-from workers.sampling.attention.pages import PageKernel, PageSteps, page_kernel_for
+from workers.sampling.attention.pages import PageKernel, PageSteps
 from workers.sampling.attention.step import BlockSteps, Steps
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
@@ -95,11 +95,10 @@ class Sampler:
     ) -> None:
         """Allocate the key-value blocks in a part of `memory`; None: of all that is free on the device.
 
-        On a CPU blocks take memory when they are first written; until then it is promised. Attention is by
-        `page_kernel`; None: by the one for the model's device, or by blocks if there is none.
+        On a CPU blocks take memory when they are first written; until then it is promised. Attention is over pages, by
+        `page_kernel`; None: over blocks.
         """
-        kernel = page_kernel or page_kernel_for(base_model)
-        block_tokens = KVCache.block_tokens if kernel is None else PagedCache.block_tokens
+        block_tokens = KVCache.block_tokens if page_kernel is None else PagedCache.block_tokens
         self._memory = MemoryShare(base_model.device) if memory is None else memory
         num_bytes = int(self._memory.free_bytes() * limits.cache_share)
         if limits.cache_bytes_max is not None:
@@ -114,12 +113,12 @@ class Sampler:
         self.slots = SequenceSlots(self.blocks, self._prefill, limits.num_sequences_max)
         self._cache: KVCache | PagedCache
         self._steps: Steps
-        if kernel is None:
+        if page_kernel is None:
             self._cache = cache = KVCache(base_model, num_blocks)
             self._steps = BlockSteps(cache, base_model)
         else:
             self._cache = pages = PagedCache(base_model, num_blocks)
-            self._steps = PageSteps(pages, kernel, base_model.num_heads // base_model.num_key_value_heads)
+            self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
         self._pass = SamplePass(base_model, bank, self._steps)
         self._clock = clock
         self._requests: list[ActiveRequest] = []
