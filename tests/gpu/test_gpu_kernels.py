@@ -216,8 +216,8 @@ def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -
     segments, (x, ys) = segments_of(torch.bfloat16, "cuda"), operands(group, torch.bfloat16, "cuda")
     expected = one_by_one(segments, group, x, ys)
     solo = [y.clone() for y in ys]
-    ForwardRun(segments).forward(group, x, ys)
-    ForwardRun(segments[1:2]).forward(group, x, solo)
+    ForwardRun.of(segments).forward(group, x, ys)
+    ForwardRun.of(segments[1:2]).forward(group, x, solo)
     for y, right, own in zip(ys, expected, solo, strict=True):
         assert close(y, right)
         assert torch.equal(y[1:8], own[1:8]), "bits depend on the other rows"

@@ -40,7 +40,7 @@ def _shrink(
     address = tl.load(addresses + 4 * adapter)
     width = G * tl.load(ranks + adapter)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if address != 0:
+    if (address != 0) & (count > 0):
         A = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         is_row, is_column = tl.arange(0, ROWS) < count, columns < width
@@ -75,7 +75,7 @@ def _expand(
     start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     address = tl.load(addresses + 4 * adapter + 1 + linear)
     rank = tl.load(ranks + adapter)
-    if address != 0:
+    if (address != 0) & (count > 0):
         B = tl.multiple_of(address.to(tl.pointer_type(y0.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         depth, columns = tl.arange(0, RANK), block * COLUMNS + tl.arange(0, COLUMNS)

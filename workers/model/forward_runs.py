@@ -12,7 +12,8 @@ in a group, P parts of a sum over D.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +34,27 @@ def can_run_forward(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16 and has_triton()
 
 
-class ForwardRun:
-    """Implements `segments.SegmentRun`, without a backward: segments anywhere in the pass, of any adapters."""
+T = TypeVar("T")
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        """Make the tables, and send them to the adapters' device."""
+
+@dataclass(frozen=True, slots=True)
+class AdapterTables(Generic[T]):
+    """Where the adapters of a pass are, as arrays of the host or tensors of the device."""
+
+    addresses: T
+    """(groups, S, 4) int64: of A and of each B^T; 0: there is none."""
+    tiles: T
+    """(L, 3) int32: first row, number of rows, adapter."""
+    ranks: T
+    """(S,) int32: padded."""
+    scalings: T
+    """(S,) fp32."""
+    rank_max: int
+    """0 without adapters."""
+
+    @staticmethod
+    def of(segments: Sequence[Segment], num_groups: int) -> AdapterTables[NDArray[Any]]:
+        """Return the tables of segments of a pass, of a model with so many groups of linears."""
         adapters = list({id(segment.adapter): segment.adapter for segment in segments}.values())
         number_of = {id(adapter): number for number, adapter in enumerate(adapters)}
         tiles = [
@@ -45,24 +62,59 @@ class ForwardRun:
             for segment in segments
             for start in range(segment.start, segment.stop, TILE_ROWS)
         ]
-        device = adapters[0].device
-        addresses, ranks = _addresses(adapters)
-        self._addresses = on_device(addresses, device)  # (groups, S, 4)
-        self._is_adapted = [bool(own.any()) for own in addresses]
-        self._rank_max = max(ranks)
-        self._tiles = on_device(np.array(tiles, np.int32), device)  # (L, 3)
-        self._ranks = on_device(np.array(ranks, np.int32), device)  # (S,)
-        scalings = np.array([adapter.scaling for adapter in adapters], np.float32)
-        self._scalings = on_device(scalings, device)  # (S,)
+        addresses, ranks = _addresses(adapters, num_groups)
+        return AdapterTables(
+            addresses,
+            np.array(tiles, np.int32).reshape(-1, 3),
+            np.array(ranks, np.int32),
+            np.array([adapter.scaling for adapter in adapters], np.float32),
+            max(ranks, default=0),
+        )
+
+
+def padded(tables: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: int) -> AdapterTables[NDArray[Any]]:
+    """Return tables with further adapters that adapt nothing, and further tiles without rows."""
+    missing, no_tiles = num_adapters - len(tables.ranks), num_tiles - len(tables.tiles)
+    return AdapterTables(
+        np.pad(tables.addresses, ((0, 0), (0, missing), (0, 0))),
+        np.pad(tables.tiles, ((0, no_tiles), (0, 0))),
+        np.pad(tables.ranks, (0, missing)),
+        np.pad(tables.scalings, (0, missing)),
+        tables.rank_max,
+    )
+
+
+class ForwardRun:
+    """Implements `segments.SegmentRun`, without a backward: segments anywhere in the pass, of any adapters."""
+
+    def __init__(self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool]) -> None:
+        """Take tables on the device; `is_adapted`: whether any adapter adapts each group."""
+        self._tables = tables
+        self._is_adapted = is_adapted
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> ForwardRun:
+        """Make the tables of segments, and send them to the adapters' device."""
+        adapter = segments[0].adapter
+        made, device = AdapterTables.of(segments, len(adapter.slab)), adapter.device
+        tables = AdapterTables(
+            on_device(made.addresses, device),
+            on_device(made.tiles, device),
+            on_device(made.ranks, device),
+            on_device(made.scalings, device),
+            made.rank_max,
+        )
+        return cls(tables, [bool(own.any()) for own in made.addresses])
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
         """Add scaling x A_i^T B_i^T to ys[i] (T, F), from x (T, D); the columns of x and ys are adjacent."""
         if not self._is_adapted[group]:
             return
-        tables = self._addresses[group], self._tiles, self._ranks
-        xa = x.new_empty(NUM_PARTS, len(x), len(ys) * self._rank_max, dtype=torch.float32)
-        torch.ops.tinkerpool.shrink(xa, x, *tables, self._scalings, len(ys))
-        torch.ops.tinkerpool.expand(*[*ys, None, None][:3], xa, *tables)
+        tables = self._tables
+        adapters = tables.addresses[group], tables.tiles, tables.ranks
+        xa = x.new_empty(NUM_PARTS, len(x), len(ys) * tables.rank_max, dtype=torch.float32)
+        torch.ops.tinkerpool.shrink(xa, x, *adapters, tables.scalings, len(ys))
+        torch.ops.tinkerpool.expand(*[*ys, None, None][:3], xa, *adapters)
 
     def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """Never called: `forward` keeps nothing."""
@@ -71,10 +123,10 @@ class ForwardRun:
 
 def forward_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
     """Return one run of all segments; none without segments. Implements `segments.Fuse`."""
-    return [ForwardRun(segments)] if segments else []
+    return [ForwardRun.of(segments)] if segments else []
 
 
-def _addresses(adapters: Sequence[AdapterViews]) -> tuple[NDArray[np.int64], list[int]]:
+def _addresses(adapters: Sequence[AdapterViews], num_groups: int) -> tuple[NDArray[np.int64], list[int]]:
     """Return the addresses (groups, S, 4) of each adapter's A and B^Ts, 0 where there is none, and its padded rank."""
     of_slab: dict[int, tuple[NDArray[np.int64], int, int]] = {}
     columns, ranks = list[NDArray[np.int64]](), list[int]()
@@ -86,7 +138,7 @@ def _addresses(adapters: Sequence[AdapterViews]) -> tuple[NDArray[np.int64], lis
         first, row_bytes, rank = of_slab[id(adapter.slab)]
         columns.append(np.where(first, first + adapter.slot * row_bytes, 0))
         ranks.append(rank)
-    return np.stack(columns, axis=1), ranks
+    return np.stack([np.zeros((num_groups, 4), np.int64), *columns], axis=1)[:, 1:], ranks
 
 
 def _first_addresses(slab: Sequence[GroupViews | None]) -> NDArray[np.int64]:

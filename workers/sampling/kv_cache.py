@@ -92,8 +92,10 @@ class PagedCache:
     block_tokens = PAGE_TOKENS
 
     def __init__(self, model: BaseModel, num_blocks: int) -> None:
-        """Allocate the pages; raises the library's error if there is not enough memory."""
-        shape = (model.num_layers, num_blocks, PAGE_TOKENS, model.num_key_value_heads, model.head_dim)
+        """Allocate the pages, and one more; raises the library's error if there is not enough memory."""
+        self.scratch_page = num_blocks
+        """A page that no sequence has, for rows that nobody needs."""
+        shape = (model.num_layers, num_blocks + 1, PAGE_TOKENS, model.num_key_value_heads, model.head_dim)
         self.device = model.device
         self._keys, self._values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
 

@@ -23,12 +23,12 @@ from workers.bank.bank import Bank
 from workers.bank.entries import Row
 from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.host.uploads import on_device
-from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import PromptChunk, Steps
 from workers.sampling.kv_cache import PromptBlocks, SequenceBlocks
+from workers.sampling.step_graphs import StepGraphs
 
 LOGIT_ROWS = 256
 """Rows of logits of a prompt that are held at once."""
@@ -131,11 +131,12 @@ class Outcome:
 class SamplePass:
     """Runs passes on one base model and bank. Used by one thread only."""
 
-    def __init__(self, base_model: BaseModel, bank: Bank, steps: Steps) -> None:
-        """Attend by `steps`."""
+    def __init__(self, base_model: BaseModel, bank: Bank, steps: Steps, graphs: StepGraphs | None = None) -> None:
+        """Attend by `steps`; passes without prompts run by `graphs`, if there are any."""
         self._base_model = base_model
         self._bank = bank
         self._steps = steps
+        self._graphs = graphs
 
     def run(self, parts: Sequence[Part]) -> Outcome:
         """Run one forward of parts with at most as many versions as the bank has slots."""
@@ -148,13 +149,7 @@ class SamplePass:
         order = sorted(range(len(parts)), key=lambda index: self._order(parts[index], bank_rows))
         ordered = [parts[index] for index in order]
         starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()
-        device = self._base_model.device
-        hidden = self._base_model.forward(
-            on_device(np.concatenate([part.tokens for part in ordered]), device),
-            on_device(np.concatenate([_positions(part) for part in ordered]), device),
-            _segments([(part.key, len(part.tokens)) for part in ordered], bank_rows),
-            self._attention(ordered, starts),
-        )  # (T, D)
+        hidden = self._hidden(ordered, starts, bank_rows)  # (T, D)
         hidden_of = [hidden[start:stop] for start, stop in pairwise(starts)]  # (n, D) each
         for part, rows in zip(ordered, hidden_of, strict=True):
             if isinstance(part, PromptPart):
@@ -176,14 +171,18 @@ class SamplePass:
         is_last = self._steps.are_prompts_last and isinstance(part, PromptPart)
         return is_last, *_bank_order(bank_rows.get(part.key))
 
-    def _attention(self, parts: Sequence[Part], starts: Sequence[int]) -> Attend:
-        chunks, tokens = [], []
-        for part, start in zip(parts, starts, strict=False):
-            if isinstance(part, PromptPart):
-                chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
-                continue
-            tokens += [NextToken(row, part.prompt, sequence) for row, sequence in enumerate(part.sequences, start)]
-        return self._steps.begin(chunks, tokens)
+    def _hidden(self, parts: Sequence[Part], starts: Sequence[int], bank_rows: dict[str, Row]) -> Tensor:
+        """Return the last hidden states (T, D) of parts, in their order."""
+        token_ids, positions = (np.concatenate(rows) for rows in zip(*map(_inputs, parts), strict=True))
+        segments = _segments([(part.key, len(part.tokens)) for part in parts], bank_rows)
+        chunks, tokens = _places(parts, starts)
+        if self._graphs is not None and not chunks:
+            hidden = self._graphs.run(token_ids, positions, tokens, segments)
+            if hidden is not None:
+                return hidden
+        device = self._base_model.device
+        inputs = on_device(token_ids, device), on_device(positions, device)
+        return self._base_model.forward(*inputs, segments, self._steps.begin(chunks, tokens))
 
     def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
         """Return the rows for drawing, from the hidden states of every part, (0, D) for a part without any."""
@@ -230,10 +229,23 @@ def _segments(runs: Sequence[tuple[str, int]], bank_rows: dict[str, Row]) -> lis
     return segments
 
 
-def _positions(part: Part) -> NDArray[np.int64]:
+def _inputs(part: Part) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return a part's token ids, and their positions."""
     if isinstance(part, PromptPart):
-        return np.arange(part.start, part.stop, dtype=np.int64)
-    return np.array([part.prompt.length + sequence.length for sequence in part.sequences], np.int64)
+        return part.tokens, np.arange(part.start, part.stop, dtype=np.int64)
+    return part.tokens, np.array([part.prompt.length + sequence.length for sequence in part.sequences], np.int64)
+
+
+def _places(parts: Sequence[Part], starts: Sequence[int]) -> tuple[list[PromptChunk], list[NextToken]]:
+    """Return the chunks and the next tokens of parts that begin at these rows."""
+    chunks: list[PromptChunk] = []
+    tokens: list[NextToken] = []
+    for part, start in zip(parts, starts, strict=False):
+        if isinstance(part, PromptPart):
+            chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
+        else:
+            tokens += [NextToken(row, part.prompt, sequence) for row, sequence in enumerate(part.sequences, start)]
+    return chunks, tokens
 
 
 def _drawn_rows(part: Part) -> slice:

@@ -44,6 +44,7 @@ from workers.sampling.prefill import Prefill
 from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
 from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
 from workers.sampling.slot_queue import SequenceSlots
+from workers.sampling.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +114,16 @@ class Sampler:
         self.slots = SequenceSlots(self.blocks, self._prefill, limits.num_sequences_max)
         self._cache: KVCache | PagedCache
         self._steps: Steps
+        graphs: StepGraphs | None = None
         if page_kernel is None:
             self._cache = cache = KVCache(base_model, num_blocks)
             self._steps = BlockSteps(cache, base_model)
         else:
             self._cache = pages = PagedCache(base_model, num_blocks)
             self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
-        self._pass = SamplePass(base_model, bank, self._steps)
+            if base_model.sampling_layers is not None and base_model.device.type == "cuda":
+                graphs = StepGraphs(base_model, pages, page_kernel)
+        self._pass = SamplePass(base_model, bank, self._steps, graphs)
         self._clock = clock
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""

@@ -40,8 +40,8 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass() -> None:
     interpret()
     segments, (x, ys) = segments_of(torch.bfloat16), operands(0, torch.bfloat16)
     solo = [y.clone() for y in ys]
-    ForwardRun(segments).forward(0, x, ys)
-    ForwardRun(segments[1:2]).forward(0, x, solo)
+    ForwardRun.of(segments).forward(0, x, ys)
+    ForwardRun.of(segments[1:2]).forward(0, x, solo)
     for y, own in zip(ys, solo, strict=True):
         assert torch.equal(y[1:8], own[1:8])
 
@@ -50,9 +50,9 @@ def test_overflow_of_one_adapter_reaches_no_other() -> None:
     interpret()
     segments, (x, ys) = segments_of(torch.float32), operands(0, torch.float32)
     clean = [y.clone() for y in ys]
-    ForwardRun(segments).forward(0, x, clean)
+    ForwardRun.of(segments).forward(0, x, clean)
     x[12:45] = math.nan
-    ForwardRun(segments).forward(0, x, ys)
+    ForwardRun.of(segments).forward(0, x, ys)
     for y, own in zip(ys, clean, strict=True):
         assert y[12:45].isnan().all()
         assert torch.equal(y[:12], own[:12])
@@ -63,7 +63,7 @@ def test_a_group_takes_two_launches_whatever_the_number_of_adapters() -> None:
     interpret()
     x, ys = operands(0, torch.bfloat16)
     for segments in (segments_of(torch.bfloat16), segments_of(torch.bfloat16)[:1]):
-        run = ForwardRun(segments)
+        run = ForwardRun.of(segments)
         with metered() as moved:
             run.forward(0, x, ys)
         assert moved.num_launches == 2
@@ -72,7 +72,7 @@ def test_a_group_takes_two_launches_whatever_the_number_of_adapters() -> None:
 def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts() -> None:
     interpret()
     slab, (x, ys) = Slab.of(32, ("attn",), 3, torch.bfloat16), operands(0, torch.bfloat16)
-    run = ForwardRun([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
+    run = ForwardRun.of([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
     with metered() as moved:
         run.forward(0, x, ys)
     assert moved.num_launches == moved.num_counted == 2

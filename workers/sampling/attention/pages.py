@@ -19,7 +19,7 @@ query heads, G query heads per key-value head, E head dimension, W pages of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -64,9 +64,9 @@ class PageReads:
     table: Tensor
     """(S, W) each sequence's pages, filled up with zeros."""
     most_queries: int
-    """Query rows of the sequence with the most."""
+    """At least the query rows of the sequence with the most."""
     most_keys: int
-    """Keys of the sequence with the most."""
+    """At least the keys of the sequence with the most."""
     is_causal: bool
     """Whether the last query row sees all keys, the one before it all but the last, and so on; or all rows see all."""
 
@@ -159,45 +159,79 @@ class PageSteps:
         return PagedAttention(self._cache, self._kernel, tables)
 
 
+@dataclass(frozen=True, slots=True)
+class HostReads:
+    """The sequences of one call on the host; see `PageReads`."""
+
+    counts: list[int]
+    """Query rows of each sequence."""
+    lengths: list[int]
+    pages: Sequence[Sequence[int]]
+    """Of each sequence at least the pages that its keys are in."""
+    is_causal: bool
+
+    @property
+    def most_queries(self) -> int:
+        """Query rows of the sequence with the most."""
+        return max(self.counts)
+
+    def arrays(self, width: int | None = None) -> list[NDArray[np.int32]]:
+        """Return ends, lengths and the table, flat, with `width` pages of each sequence; None: as many as needed."""
+        table = np.zeros((len(self.pages), width or num_blocks_for(max(self.lengths), PAGE_TOKENS)), np.int32)
+        for row, length, own in zip(table, self.lengths, self.pages, strict=True):
+            num_pages = num_blocks_for(length, PAGE_TOKENS)
+            row[:num_pages] = own[:num_pages]
+        return [np.cumsum([0, *self.counts], dtype=np.int32), np.array(self.lengths, np.int32), table.ravel()]
+
+    def padded(self, num_seqs: int, more: Sequence[int], page: int) -> HostReads:
+        """Return `num_seqs` sequences: these, further ones of `more` query rows, and some without; all read `page`."""
+        missing = num_seqs - len(self.counts)
+        counts = [*self.counts, *more, *[0] * (missing - len(more))]
+        return HostReads(counts, [*self.lengths, *[1] * missing], [*self.pages, *[[page]] * missing], self.is_causal)
+
+    def on_device(self, parts: Sequence[Tensor]) -> PageReads:
+        """Return the reads whose `arrays` are on the device."""
+        ends, lengths, table = parts
+        table = table.view(len(self.pages), -1)
+        return PageReads(ends, lengths, table, self.most_queries, max(self.lengths), self.is_causal)
+
+
+def next_reads(tokens: Sequence[NextToken], heads_per_key: int) -> tuple[HostReads, HostReads]:
+    """Return next tokens' reads of their prompts, and of their own pages; `heads_per_key` is G."""
+    groups = [list(own) for _, own in groupby(tokens, key=lambda token: id(token.prompt))]
+    prompts = [own[0].prompt for own in groups]
+    counts = [heads_per_key * len(own) for own in groups]
+    pages = [prompt.blocks for prompt in prompts]
+    of_prompts = HostReads(counts, [prompt.length for prompt in prompts], pages, is_causal=False)
+    lengths = [token.own.length + 1 for token in tokens]
+    own_pages = [token.own.blocks for token in tokens]
+    return of_prompts, HostReads([heads_per_key] * len(tokens), lengths, own_pages, is_causal=False)
+
+
+def slots_of(tokens: Sequence[NextToken]) -> NDArray[np.int64]:
+    """Return the slots of next tokens, (D,)."""
+    return np.array([token.own.blocks[-1] * PAGE_TOKENS + token.own.length % PAGE_TOKENS for token in tokens], np.int64)
+
+
 def make_tables(
     chunks: Sequence[PromptChunk], tokens: Sequence[NextToken], heads_per_key: int, device: torch.device
 ) -> StepTables:
     """Return the tables of a step whose rows are `tokens` and then `chunks`; `heads_per_key` is G."""
     assert [token.row for token in tokens] == list(range(len(tokens)))
-    slots = [np.array([token.own.blocks[-1] * PAGE_TOKENS + token.own.length % PAGE_TOKENS for token in tokens], int)]
-    slots += [_slots(chunk.prompt, chunk.start, chunk.stop) for chunk in chunks]
-    vectors: list[NDArray[np.int32]] = []
-    makers = list[Callable[[list[Tensor]], PageReads]]()
-
-    def add(counts: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]], *, is_causal: bool) -> None:
-        width = num_blocks_for(max(lengths), PAGE_TOKENS)
-        table = np.zeros((len(pages), width), np.int32)
-        for row, length, own in zip(table, lengths, pages, strict=True):
-            num_pages = num_blocks_for(length, PAGE_TOKENS)
-            row[:num_pages] = own[:num_pages]
-        vectors.extend([np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32), table.ravel()])
-        makers.append(
-            lambda parts: PageReads(parts[0], parts[1], parts[2].view(-1, width), max(counts), max(lengths), is_causal)
-        )
-
-    if tokens:
-        groups = [list(own) for _, own in groupby(tokens, key=lambda token: id(token.prompt))]
-        prompts = [own[0].prompt for own in groups]
-        counts = [heads_per_key * len(own) for own in groups]
-        add(counts, [prompt.length for prompt in prompts], [prompt.blocks for prompt in prompts], is_causal=False)
-        lengths = [token.own.length + 1 for token in tokens]
-        add([heads_per_key] * len(tokens), lengths, [token.own.blocks for token in tokens], is_causal=False)
+    calls = list(next_reads(tokens, heads_per_key)) if tokens else []
     if chunks:
         counts = [chunk.stop - chunk.start for chunk in chunks]
-        add(counts, [chunk.stop for chunk in chunks], [chunk.prompt.blocks for chunk in chunks], is_causal=True)
-    parts = on_device(np.concatenate(vectors), device).split([len(vector) for vector in vectors])
-    reads = [make(list(parts[3 * place : 3 * place + 3])) for place, make in enumerate(makers)]
+        pages = [chunk.prompt.blocks for chunk in chunks]
+        calls.append(HostReads(counts, [chunk.stop for chunk in chunks], pages, is_causal=True))
+    arrays = [array for call in calls for array in call.arrays()]
+    parts = on_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
+    reads = [call.on_device(parts[3 * place : 3 * place + 3]) for place, call in enumerate(calls)]
+    slots = np.concatenate([slots_of(tokens), *(_slots(chunk.prompt, chunk.start, chunk.stop) for chunk in chunks)])
     of_prompts, own = (reads[0], reads[1]) if tokens else (None, None)
-    all_slots = np.concatenate(slots)
     return StepTables(
         num_next=len(tokens),
-        num_rows=len(all_slots),
-        slots=on_device(all_slots, device),
+        num_rows=len(slots),
+        slots=on_device(slots, device),
         of_prompts=of_prompts,
         own=own,
         chunks=reads[-1] if chunks else None,
