@@ -2,7 +2,8 @@
 
 Imported by the first launch alone (`gpu_operations`): a CPU has no Triton. Matrices are reached by address, so adapters
 of any ranks, in any slabs, are one launch. `shrink` cuts each sum over D into parts, which `expand` adds up in order.
-So a few rows keep many processors busy, without atomic additions.
+So a few rows keep many processors busy, without atomic additions. Products are of TF32, which bf16 fits into; of x A^T
+it keeps ten bits.
 
 Does not depend on runs, the bank or models.
 

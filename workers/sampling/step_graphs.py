@@ -92,6 +92,7 @@ class StepGraphs:
         """Return the last hidden states (D, hidden size) of next tokens; None: run without a graph."""
         if self._is_off:
             return None
+        self._model.current.begin(())  # the last forward's segments would keep slabs in memory
         adapters = AdapterTables.of(segments, len(self._model.groups))
         heads_per_key = self._model.num_heads // self._model.num_key_value_heads
         of_prompts, own = next_reads(tokens, heads_per_key)
