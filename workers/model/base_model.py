@@ -107,8 +107,8 @@ class BaseModel:
         """Whether any layer may attend with a sliding window."""
         self.sampling_layers: SamplingLayers | None = None
         """The decoder layers in few kernels; None: the model or the device has none, and its modules compute."""
-        can_have_layers = can_run_forward(self.device, dtype) and not exact and not self.has_sliding_window
-        if can_have_layers and has_form(model, self.head_dim):
+        self._has_kernels = not exact and can_run_forward(self.device, dtype)
+        if self._has_kernels and not self.has_sliding_window and has_form(model, self.head_dim):
             self.sampling_layers = SamplingLayers(model)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
@@ -118,10 +118,8 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        is_exact = numerics.block_rows is not None
-        can_fuse = not is_exact and can_group(self.device, self.dtype, self.group_shapes)
-        can_fuse_forward = not is_exact and can_run_forward(self.device, self.dtype)
-        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if can_fuse_forward else None)
+        can_fuse = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
+        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
         for group in self.groups:
             group.use(numerics)
 

@@ -10,11 +10,14 @@ group (1 to 3), M the largest G * R, P parts of a sum over D.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "tinkerpool"
 TILE_ROWS = 16
@@ -43,6 +46,26 @@ defined: dict[str, str] = {}
 def has_triton() -> bool:
     """Return whether Triton is installed; torch for CUDA brings it."""
     return find_spec("triton") is not None
+
+
+def can_launch(device: torch.device) -> bool:
+    """Return whether a kernel can be compiled and launched, by trying: Triton needs a C compiler, for example."""
+    floats, numbers = (torch.zeros(16, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+    addresses = torch.zeros(1, 4, dtype=torch.int64, device=device)  # of an adapter that adapts nothing
+    try:
+        torch.ops.tinkerpool.shrink(
+            floats.view(1, 1, 16),
+            floats.view(1, 16).bfloat16(),
+            addresses,
+            numbers[:3].view(1, 3),
+            numbers[:1],
+            floats[:1],
+            1,
+        )
+    except Exception as error:  # noqa: BLE001 (whatever it is: without the kernels there is a slower way)
+        logger.warning("the GPU runs without kernels of our own, which is slower: %s", error)
+        return False
+    return True
 
 
 def launcher(name: str) -> Callable[..., None]:

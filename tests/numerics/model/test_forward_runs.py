@@ -14,6 +14,7 @@ from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.random_adapters import NUM_ROWS, Slab, one_by_one, operands, segments_of
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from workers.model.forward_runs import ForwardRun, can_run_forward, forward_runs
+from workers.model.gpu_operations import can_launch, defined
 from workers.model.segments import Segment
 from workers.rows import ALIGNMENT
 
@@ -99,6 +100,16 @@ def test_samples_by_the_kernels_are_those_by_products(qwen3: Path, own_base_mode
         for one, other in zip(mine, theirs, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def test_a_gpu_whose_kernels_cannot_be_launched_does_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interpret()
+    assert can_launch(torch.device("cpu"))
+    monkeypatch.setitem(defined, "shrink", "no_module_of_this_name")
+    assert not can_launch(torch.device("cpu"))
+    assert "without kernels of our own" in caplog.text
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
