@@ -21,6 +21,7 @@ os.environ |= {
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call to a Ray that has ended fails, as in a pool, and starts no other one
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    "TRITON_INTERPRET": "1",  # kernels for a GPU run on a CPU; `tests/gpu` undoes it
 }
 # A Ray address in the environment would make tests join that cluster.
 os.environ.pop("RAY_ADDRESS", None)

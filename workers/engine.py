@@ -43,6 +43,7 @@ from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.adapter_costs import measured_costs
 from workers.selftest.loading import fitting_tokens, load_base_model
+from workers.selftest.page_attention import tried_page_kernel
 from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
@@ -81,7 +82,7 @@ class TrainingEngine:
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
         limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
-        self.sampler = Sampler(base_model, bank, limits, memory)
+        self.sampler = Sampler(base_model, bank, limits, memory, page_kernel=tried_page_kernel(base_model))
         if base_model.device.type == "cuda":
             bank.limit(int(BANK_PART * memory.free_bytes()))
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)  # before the import of torch, which may import Triton
 
 import pytest
 import torch

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.random_adapters import one_by_one, operands, segments_of
+from tests.support.numerics.random_steps import RandomStep
+from tests.support.numerics.slow_pages import slow_pages
+from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
+from workers.model.forward_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.sampling_layers import AttendsProjected, SplitProjections
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
+from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
+from workers.sampling.kv_cache import PAGE_TOKENS
+from workers.selftest.loading import load_base_model
 from workers.selftest.row_invariance import are_blocks_invariant
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +107,42 @@ def test_attention_by_request_in_a_fixed_order_has_the_bits_of_the_request_solo(
         start = stop
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [((2, 2), 64), ((8, 2), 128), ((4, 1), 256)])
+def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
+    num_heads: tuple[int, int], head_dim: int, *, is_causal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    lengths, counts = [1, 300, 256, 777], [1, 9, 200, 4]
+    table = torch.tensor([[6, 0, 0, 0], [3, 1, 0, 0], [5, 0, 0, 0], [2, 7, 0, 4]], dtype=torch.int32, device="cuda")
+    keys, values = (torch.full((8, PAGE_TOKENS, num_heads[1], head_dim), torch.nan) for _ in range(2))
+    for length, pages in zip(lengths, table.tolist(), strict=True):
+        for place, page in enumerate(pages[: -(-length // PAGE_TOKENS)]):
+            for memory in (keys, values):
+                own = memory[page, : length - place * PAGE_TOKENS]
+                own.copy_(torch.randn(own.shape, generator=generator))
+    query = torch.randn(sum(counts), num_heads[0], head_dim, generator=generator)
+    query, keys, values = (tensor.to("cuda", torch.bfloat16) for tensor in (query, keys, values))
+
+    def reads(first: int, stop: int) -> PageReads:
+        ends = torch.tensor([0, *counts[first:stop]]).cumsum(0).to("cuda", torch.int32)
+        own = torch.tensor(lengths[first:stop], dtype=torch.int32, device="cuda")
+        longest = max(counts[first:stop]), max(lengths[first:stop])
+        return PageReads(ends, own, table[first:stop].contiguous(), *longest, is_causal)
+
+    whole = flash_pages(query, keys, values, reads(0, 4), 0.1)
+    expected = slow_pages(query.float(), keys.float(), values.float(), reads(0, 4), 0.1)
+    assert close(whole[0], expected[0])
+    assert close(whole[1], expected[1])
+    start = 0
+    for number, count in enumerate(counts):
+        rows = slice(start, start + count)
+        out, sums = flash_pages(query[rows], keys, values, reads(number, number + 1), 0.1)
+        assert torch.equal(out, whole[0][rows]), "bits depend on the other sequences of a call"
+        assert torch.equal(sums, whole[1][:, rows])
+        start += count
+
+
 @pytest.mark.parametrize("slots", [(0, 1, 2), (1, 4, 5)])
 def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) -> None:
     if torch.cuda.get_device_capability()[0] not in MAJOR_CAPABILITIES:
@@ -139,6 +186,41 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
     assert torch.equal(dx[200:], before[200:])
     for slot in set(range(num_rows)) - set(slots):
         assert not any(gradient[slot].any() for gradient in (A_grad, *B_grads))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
+    even_models: dict[str, Path], architecture: str
+) -> None:
+    """The probe compares them with the model's own code."""
+    model = load_base_model(EngineSettings(model_path=str(even_models[architecture]), device="cuda"))
+    assert model.sampling_layers is not None
+    assert page_kernel_for(model) is flash_pages
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_attention_of_projections_is_that_of_separate_operations(*, has_norms: bool) -> None:
+    num_heads, results = (8, 2), list[Tensor]()
+    for dtype in (torch.bfloat16, torch.float32):
+        step = RandomStep.of(num_heads, 128, dtype, has_norms=has_norms, device="cuda")
+        if dtype == torch.bfloat16:
+            attend: AttendsProjected = PagedAttention(step.cache, flash_pages, step.tables)
+        else:
+            attend = SplitProjections(PagedAttention(step.cache, slow_pages, step.tables), *num_heads)
+        results.append(attend.projected(0, step.projected))
+    assert close(*results)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -> None:
+    segments, (x, ys) = segments_of(torch.bfloat16, "cuda"), operands(group, torch.bfloat16, "cuda")
+    expected = one_by_one(segments, group, x, ys)
+    solo = [y.clone() for y in ys]
+    ForwardRun.of(segments).forward(group, x, ys)
+    ForwardRun.of(segments[1:2]).forward(group, x, solo)
+    for y, right, own in zip(ys, expected, solo, strict=True):
+        assert close(y, right)
+        assert torch.equal(y[1:8], own[1:8]), "bits depend on the other rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -64,6 +64,13 @@ def test_cached_prompt_gives_the_same_tokens(even_model: Path) -> None:
     assert [s.tokens.tolist() for s in again.sequences] == [s.tokens.tolist() for s in first.sequences]
 
 
+def test_a_model_of_the_usual_form_samples_by_pages_layers_and_graphs(
+    even_qwen3: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample(even_qwen3, device="cuda")
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_prompt_log_probabilities_in_bf16_are_those_of_the_cpu_to_rounding(even_model: Path) -> None:
     expected, actual = sample(even_model).prompt_logprobs, sample(even_model, device="cuda").prompt_logprobs
     assert expected is not None

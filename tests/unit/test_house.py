@@ -38,6 +38,7 @@ CONFINED = {
     "pyrage": ["coordinator/storage/exports.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
+    "triton": ["workers/*_kernels.py"],
     "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py"],
 }
 

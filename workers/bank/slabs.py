@@ -89,13 +89,8 @@ class Slabs:
         assert self.bytes_max is not None
         self.is_untidy = False
         for kind in dict.fromkeys(slab.kind for slab in self._slabs):
-            slabs = self._mergeable(kind)
-            num_used, num_held = (sum(slab.num_used for slab in slabs), sum(slab.num_rows for slab in slabs))
-            num_fitting = num_held + (self.bytes_max - self.num_bytes) // self.row_bytes(kind)
-            num_rows = min(_doubled(num_used), self._rows_max(kind), max(num_used, num_fitting))
-            is_sparse = num_used < num_held if is_tight else 2 * num_used < num_held
-            if len(slabs) > 1 or is_sparse:
-                self._replace(slabs, kind, num_used if is_tight else num_rows, residents)
+            while self._tidy_once(kind, residents, is_tight=is_tight):
+                pass  # what is left may fill a further slab
 
     def close_unused(self) -> bool:
         """Free the memory of slabs without used rows; return whether there were any."""
@@ -124,19 +119,32 @@ class Slabs:
                 num_used += slab.num_used
         return chosen
 
-    def _replace(self, slabs: Collection[Slab], kind: Kind, num_rows: int, residents: Collection[Entry]) -> None:
+    def _tidy_once(self, kind: Kind, residents: Collection[Entry], *, is_tight: bool) -> bool:
+        """Replace as many slabs of a kind as one can hold; return whether there were some, and memory to move them."""
+        assert self.bytes_max is not None
+        slabs = self._mergeable(kind)
+        num_used, num_held = (sum(slab.num_used for slab in slabs), sum(slab.num_rows for slab in slabs))
+        num_fitting = num_held + (self.bytes_max - self.num_bytes) // self.row_bytes(kind)
+        num_rows = min(_doubled(num_used), self._rows_max(kind), max(num_used, num_fitting))
+        is_sparse = num_used < num_held if is_tight else 2 * num_used < num_held
+        if len(slabs) < 2 and not is_sparse:
+            return False
+        return self._replace(slabs, kind, num_used if is_tight else num_rows, residents)
+
+    def _replace(self, slabs: Collection[Slab], kind: Kind, num_rows: int, residents: Collection[Entry]) -> bool:
         """Move the used rows of slabs to one new slab if there is memory for it, and free the old ones."""
         try:
             target = self._add(kind, num_rows) if num_rows else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return
+            return False
         for entry in residents:
             if target is not None and entry.row is not None and entry.row.slab in slabs:
                 entry.move(target)
         for slab in slabs:
             self._close(slab)
+        return True
 
     def _add(self, kind: Kind, num_rows: int) -> Slab:
         slab = Slab(kind, num_rows, self._device, compute_dtype=self._compute_dtype)

@@ -14,14 +14,24 @@ BLOCK_TOKENS = 64
 queries of a block are two slices of the CPU's kernel, whose results then depend on no other length."""
 
 
-def num_blocks_for(num_tokens: int) -> int:
+def num_blocks_for(num_tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Return the number of blocks for this many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
+    return -(-num_tokens // block_tokens)
 
 
-def num_own_blocks(max_tokens: int) -> int:
+def num_own_blocks(max_tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Return the most blocks that a sequence needs behind its prompt; the last token's keys are never needed."""
-    return num_blocks_for(max(0, max_tokens - 1))
+    return num_blocks_for(max(0, max_tokens - 1), block_tokens)
+
+
+def num_announced_blocks(num_blocks: int, block_tokens: int) -> int:
+    """Return how many blocks of `BLOCK_TOKENS` a worker announces if it has `num_blocks` larger ones.
+
+    A prompt, and the sequence behind it, may each waste all but one of the blocks that their last larger block is. So
+    what fits into the announced number always fits.
+    """
+    parts = block_tokens // BLOCK_TOKENS
+    return max(0, parts * num_blocks - 2 * (parts - 1))
 
 
 def what_is_too_large(num_prompt_tokens: int, max_tokens: int, num_blocks: int) -> str:

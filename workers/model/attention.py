@@ -72,9 +72,12 @@ class LayerAttention:
         if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
+        # Some layers have a window of their own, others pass on the config's.
+        self.has_sliding_window = getattr(model.config, "sliding_window", None) is not None
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_attention = self
+                self.has_sliding_window |= getattr(module, "sliding_window", None) is not None
 
     def begin(self, attend: Attend) -> None:
         """Attend this way in the next forward, and in its backward."""

@@ -26,6 +26,7 @@ Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -42,14 +43,18 @@ from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
+from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
-from workers.model.pretrained import Probe, eos_token_ids, load_pretrained
+from workers.model.pretrained import Probe, UnsupportedModelError, eos_token_ids, load_pretrained
 from workers.model.replacement import decoder_layers, replace_layers
+from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections, has_form
 from workers.model.segments import Segment
+
+logger = logging.getLogger(__name__)
 
 MAX_RANK = 128
 
@@ -98,6 +103,13 @@ class BaseModel:
         self.groups = replace_layers(model, self.current)
         self.group_shapes = tuple(group.shape for group in self.groups)
         self._attention = LayerAttention(model)
+        self.has_sliding_window = self._attention.has_sliding_window
+        """Whether any layer may attend with a sliding window."""
+        self.sampling_layers: SamplingLayers | None = None
+        """The decoder layers in few kernels; None: the model or the device has none, and its modules compute."""
+        self._has_kernels = not exact and can_run_forward(self.device, dtype)
+        if self._has_kernels and not self.has_sliding_window and has_form(model, self.head_dim):
+            self.sampling_layers = SamplingLayers(model)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
@@ -106,8 +118,8 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        is_fused = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
-        self.current.use(numerics, group_segments if is_fused else None)
+        can_fuse = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
+        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
         for group in self.groups:
             group.use(numerics)
 
@@ -120,11 +132,19 @@ class BaseModel:
         probe, self._probe = self._probe, None
         assert probe is not None, "the model has been probed already"
 
-        def logits_of(tokens: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
-            hidden = self.forward(tokens, positions, (), self.attend_packed(lengths, [1] * len(lengths)))
-            return self.unembed(hidden, ())
+        def logits_of(tokens: Tensor, positions: Tensor, lengths: list[int], *, is_projected: bool = False) -> Tensor:
+            attend: Attend = self.attend_packed(lengths, [1] * len(lengths))
+            if is_projected:
+                attend = SplitProjections(attend, self.num_heads, self.num_key_value_heads)
+            return self.unembed(self.forward(tokens, positions, (), attend), ())
 
         probe.check(logits_of, self.dtype)
+        if self.sampling_layers is not None:
+            try:
+                probe.check(partial(logits_of, is_projected=True), self.dtype)
+            except UnsupportedModelError as error:
+                logger.warning("%s samples by transformers' modules, which is slower: %s", self.name, error)
+                self.sampling_layers = None
         self.reset()
 
     def reset(self) -> None:
@@ -143,16 +163,19 @@ class BaseModel:
     ) -> Tensor:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64.
 
-        Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it.
+        Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it. Without
+        gradients, an `attend` that takes projections has the `sampling_layers`, if there are any, and no padding.
         With gradients enabled, `backward` adds every adapter's gradient to its row; it must run before the next
         forward. With `recompute` it runs every layer again, so that only the layers' inputs stay in memory meanwhile;
         the bits are the same.
         """
+        self.current.begin(segments)
+        if self.sampling_layers is not None and isinstance(attend, AttendsProjected):
+            return self.sampling_layers.forward(tokens, positions, self.current.routing, attend)
         num_rows = tokens.shape[0]
         padding = self.pad_rows(num_rows) - num_rows
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
-        self.current.begin(segments)
         self._attention.begin(attend)
         self._recomputation.switch(on=recompute)
         for group in self.groups:

@@ -43,17 +43,19 @@ class CurrentPass:
         """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
         self.fuse: Fuse | None = None
         """`grouped_segments.group_segments` if the device has such a kernel."""
+        self.fuse_forward: Fuse | None = None
+        """`forward_runs.forward_runs` if the device has such kernels: for passes without a backward."""
         self.routing = Routing((), self.rows_min)
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
-    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
+    def use(self, numerics: Numerics, fuse: Fuse | None, fuse_forward: Fuse | None) -> None:
         """Compute segments this way from now on."""
         self.rows_min = numerics.rows_min or ROWS_MIN
         self.can_batch = numerics.can_batch
-        self.fuse = fuse
+        self.fuse, self.fuse_forward = fuse, fuse_forward
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Set the segments of the next forward, and of its backward."""
@@ -69,9 +71,8 @@ class CurrentPass:
 
     def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
         """Return how these segments are computed; without a gradient there are more ways."""
-        return Routing(
-            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
-        )
+        fuse = self.fuse if needs_grad else self.fuse_forward or self.fuse
+        return Routing(segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=fuse)
 
 
 class LinearGroup:
@@ -130,9 +131,26 @@ class LinearGroup:
     ) -> tuple[list[Tensor], Kept]:
         """Return the outputs (T, F) per linear of x (T, D), in `outs` if given, and the values for `backward`."""
         ys = self.products.forward(x, outs or [None] * len(self.weights))
+        return ys, self.adapt(x, ys, routing)
+
+    def adapt(self, x: Tensor, ys: Sequence[Tensor], routing: Routing) -> Kept:
+        """Add the adapters' parts to ys (T, F), the products of x (T, D) with the frozen weights; count these."""
         self.current.count_matmuls(len(ys))
         parts = [(run, run.forward(self.shape.index, x, ys)) for run in routing.runs]
-        return ys, [(run, part) for run, part in parts if part is not None]
+        return [(run, part) for run, part in parts if part is not None]
+
+    def join(self, modules: Sequence[MultiLoraLinear]) -> Tensor:
+        """Return the weights of all linears as one tensor (sum of F, D), of which theirs are views from now on.
+
+        `use` must be called afterwards.
+        """
+        if len(self.weights) == 1:
+            return self.weights[0]
+        joined = torch.cat(self.weights)
+        self.weights = list(joined.split(self.shape.d_outs))
+        for module, weight in zip(modules, self.weights, strict=True):
+            module.weight.data = weight
+        return joined
 
     def backward(self, x: Tensor, kept: Kept, dys: Sequence[Tensor], *, needs_dx: bool = True) -> Tensor | None:
         """Add dA and dB of every segment to its adapter's gradient; return dx (T, D) if it is needed.
@@ -174,9 +192,9 @@ class MultiLoraLinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._group = group
+        self.group = group
         self._position = position
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., F) for x (..., D)."""
-        return self._group.output(x, self._position)
+        return self.group.output(x, self._position)

@@ -35,7 +35,7 @@ def draw_rows(
     if any(own.temperature for own in params):
         weights = _weights(logits, temperatures)
         if any(own.temperature and (0 < own.top_k < logits.shape[1] or own.top_p < 1) for own in params):
-            weights *= _is_kept(weights, top_k, top_p)
+            weights *= _is_kept(logits, weights, top_k, top_p)
         tokens = torch.where(temperatures > 0, _picked(weights, at), tokens)
     found = torch.stack(
         (tokens.double(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).double(), logits.isfinite().all(1))
@@ -62,15 +62,22 @@ def _weights(logits: Tensor, temperatures: Tensor) -> Tensor:
     return weights.exp_()
 
 
-def _is_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return which weights (N, V) are among the top-k, and among the top-p of these; the lowest ids among equals."""
-    ordered, ids = weights.sort(dim=1, descending=True, stable=True)
-    is_kept = torch.arange(ordered.shape[1], device=ordered.device) < top_k.unsqueeze(1)
-    sums = ordered.mul_(is_kept).cumsum(1)
+def _is_kept(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return which weights (N, V) are among the top-k, and among the top-p of these; the lowest ids among equals.
+
+    The logits are sorted: they have half the bits of their weights. Of different logits that have equal weights the
+    order may not be that of their ids, so only the number of kept weights and the least of them come from there.
+    """
+    ordered = weights.gather(1, logits.argsort(dim=1, descending=True))
+    is_first = torch.arange(ordered.shape[1], device=ordered.device) < top_k.unsqueeze(1)
+    sums = (ordered * is_first).cumsum(1)
     before = F.pad(sums[:, :-1], (1, 0))  # the sum of all larger ones
-    is_kept &= before < top_p.unsqueeze(1) * sums[:, -1:]
-    is_kept[:, 0] = True
-    return torch.zeros_like(is_kept).scatter_(1, ids, is_kept)
+    is_first &= before < top_p.unsqueeze(1) * sums[:, -1:]
+    num_kept = is_first.sum(1, keepdim=True).clamp_(min=1)  # (N, 1)
+    least = ordered.gather(1, num_kept - 1)
+    is_above, is_least = weights > least, weights == least
+    num_least = num_kept - is_above.sum(1, keepdim=True)
+    return is_above | (is_least & (is_least.cumsum(1) <= num_least))
 
 
 def _picked(weights: Tensor, at: Tensor) -> Tensor:

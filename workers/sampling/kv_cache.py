@@ -1,5 +1,8 @@
 """The memory for keys and values of all samples, in blocks of a fixed number of tokens, and each block's state.
 
+Which of the two memories a sampler has, `KVCache` or, on a GPU with a kernel for it, `PagedCache`, and how many tokens
+a block has, is decided by the attention that reads them.
+
 A block is free, private to one request, or shared by prompts that begin alike. A shared block holds the keys and values
 of one whole block of prompt tokens, computed with one version. A prompt finds it by its chain: the root of its version
 and scope, then the tokens of every block before it, then its own tokens. Tokens are compared, not hashes, so a hit is
@@ -10,7 +13,8 @@ Does not depend on requests, or on how attention reads the blocks (`attention`).
 
 Main invariants: a value that is read from a block is finite, unless the model computed a non-finite one for a user of
 that block. A block is cleared before it is filled token by token, and written whole otherwise. This matters because a
-hidden position has the weight zero, and 0 x NaN would let one tenant's overflow reach another.
+hidden position has the weight zero, and 0 x NaN would let one tenant's overflow reach another. A page may hold anything
+beyond its tokens: nothing reads it.
 Free and idle blocks together are never fewer than reserved ones, so a reserved block can always be taken. A holder of a
 block holds every block before it in the chain, so an evicted block never has children.
 
@@ -31,6 +35,9 @@ from torch import Tensor
 
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.model.base_model import BaseModel
+
+PAGE_TOKENS = 256
+"""Tokens of a page: the library's kernel takes multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class SequenceBlocks:
 class KVCache:
     """Keys and values of every layer. On a CPU, blocks that were never written take no memory."""
 
+    block_tokens = BLOCK_TOKENS
+
     def __init__(self, model: BaseModel, num_blocks: int) -> None:
         """Allocate the blocks; raises the library's error if there is not enough memory."""
         sizes = (BLOCK_TOKENS, model.head_dim)
@@ -75,6 +84,27 @@ class KVCache:
         for block in blocks:
             self._keys[:, block].zero_()
             self._values[:, block].zero_()
+
+
+class PagedCache:
+    """Keys and values of every layer in pages: blocks in which a token's heads are together, as the kernel reads."""
+
+    block_tokens = PAGE_TOKENS
+
+    def __init__(self, model: BaseModel, num_blocks: int) -> None:
+        """Allocate the pages, and one more; raises the library's error if there is not enough memory."""
+        self.scratch_page = num_blocks
+        """A page that no sequence has, for rows that nobody needs."""
+        shape = (model.num_layers, num_blocks + 1, PAGE_TOKENS, model.num_key_value_heads, model.head_dim)
+        self.device = model.device
+        self._keys, self._values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values (N, B, K, E), to read and write."""
+        return self._keys[layer], self._values[layer]
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Do nothing: what a page holds beyond its tokens is never read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +134,10 @@ class _Root:
 class BlockPool:
     """The blocks 0 to `num_blocks` - 1. Used by one thread only."""
 
-    def __init__(self, num_blocks: int) -> None:
-        """Begin with all blocks free."""
+    def __init__(self, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Begin with all blocks free; `block_tokens`: tokens of a block."""
         self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
         self.num_evictions = 0
         """Idle blocks that gave way, since the pool was made."""
         self._free = list(range(num_blocks))  # ascending
@@ -243,10 +274,10 @@ class BlockPool:
         self.num_evictions += 1
 
 
-def block_bytes(model: BaseModel) -> int:
+def block_bytes(model: BaseModel, block_tokens: int = BLOCK_TOKENS) -> int:
     """Return the bytes of one block, all layers together."""
     token_values = 2 * model.num_layers * model.num_key_value_heads * model.head_dim
-    return BLOCK_TOKENS * token_values * int(model.dtype.itemsize)
+    return block_tokens * token_values * int(model.dtype.itemsize)
 
 
 def _descendants(prefix: Prefix) -> Iterator[Prefix]:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from workers.bank.bank import Bank
-from workers.contract.capacity import BLOCK_TOKENS
 from workers.sampling.kv_cache import BlockPool, Prefix
 from workers.sampling.sequences import ActiveRequest
 
@@ -53,12 +52,12 @@ class Prefill:
         stops = self._positions()
         budget = int(self._tokens_max * (DECODING_SHARE if is_decoding else 1))
         while budget > 0 and (active := self._next(stops)) is not None:
-            num_tokens = min(BLOCK_TOKENS, active.prompt.length - stops[active])
+            num_tokens = min(self._pool.block_tokens, active.prompt.length - stops[active])
             stops[active] += num_tokens
             budget -= num_tokens
         planned = {active: stop for active, stop in stops.items() if stop > active.prompt.num_computed}
         for active, stop in planned.items():
-            while len(active.prompt.blocks) * BLOCK_TOKENS < stop:
+            while len(active.prompt.blocks) * self._pool.block_tokens < stop:
                 active.prompt.add_private(self._pool.take("low"))
         return planned
 
@@ -66,7 +65,7 @@ class Prefill:
         """Record that a prompt is computed up to `stop`, and share its whole blocks."""
         prompt = active.prompt
         prompt.advance(stop)
-        for block in range(len(prompt.shared), stop // BLOCK_TOKENS):
+        for block in range(len(prompt.shared), stop // self._pool.block_tokens):
             parent = prompt.shared[-1] if prompt.shared else self._root(active)
             prefix = self._pool.share(parent, prompt.block_tokens(block), prompt.blocks[block])
             if prefix is None:

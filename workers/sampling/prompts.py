@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.contract.capacity import BLOCK_TOKENS, num_blocks_for
+from workers.contract.capacity import num_blocks_for
 from workers.contract.messages import SampleRequest, TokenLogprobs
 from workers.sampling.drawing import ALTERNATIVES, Distribution, check_finite, likeliest, uniforms
 from workers.sampling.kv_cache import Prefix, PromptBlocks
@@ -27,9 +27,10 @@ from workers.sampling.kv_cache import Prefix, PromptBlocks
 class Prompt:
     """The tokens of one prompt, and the blocks with their keys and values."""
 
-    def __init__(self, tokens: NDArray[np.int32], num_shareable_blocks: int) -> None:
+    def __init__(self, tokens: NDArray[np.int32], num_shareable_blocks: int, block_tokens: int) -> None:
         """Take the tokens; the first `num_shareable_blocks` blocks need not be computed if they are shared already."""
         self.tokens = tokens
+        self._block_tokens = block_tokens
         self.blocks: list[int] = []
         """Key-value blocks, as many as are computed or about to be."""
         self.location = PromptBlocks(self.blocks, len(tokens))
@@ -49,7 +50,7 @@ class Prompt:
     @property
     def num_blocks(self) -> int:
         """Blocks that the whole prompt takes."""
-        return num_blocks_for(self.length)
+        return num_blocks_for(self.length, self._block_tokens)
 
     @property
     def num_missing_blocks(self) -> int:
@@ -68,21 +69,21 @@ class Prompt:
 
     def block_tokens(self, block: int) -> bytes:
         """Return the tokens of a whole block of the prompt."""
-        tokens = self.tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-        assert len(tokens) == BLOCK_TOKENS
+        tokens = self.tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
+        assert len(tokens) == self._block_tokens
         return tokens.tobytes()
 
     def next_shareable(self, num_found: int) -> bytes | None:
         """Return the tokens of the block that the prompt needs next after `num_found` others; None: compute it."""
         block = len(self.shared)
-        if self.num_computed != block * BLOCK_TOKENS:
+        if self.num_computed != block * self._block_tokens:
             return None  # its version was replaced, and no block computed since can be shared
         block += num_found
         return self.block_tokens(block) if block < self._num_shareable_blocks else None
 
     def use_shared(self, prefixes: Sequence[Prefix]) -> None:
         """Use shared blocks, which the caller holds, as the next ones of the prompt."""
-        num_tokens = len(prefixes) * BLOCK_TOKENS
+        num_tokens = len(prefixes) * self._block_tokens
         self.shared += prefixes
         self.blocks.extend(prefix.block for prefix in prefixes)
         self.num_computed += num_tokens

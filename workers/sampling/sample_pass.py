@@ -10,10 +10,9 @@ Dimensions: T rows of the pass, n rows of a part, S sequences of a part, D hidde
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -22,17 +21,14 @@ from torch import Tensor
 
 from workers.bank.bank import Bank
 from workers.bank.entries import Row
-from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
-from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
 from workers.sampling.attention.decode_plan import NextToken
-from workers.sampling.attention.step import DecodeAttention, PromptChunk, StepAttention
-from workers.sampling.kv_cache import KVCache, PromptBlocks, SequenceBlocks
-
-logger = logging.getLogger(__name__)
+from workers.sampling.attention.step import PromptChunk, Steps
+from workers.sampling.kv_cache import PromptBlocks, SequenceBlocks
+from workers.sampling.step_graphs import StepGraphs
 
 LOGIT_ROWS = 256
 """Rows of logits of a prompt that are held at once."""
@@ -135,22 +131,12 @@ class Outcome:
 class SamplePass:
     """Runs passes on one base model and bank. Used by one thread only."""
 
-    def __init__(self, base_model: BaseModel, bank: Bank, cache: KVCache) -> None:
+    def __init__(self, base_model: BaseModel, bank: Bank, steps: Steps, graphs: StepGraphs | None = None) -> None:
+        """Attend by `steps`; passes without prompts run by `graphs`, if there are any."""
         self._base_model = base_model
         self._bank = bank
-        self._cache = cache
-        self._heads_per_key = base_model.num_heads // base_model.num_key_value_heads
-        self._rows_multiple = 1
-        self.is_batch_invariant = True
-        """Whether attention gives a sample the same bits in any batch. On a GPU nothing is promised."""
-        if base_model.device.type == "cpu":
-            found = find_rows_multiple(base_model.head_dim, BLOCK_TOKENS, torch.get_num_threads())
-            if found is None:
-                logger.warning("on this processor the bits of a sample may depend on its neighbours")
-                self.is_batch_invariant = False
-            self._rows_multiple = found or ROWS_MULTIPLES[-1]
-        self._decoding: DecodeAttention | None = None
-        """Of the last pass: mostly the same sequences continue."""
+        self._steps = steps
+        self._graphs = graphs
 
     def run(self, parts: Sequence[Part]) -> Outcome:
         """Run one forward of parts with at most as many versions as the bank has slots."""
@@ -160,16 +146,10 @@ class SamplePass:
             return self._run(parts, bank_rows)
 
     def _run(self, parts: Sequence[Part], bank_rows: dict[str, Row]) -> Outcome:
-        order = sorted(range(len(parts)), key=lambda index: _bank_order(bank_rows.get(parts[index].key)))
+        order = sorted(range(len(parts)), key=lambda index: self._order(parts[index], bank_rows))
         ordered = [parts[index] for index in order]
         starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()
-        device = self._base_model.device
-        hidden = self._base_model.forward(
-            on_device(np.concatenate([part.tokens for part in ordered]), device),
-            on_device(np.concatenate([_positions(part) for part in ordered]), device),
-            _segments([(part.key, len(part.tokens)) for part in ordered], bank_rows),
-            self._attention(ordered, starts),
-        )  # (T, D)
+        hidden = self._hidden(ordered, starts, bank_rows)  # (T, D)
         hidden_of = [hidden[start:stop] for start, stop in pairwise(starts)]  # (n, D) each
         for part, rows in zip(ordered, hidden_of, strict=True):
             if isinstance(part, PromptPart):
@@ -186,18 +166,23 @@ class SamplePass:
         keys = list(dict.fromkeys(part.key for part in parts if part.key))
         return dict(zip(keys, self._bank.acquire(keys), strict=True))
 
-    def _attention(self, parts: Sequence[Part], starts: Sequence[int]) -> StepAttention:
-        chunks, tokens = [], []
-        for part, start in zip(parts, starts, strict=False):
-            if isinstance(part, PromptPart):
-                chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
-                continue
-            tokens += [NextToken(row, part.prompt, sequence) for row, sequence in enumerate(part.sequences, start)]
-        if not tokens:
-            self._decoding = None
-        elif self._decoding is None or not self._decoding.try_continue(tokens):
-            self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple, self._cache.device)
-        return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
+    def _order(self, part: Part, bank_rows: dict[str, Row]) -> tuple[bool, int, int]:
+        """Return a key that sorts parts as attention wants them; then adapters of one slab together."""
+        is_last = self._steps.are_prompts_last and isinstance(part, PromptPart)
+        return is_last, *_bank_order(bank_rows.get(part.key))
+
+    def _hidden(self, parts: Sequence[Part], starts: Sequence[int], bank_rows: dict[str, Row]) -> Tensor:
+        """Return the last hidden states (T, D) of parts, in their order."""
+        token_ids, positions = (np.concatenate(rows) for rows in zip(*map(_inputs, parts), strict=True))
+        segments = _segments([(part.key, len(part.tokens)) for part in parts], bank_rows)
+        chunks, tokens = _places(parts, starts)
+        if self._graphs is not None and not chunks:
+            hidden = self._graphs.run(token_ids, positions, tokens, segments)
+            if hidden is not None:
+                return hidden
+        device = self._base_model.device
+        inputs = on_device(token_ids, device), on_device(positions, device)
+        return self._base_model.forward(*inputs, segments, self._steps.begin(chunks, tokens))
 
     def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
         """Return the rows for drawing, from the hidden states of every part, (0, D) for a part without any."""
@@ -234,23 +219,33 @@ def _bank_order(row: Row | None) -> tuple[int, int]:
 
 
 def _segments(runs: Sequence[tuple[str, int]], bank_rows: dict[str, Row]) -> list[Segment]:
-    """Return one segment per version, from runs of rows (version key, count) in row order."""
-    counts: dict[str, int] = {}
-    for key, count in runs:
-        counts[key] = counts.get(key, 0) + count
+    """Return a segment for adjacent runs of rows (version key, count) of one version, in row order."""
     segments = []
     stop = 0
-    for key, count in counts.items():
-        start, stop = stop, stop + count
+    for key, own in groupby(runs, key=lambda run: run[0]):
+        start, stop = stop, stop + sum(count for _, count in own)
         if key:
             segments.append(Segment(start, stop, bank_rows[key].groups))
     return segments
 
 
-def _positions(part: Part) -> NDArray[np.int64]:
+def _inputs(part: Part) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return a part's token ids, and their positions."""
     if isinstance(part, PromptPart):
-        return np.arange(part.start, part.stop, dtype=np.int64)
-    return np.array([part.prompt.length + sequence.length for sequence in part.sequences], np.int64)
+        return part.tokens, np.arange(part.start, part.stop, dtype=np.int64)
+    return part.tokens, np.array([part.prompt.length + sequence.length for sequence in part.sequences], np.int64)
+
+
+def _places(parts: Sequence[Part], starts: Sequence[int]) -> tuple[list[PromptChunk], list[NextToken]]:
+    """Return the chunks and the next tokens of parts that begin at these rows."""
+    chunks: list[PromptChunk] = []
+    tokens: list[NextToken] = []
+    for part, start in zip(parts, starts, strict=False):
+        if isinstance(part, PromptPart):
+            chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
+        else:
+            tokens += [NextToken(row, part.prompt, sequence) for row, sequence in enumerate(part.sequences, start)]
+    return chunks, tokens
 
 
 def _drawn_rows(part: Part) -> slice:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from workers.bank.bank import Bank
 from workers.bank.state_files import read_state
-from workers.contract.capacity import SEQUENCE_SLOTS
+from workers.contract.capacity import SEQUENCE_SLOTS, num_announced_blocks
 from workers.contract.messages import (
     ErrorCode,
     ItemError,
@@ -35,13 +35,16 @@ from workers.contract.settings import CACHE_SHARE
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling import device_drawing
+from workers.sampling.attention.pages import PageKernel, PageSteps
+from workers.sampling.attention.step import BlockSteps, Steps
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
-from workers.sampling.kv_cache import BlockPool, KVCache, block_bytes
+from workers.sampling.kv_cache import BlockPool, KVCache, PagedCache, block_bytes
 from workers.sampling.prefill import Prefill
 from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
 from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
 from workers.sampling.slot_queue import SequenceSlots
+from workers.sampling.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -88,26 +91,39 @@ class Sampler:
         limits: SamplerLimits,
         memory: MemoryShare | None = None,
         *,
+        page_kernel: PageKernel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocate the key-value blocks in a part of `memory`; None: of all that is free on the device.
 
-        On a CPU blocks take memory when they are first written; until then it is promised.
+        On a CPU blocks take memory when they are first written; until then it is promised. Attention is over pages, by
+        `page_kernel`; None: over blocks.
         """
+        block_tokens = KVCache.block_tokens if page_kernel is None else PagedCache.block_tokens
         self._memory = MemoryShare(base_model.device) if memory is None else memory
         num_bytes = int(self._memory.free_bytes() * limits.cache_share)
         if limits.cache_bytes_max is not None:
             num_bytes = min(limits.cache_bytes_max, num_bytes)
-        self._block_bytes = block_bytes(base_model)
+        self._block_bytes = block_bytes(base_model, block_tokens)
         num_blocks = max(1, num_bytes // self._block_bytes)
         self._base_model = base_model
         self._bank = bank
-        self.blocks = BlockPool(num_blocks)
+        self.blocks = BlockPool(num_blocks, block_tokens)
         """Changed by `prefill` and `slots` only."""
         self._prefill = Prefill(self.blocks, bank, limits.prefill_tokens_max)
         self.slots = SequenceSlots(self.blocks, self._prefill, limits.num_sequences_max)
-        self._cache = KVCache(base_model, num_blocks)
-        self._pass = SamplePass(base_model, bank, self._cache)
+        self._cache: KVCache | PagedCache
+        self._steps: Steps
+        graphs: StepGraphs | None = None
+        if page_kernel is None:
+            self._cache = cache = KVCache(base_model, num_blocks)
+            self._steps = BlockSteps(cache, base_model)
+        else:
+            self._cache = pages = PagedCache(base_model, num_blocks)
+            self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
+            if base_model.sampling_layers is not None and base_model.device.type == "cuda":
+                graphs = StepGraphs(base_model, pages, page_kernel)
+        self._pass = SamplePass(base_model, bank, self._steps, graphs)
         self._clock = clock
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""
@@ -122,19 +138,21 @@ class Sampler:
 
     @property
     def num_cache_blocks(self) -> int:
-        """Key-value blocks, in use or not."""
-        return self.blocks.num_blocks
+        """Key-value blocks of `BLOCK_TOKENS`, in use or not; of larger ones, as many as always fit."""
+        return num_announced_blocks(self.blocks.num_blocks, self.blocks.block_tokens)
 
     @property
     def is_batch_invariant(self) -> bool:
         """Whether attention gives a sample the same bits with any co-batched samples."""
-        return self._pass.is_batch_invariant
+        return self._steps.is_batch_invariant
 
     def start_sample(self, request: SampleRequest) -> None:
         """Queue a request. An error becomes its result."""
         try:
             check_request(request, self._base_model, self.num_cache_blocks)
-            active = ActiveRequest(request, self._stop_strings(request), self._base_model.vocab_size)
+            active = ActiveRequest(
+                request, self._stop_strings(request), self._base_model.vocab_size, self.blocks.block_tokens
+            )
             self._pin_version(request)
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             self._events.append(SampleResult(op_id=request.op_id, error=logged_error(request.op_id, error)))

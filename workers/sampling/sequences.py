@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from workers.contract.capacity import BLOCK_TOKENS, num_own_blocks
+from workers.contract.capacity import num_own_blocks
 from workers.contract.messages import (
     ItemError,
     SampledSequence,
@@ -70,6 +70,8 @@ class ActiveSequence:
     """A sequence that has begun and has not ended."""
 
     index: int
+    block_tokens: int
+    """Tokens of a block."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[NDArray[np.intp], NDArray[np.float32]]] = field(default_factory=list)
@@ -85,7 +87,7 @@ class ActiveSequence:
     @property
     def num_blocks_wanted(self) -> int:
         """Blocks that its next decode step needs."""
-        return self.num_cached // BLOCK_TOKENS + 1
+        return self.num_cached // self.block_tokens + 1
 
     @property
     def location(self) -> SequenceBlocks:
@@ -107,13 +109,16 @@ class ActiveSequence:
 class ActiveRequest:
     """A request that waits, runs its prompt, or decodes."""
 
-    def __init__(self, request: SampleRequest, stop_strings: StopStrings | None, vocab_size: int) -> None:
-        """Take a request that was checked."""
+    def __init__(
+        self, request: SampleRequest, stop_strings: StopStrings | None, vocab_size: int, block_tokens: int
+    ) -> None:
+        """Take a request that was checked; `block_tokens`: of a key-value block."""
         self.request = request
         self.outputs = PromptOutputs(request, vocab_size)
         # The last token, and tokens before logits that are wanted, are computed even if their block is shared.
-        num_shareable = min(self.outputs.first_row, len(request.prompt) - 1) // BLOCK_TOKENS
-        self.prompt = Prompt(request.prompt, num_shareable)
+        num_shareable = min(self.outputs.first_row, len(request.prompt) - 1) // block_tokens
+        self.prompt = Prompt(request.prompt, num_shareable, block_tokens)
+        self._block_tokens = block_tokens
         self.sequences: list[ActiveSequence] = []
         self.num_slots = 0
         """Sequence slots that it has."""
@@ -148,7 +153,7 @@ class ActiveRequest:
     @property
     def num_own_blocks(self) -> int:
         """Blocks that each sequence takes at most, its prompt not counted."""
-        return num_own_blocks(self.request.params.max_tokens)
+        return num_own_blocks(self.request.params.max_tokens, self._block_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -201,7 +206,7 @@ class ActiveRequest:
     def begin(self) -> tuple[list[SampleEvent], list[ActiveSequence]]:
         """Begin a sequence in every free slot and draw its first token; return events, and sequences that ended."""
         assert self._first is not None
-        begun = [ActiveSequence(self.num_begun + number) for number in range(self.num_free_slots)]
+        begun = [ActiveSequence(self.num_begun + number, self._block_tokens) for number in range(self.num_free_slots)]
         self.num_begun += len(begun)
         self.sequences += begun
         first = self._first

@@ -20,6 +20,7 @@ import workers.engine
 from scripts.bench.common import Row
 from scripts.bench.gpu import sides
 from scripts.bench.gpu.cases import SHAPES, Case, num_weights, random_data
+from tests.support.fake_cuda.costs import keys_max
 from tests.support.fake_cuda.counting import Counting, Counts
 from tests.support.fake_cuda.device import fake_cuda
 from tests.support.fake_cuda.engines import make_engine, no_files
@@ -213,7 +214,11 @@ def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = 
     """Count a decode step in which all sequences continue, as in the step before it."""
     # All prompts in one step: they are not what is counted.
     limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
-    with patch.object(workers.engine, "SamplerLimits", limits), engine_of(model) as (engine, counting):
+    with (
+        patch.object(workers.engine, "SamplerLimits", limits),
+        engine_of(model) as (engine, counting),
+        keys_max(prompt_tokens),
+    ):
         sampling = Sampling(engine, num_adapters)
         sampling.start(num_seqs, prompt_tokens)
         with no_layers():

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver
 from workers.contract.capacity import BLOCK_TOKENS
-from workers.sampling import sample_pass
-from workers.sampling.attention import block_products
+from workers.sampling.attention import block_products, step
 from workers.sampling.attention.block_products import (
     HIDDEN,
     ROWS_MULTIPLES,
@@ -23,7 +22,7 @@ from workers.sampling.attention.block_products import (
     combine,
     find_rows_multiple,
 )
-from workers.sampling.sample_pass import SamplePass
+from workers.sampling.attention.step import BlockSteps
 
 HEAD_DIM = 32
 
@@ -94,9 +93,9 @@ def test_missing_number_of_rows_is_logged_and_in_the_fingerprint(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Driver(qwen3).engine
-    monkeypatch.setattr(sample_pass, "find_rows_multiple", lambda *_: None)
+    monkeypatch.setattr(step, "find_rows_multiple", lambda *_: None)
     # patched: this library has a number of rows for which rows are independent
-    made = SamplePass(engine.base_model, engine.bank, None)  # type: ignore[arg-type]
+    made = BlockSteps(None, engine.base_model)  # type: ignore[arg-type]
     assert made._rows_multiple == ROWS_MULTIPLES[-1]
     assert "may depend on its neighbours" in caplog.text
     assert "samples depend on their neighbours" in Driver(qwen3).engine.info.fingerprint

@@ -16,6 +16,7 @@ the longest, H query heads, E head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -341,10 +342,40 @@ def grouped_product(call: Call) -> Cost:
 
 
 def attention_forward(call: Call) -> Cost:
-    """One kernel; a query sees half of the longest sequence on average."""
-    query = call.args[0]
-    longest = call.argument("max_q")
-    return Cost(1, call.traffic, 4.0 * query.numel() * longest / 2, is_attention=True)
+    """One kernel; a query sees half of the longest sequence on average.
+
+    Over pages too, if keys are not split; it reads the keys of every sequence, which are taken to be as many as those
+    of the longest, but at most `keys_max`. Only a causal call has queries that see fewer.
+    """
+    query, table = call.args[0], call.argument("block_table")
+    if table is None:
+        return Cost(1, call.traffic, 4.0 * query.numel() * call.argument("max_q") / 2, is_attention=True)
+    if call.argument("num_splits") != 1:
+        raise UncountedOperation(f"{call.name} that splits keys, and joins their results, is not counted yet")
+    pages, num_queries = call.args[1], call.argument("max_q")
+    num_keys = min([call.argument("max_k"), *_KEYS_MAX])
+    if num_queries == 1 and query.shape[1] > pages.shape[2] and call.argument("window_size_right") != 0:
+        raise UncountedOperation(f"{call.name} that swaps heads and rows, by copies, is not counted yet")
+    num_seen = num_keys - num_queries / 2 if call.argument("is_causal") else num_keys
+    read = 2 * len(table) * num_keys * num_bytes(pages[0, 0])
+    operands = sum(map(num_bytes, [query, table, *call.written]))
+    return Cost(1, read + operands, 4.0 * query.numel() * num_seen, is_attention=True)
+
+
+_KEYS_MAX: list[int] = []
+
+
+@contextmanager
+def keys_max(number: int) -> Iterator[None]:
+    """Let attention over pages read at most so many keys of a sequence in this block.
+
+    A graph names the most keys that its sequences may have; only its inputs' values say how many they have.
+    """
+    _KEYS_MAX.append(number)
+    try:
+        yield
+    finally:
+        _KEYS_MAX.pop()
 
 
 def attention_backward(call: Call) -> Cost:
@@ -426,7 +457,8 @@ _table("cuda/ScanUtils.cuh: scan_dim; ATen/cuda/cub.cuh", scan, "cumsum")
 _table("cuda/Blas.cpp: one call of cuBLAS, which may split its sum over two kernels", product,
        "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")  # fmt: skip
 _table("cuda/GroupMM.cu: prepare_grouped_gemm_data and CUTLASS", grouped_product, "_grouped_mm")
-_table("transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd", attention_forward, "_flash_attention_forward")
+_table("transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd, run_mha_fwd", attention_forward,
+       "_flash_attention_forward")  # fmt: skip
 _table("transformers/cuda/flash_attn/flash_bwd_launch_template.h and flash_api.cpp: mha_varlen_bwd", attention_backward,
        "_flash_attention_backward")  # fmt: skip
 _table("cuda/fused_adamw_impl.cu by MultiTensorApply.cuh", fused_adamw, "_fused_adamw_")

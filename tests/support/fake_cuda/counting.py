@@ -110,6 +110,31 @@ class Counting(TorchDispatchMode):
             self._counts.remove(counts)
             self._begin_bytes.pop()
 
+    @contextmanager
+    def record(self, counts: Counts) -> Iterator[None]:
+        """Count the work in this block here alone: it is captured, and does not run.
+
+        Raises AssertionError if it waits, or copies between host and device, as no graph can.
+        """
+        stretches, self._counts = self._counts, [counts]
+        begin_bytes, self._begin_bytes = self._begin_bytes, [self._live_bytes]
+        try:
+            yield
+        finally:
+            self._counts, self._begin_bytes = stretches, begin_bytes
+        assert not counts.waits, counts.waits
+        assert not counts.to_device_bytes, f"{counts.to_device_bytes} bytes are copied to the device in a graph"
+        assert not counts.to_host_bytes
+
+    def replay(self, recorded: Counts) -> None:
+        """Count captured work: the device does all of it, the host launches it once."""
+        for counts in self._counts:
+            counts.num_operations += 1
+            counts.kernels_by_line += recorded.kernels_by_line
+            _add(counts, recorded)
+            for name, group in recorded.by_operation.items():
+                _add(counts.by_operation.setdefault(name, Group()), group)
+
     @property
     def live_bytes(self) -> int:
         """Bytes of all tensors on the device now."""
@@ -243,6 +268,13 @@ class Counting(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key, 0)
+
+
+def _add(into: Counts | Group, more: Counts | Group) -> None:
+    into.num_kernels += more.num_kernels
+    into.num_bytes += more.num_bytes
+    into.flops += more.flops
+    into.device_s += more.device_s
 
 
 _COMPOSITE: dict[Any, bool] = {}

@@ -6,7 +6,7 @@ Every value that the host reads from the device is one: losses are finite, check
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.support.fake_cuda import hardware
-from tests.support.fake_cuda.counting import Counting
+from tests.support.fake_cuda import hardware, our_kernels  # noqa: F401 (declares what they cost)
+from tests.support.fake_cuda.counting import Counting, Counts
 
 DEVICE = torch.device("cuda", 0)
 FUSED = ("_fused_rms_norm", "silu_backward")
@@ -79,6 +79,17 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
             """Wait on the host."""
             counting.wait("an event")
 
+    class _Graph:
+        def __init__(self) -> None:
+            self.recorded = Counts()
+
+        def replay(self) -> None:
+            """Do the captured work."""
+            counting.replay(self.recorded)
+
+    def capture(graph: _Graph, **_: Any) -> AbstractContextManager[None]:
+        return counting.record(graph.recorded)
+
     def synchronize(*_: Any) -> None:
         counting.wait("torch.cuda.synchronize")
 
@@ -88,6 +99,8 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
         "current_stream": _Stream,
         "stream": nullcontext,
         "synchronize": synchronize,
+        "CUDAGraph": _Graph,
+        "graph": capture,
         "empty_cache": lambda: None,
         "get_device_capability": lambda *_: hardware.CAPABILITY,
         "get_device_name": lambda *_: "fake",

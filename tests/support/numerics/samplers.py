@@ -26,6 +26,7 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
+from workers.sampling.attention.pages import PageKernel
 from workers.sampling.drawing import draw
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
@@ -95,10 +96,13 @@ def sampling(
     return Sampling(driver, make_sampler(driver, num_blocks, **limits))
 
 
-def make_sampler(driver: Driver, num_blocks: int = 400, **limits: Any) -> Sampler:
+def make_sampler(
+    driver: Driver, num_blocks: int = 400, page_kernel: PageKernel | None = None, **limits: Any
+) -> Sampler:
     """Return a fresh sampler on a driver's model and adapters."""
     model = driver.engine.base_model
-    return Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=num_blocks * block_bytes(model), **limits))
+    made = SamplerLimits(cache_bytes_max=num_blocks * block_bytes(model), **limits)
+    return Sampler(model, driver.engine.bank, made, page_kernel=page_kernel)
 
 
 REQUEST_FIELDS = {field.name for field in fields(SampleRequest)} - {

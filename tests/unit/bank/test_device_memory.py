@@ -13,6 +13,7 @@ from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill,
 from tests.support.numerics.late_transfers import LateTransfers
 from tests.support.numerics.small_device import SmallDevice
 from workers.bank.bank import Bank, RowMemoryError
+from workers.bank.slabs import SLAB_ROWS
 from workers.bank.transfers import Transfers
 
 VALUE_BYTES = 4 * 4 + 2
@@ -85,6 +86,13 @@ def test_adapters_of_one_rank_are_in_one_slab_of_at_most_twice_their_rows(num_ke
     assert bank.device_bytes < 2 * num_keys * ROW_BYTES
     for key, host in zip(keys, expected, strict=True):
         assert_same(copy_of(bank, key), host)
+
+
+@pytest.mark.parametrize("num_keys", [33, 64, 70])
+def test_adapters_that_come_at_once_are_in_as_few_slabs_as_hold_them(num_keys: int) -> None:
+    bank = make_bank([8] * num_keys, limit=256 * ROW_BYTES, num_slots=num_keys)
+    rows = bank.acquire([str(number) for number in range(num_keys)])
+    assert len({id(row.slab) for row in rows}) == -(-num_keys // SLAB_ROWS)
 
 
 def test_memory_of_adapters_that_are_gone_is_given_back_to_other_ranks() -> None:

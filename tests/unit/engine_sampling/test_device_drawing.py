@@ -47,6 +47,15 @@ def test_rows_are_drawn_as_on_a_cpu(seed: int, vocab_size: int, levels: int) -> 
     assert logprobs == expected.tolist()
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_lowest_ids_are_kept_of_different_logits_with_equal_weights(top_k: int) -> None:
+    """Logits as small as these are gone when the largest logit is subtracted."""
+    logits = np.array([[1e-25, -5, 2e-25, 3e-25, 1.0, 4e-25]], np.float32)
+    params = [SamplingParams(max_tokens=1, top_k=1 + top_k)]
+    for number in np.linspace(0, 0.999, 40):
+        assert drawn(logits, params, [number])[0] == drawing.draw_rows(logits, params, [number])
+
+
 def test_a_row_is_drawn_as_solo_among_others() -> None:
     rng = np.random.default_rng(0)
     params = [SamplingParams(max_tokens=1, **changes) for changes in SETTINGS]

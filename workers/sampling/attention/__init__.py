@@ -1,5 +1,6 @@
 """Attention of one decode step over key-value blocks: chunks of prompts, and one token of every running sequence.
 
-Public interface, for `sample_pass` only: `step` (`StepAttention`, `PromptChunk`, `DecodeAttention`),
-`decode_plan.NextToken`, `block_products.find_rows_multiple`.
+Public interface: `step` (`Steps`, the seam; `BlockSteps`, by `block_products`; `PromptChunk`), `decode_plan.NextToken`,
+and `pages` (`PageSteps`, `page_kernel_for`), which does the same on a GPU by the library's kernel, and by
+`page_kernels` of our own around it.
 """

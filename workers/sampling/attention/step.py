@@ -19,8 +19,10 @@ key-value heads, H query heads, G query heads per key-value head, E head dimensi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +30,20 @@ from torch.nn import functional as F
 
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.host.uploads import on_device
-from workers.sampling.attention.block_products import attend_prompt, attend_to_blocks, combine, score_mask
+from workers.model.attention import Attend
+from workers.model.base_model import BaseModel
+from workers.sampling.attention.block_products import (
+    ROWS_MULTIPLES,
+    attend_prompt,
+    attend_to_blocks,
+    combine,
+    find_rows_multiple,
+    score_mask,
+)
 from workers.sampling.attention.decode_plan import DecodePlan, DecodePlanner, NextToken
 from workers.sampling.kv_cache import KVCache, PromptBlocks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,18 @@ class PromptChunk:
     """A multiple of `BLOCK_TOKENS`."""
     stop: int
     """A multiple of `BLOCK_TOKENS`, or the prompt's end."""
+
+
+class Steps(Protocol):
+    """How the steps of one sampler attend: the seam between passes and the memory of keys and values."""
+
+    are_prompts_last: bool
+    """Whether the rows of chunks must come after those of next tokens, which must be adjacent from row 0."""
+    is_batch_invariant: bool
+    """Whether a sample gets the same bits with any co-batched samples, as far as attention decides it."""
+
+    def begin(self, chunks: Sequence[PromptChunk], tokens: Sequence[NextToken]) -> Attend:
+        """Return the attention of a pass with these rows."""
 
 
 class PrefillAttention:
@@ -174,6 +199,36 @@ class DecodeAttention:
     def _offsets(self, tokens: Sequence[NextToken]) -> Tensor:
         """Return each token's position in its block, (S,)."""
         return on_device([token.own.length % BLOCK_TOKENS for token in tokens], self._device)
+
+
+class BlockSteps:
+    """Implements `Steps` by products over blocks, on any device and in any dtype. Used by one thread only."""
+
+    are_prompts_last = False
+
+    def __init__(self, cache: KVCache, model: BaseModel) -> None:
+        """Find the number of rows from which the bits of a product are batch-invariant, on a CPU."""
+        self._cache = cache
+        self._heads_per_key = model.num_heads // model.num_key_value_heads
+        self._rows_multiple = 1
+        self.is_batch_invariant = True
+        """On a GPU nothing is promised."""
+        if model.device.type == "cpu":
+            found = find_rows_multiple(model.head_dim, BLOCK_TOKENS, torch.get_num_threads())
+            if found is None:
+                logger.warning("on this processor the bits of a sample may depend on its neighbours")
+                self.is_batch_invariant = False
+            self._rows_multiple = found or ROWS_MULTIPLES[-1]
+        self._decoding: DecodeAttention | None = None
+        """Of the last pass: mostly the same sequences continue."""
+
+    def begin(self, chunks: Sequence[PromptChunk], tokens: Sequence[NextToken]) -> StepAttention:
+        """See `Steps`."""
+        if not tokens:
+            self._decoding = None
+        elif self._decoding is None or not self._decoding.try_continue(tokens):
+            self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple, self._cache.device)
+        return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
 
 class StepAttention:

@@ -1,0 +1,74 @@
+"""Compiles the kernels of our own for an H100, without a GPU: `python -m tests.support.numerics.compiled`.
+
+Prints what each takes, as JSON by its name: bytes of spilled registers, bytes of shared memory. Triton brings the
+compiler. Runs in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from workers.model import adapter_kernels
+from workers.sampling.attention import page_kernels
+
+H100 = GPUTarget("cuda", 90, 32)
+FP32 = {"xa", "scalings", "first_sums", "second_sums"}
+INT32, INT64 = {"tiles", "ranks"}, {"addresses", "slots"}
+NUMBERS = {"num_rows", "num_next", "blocks0", "blocks1"}
+"""Integers that need not be multiples of 16; those that are, Triton knows to be."""
+HEADS = {"H": 32, "K": 8, "E": 128}
+
+
+def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield every kernel, with its constants."""
+    yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
+    for rank in (16, 128):
+        yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
+    for has_norms in (False, True):
+        yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
+    yield page_kernels._join, HEADS | {"WIDTH": 128}
+
+
+def is_number(name: str) -> bool:
+    """Return whether an argument is no tensor."""
+    return name in NUMBERS or "stride" in name or name.startswith(("d_", "depth")) or name == "eps"
+
+
+def type_of(name: str) -> str:
+    """Return the type of an argument by its name."""
+    if is_number(name):
+        return "fp32" if name == "eps" else "i32"
+    return "*" + ("fp32" if name in FP32 else "i64" if name in INT64 else "i32" if name in INT32 else "bf16")
+
+
+def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
+    """Compile a kernel; return its bytes of spilled registers and of shared memory."""
+    types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and name not in NUMBERS and name != "eps"
+    }
+    made = triton.compile(ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned), target=H100)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    assert found is not None, report
+    return {"spilled": int(found[1]) + int(found[2]), "shared": int(made.metadata.shared)}
+
+
+if __name__ == "__main__":
+    print(json.dumps([[kernel.__name__, resources(kernel, constants)] for kernel, constants in kernels()]))

@@ -1,0 +1,97 @@
+"""The GPU's own kernels on a CPU, by Triton's interpreter, and a count of what they launch and move."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.fake_cuda import our_kernels  # noqa: F401 (declares what they cost)
+from tests.support.fake_cuda.costs import RULES, Call
+from workers.model.gpu_operations import NAMESPACE, defined, launcher
+from workers.sampling.attention import pages  # noqa: F401 (defines operations)
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def interpret() -> None:
+    """Let the operations run on tensors of a CPU in this process, if they do not yet; skip the test without Triton."""
+    if _LIBRARIES:
+        return
+    pytest.importorskip("triton", reason="Triton interprets the GPU's kernels; it is not installed here")
+    assert os.environ["TRITON_INTERPRET"] == "1", "set before Triton was imported"
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    for name in defined:
+        library.impl(name, launcher(name), "CPU")
+    _LIBRARIES.append(library)
+
+
+@dataclass(slots=True)
+class Moved:
+    """What kernels did."""
+
+    num_launches: int = 0
+    num_bytes: int = 0
+    """Loaded and stored, masked elements not counted."""
+    num_counted: int = 0
+    """What the fake device counts for the same operations: kernels."""
+    num_counted_bytes: int = 0
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up what the fake device counts for our own operations."""
+
+    def __init__(self, moved: Moved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._moved = moved
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == NAMESPACE:
+            rule, _ = RULES[func._schema.name]
+            cost = rule(Call(func, args, {}, None))
+            self._moved.num_counted += cost.num_kernels
+            self._moved.num_counted_bytes += cost.num_bytes
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def metered() -> Iterator[Moved]:
+    """Count launches and traffic in this block, after `interpret`."""
+    interpreter: ModuleType = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    moved = Moved()
+    run, load, store = interpreter.GridExecutor.__call__, builder.create_masked_load, builder.create_masked_store
+
+    def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved.num_launches += 1
+        return run(self, *args, **kwargs)
+
+    def note(pointers: Any, mask: Any) -> None:
+        moved.num_bytes += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+
+    def counted_load(pointers: Any, mask: Any, *others: Any) -> Any:
+        note(pointers, mask)
+        return load(pointers, mask, *others)
+
+    def counted_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        note(pointers, mask)
+        return store(pointers, value, mask, *others)
+
+    with (
+        patch.object(interpreter.GridExecutor, "__call__", counted_run),
+        patch.object(builder, "create_masked_load", counted_load),
+        patch.object(builder, "create_masked_store", counted_store),
+        _Counting(moved),
+    ):
+        yield moved

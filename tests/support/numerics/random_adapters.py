@@ -1,0 +1,70 @@
+"""Random adapters in slabs, rows for them, and their products one by one in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.contract.adapted_modules import ModuleKind
+from workers.model.segments import Segment, forward_segments
+from workers.rows import AdapterViews, GroupShape, RowLayout
+
+NUM_ROWS, D_IN = 60, 200
+SHAPES = (
+    GroupShape(index=0, kind="attn", names=("q", "k", "v"), d_in=D_IN, d_outs=(160, 24, 24)),
+    GroupShape(index=1, kind="mlp", names=("down",), d_in=D_IN, d_outs=(130,)),
+)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Rows of random adapters of one padded rank, as the bank has them."""
+
+    rows: list[AdapterViews]
+
+    @classmethod
+    def of(
+        cls, rank: int, kinds: tuple[ModuleKind, ...], num_rows: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> Slab:
+        """Return adapters of all modules of these kinds; their scalings differ."""
+        layout = RowLayout(SHAPES, rank, kinds)
+        generator = torch.Generator().manual_seed(rank)
+        flat = torch.randn(num_rows, layout.num_values, generator=generator).to(device, dtype)
+        slab = layout.views(flat, None)
+        return cls(
+            [
+                AdapterViews(slab, tuple(view and view.row(slot) for view in slab), slot, 0.5 + slot)
+                for slot in range(num_rows)
+            ]
+        )
+
+
+def segments_of(dtype: torch.dtype, device: str = "cpu") -> list[Segment]:
+    """Return segments of one row and of many, of three ranks in three slabs, with rows of no adapter between."""
+    small, large = Slab.of(8, ("attn", "mlp"), 3, dtype, device), Slab.of(32, ("attn", "mlp"), 2, dtype, device)
+    attention = Slab.of(16, ("attn",), 1, dtype, device)
+    adapters = [small.rows[2], small.rows[0], attention.rows[0], large.rows[1], small.rows[2]]
+    starts = [(0, 1), (1, 8), (8, 9), (12, 12 + 33), (50, 58)]
+    return [Segment(*rows, adapter) for rows, adapter in zip(starts, adapters, strict=True)]
+
+
+def operands(group: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
+    """Return x (T, D), and ys (T, F), columns of one tensor."""
+    generator = torch.Generator().manual_seed(group)
+    x = torch.randn(NUM_ROWS, D_IN, generator=generator).to(device, dtype)
+    d_outs = SHAPES[group].d_outs
+    return x, list(torch.randn(NUM_ROWS, sum(d_outs), generator=generator).to(device, dtype).split(d_outs, 1))
+
+
+def one_by_one(segments: Sequence[Segment], group: int, x: Tensor, ys: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs in fp32, segment by segment."""
+    outs = [y.float().clone() for y in ys]
+    for segment in segments:
+        views, rows = segment.adapter.groups[group], slice(segment.start, segment.stop)
+        if views is not None:
+            wide = type(views)(A=views.A.float(), Bs=tuple(B.float() for B in views.Bs), A_grad=None, B_grads=())
+            forward_segments(x[rows].float(), [out[rows] for out in outs], wide, segment.adapter.scaling)
+    return outs

@@ -1,0 +1,90 @@
+"""Operations of our own on a GPU, which torch knows by name: `torch.ops.tinkerpool.shrink` and the like.
+
+Each is one launch of a kernel in Triton. Depends on no model; defining the operations imports no Triton, the first
+launch does.
+
+Dimensions: T rows of the pass, L tiles, S adapters, D inputs, F outputs, R padded rank of an adapter, G linears of a
+group (1 to 3), M the largest G * R, P parts of a sum over D.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "tinkerpool"
+TILE_ROWS = 16
+"""Rows of a tile at most: the fewest that a product on tensor cores has."""
+SHRINK_COLUMNS, EXPAND_COLUMNS = 32, 64
+"""Columns of a program."""
+
+SHRINK = (
+    "shrink(Tensor(a!) xa, Tensor x, Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int num_linears)"
+)
+"""Set xa (P, T, M), fp32, to scaling x A^T of each row's adapter, each part over some of D, from x (T, D).
+
+`addresses` (S, 4) int64: of A (G * R, D) and of each B^T (R, F), in the dtype of x; 0: not adapted, and nothing is
+written. `tiles` (L, 3) int32: first row, number of rows, adapter. `ranks` (S,) int32: R; `scalings` (S,) fp32.
+"""
+EXPAND = (
+    "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks)"
+)
+"""Add to y_i (T, F) the product of the sum of xa's parts with B_i^T; the others as in `SHRINK`."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+defined: dict[str, str] = {}
+"""The module of each operation, which has a function of the same name that launches it."""
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed; torch for CUDA brings it."""
+    return find_spec("triton") is not None
+
+
+def can_launch(device: torch.device) -> bool:
+    """Return whether a kernel can be compiled and launched, by trying: Triton needs a C compiler, for example."""
+    floats, numbers = (torch.zeros(16, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+    addresses = torch.zeros(1, 4, dtype=torch.int64, device=device)  # of an adapter that adapts nothing
+    try:
+        torch.ops.tinkerpool.shrink(
+            floats.view(1, 1, 16),
+            floats.view(1, 16).bfloat16(),
+            addresses,
+            numbers[:3].view(1, 3),
+            numbers[:1],
+            floats[:1],
+            1,
+        )
+    except Exception as error:  # noqa: BLE001 (whatever it is: without the kernels there is a slower way)
+        logger.warning("the GPU runs without kernels of our own, which is slower: %s", error)
+        return False
+    return True
+
+
+def launcher(name: str) -> Callable[..., None]:
+    """Return the function that launches an operation; calling it imports the kernel's module."""
+
+    def launch(*args: Any) -> None:
+        getattr(importlib.import_module(defined[name]), name)(*args)
+
+    return launch
+
+
+def define(module: str, *schemas: str) -> None:
+    """Make operations known to torch, whose kernels are in a module; each returns nothing."""
+    for schema in schemas:
+        name = schema.partition("(")[0]
+        defined[name] = module
+        _LIBRARY.define(f"{schema} -> ()")
+        _LIBRARY.impl(name, launcher(name), "CUDA")
+        _LIBRARY.impl(name, lambda *_: None, "Meta")
+
+
+define("workers.model.adapter_kernels", SHRINK, EXPAND)
