@@ -10,29 +10,32 @@ from collections.abc import AsyncGenerator
 from coordinator.base.config import VERSION
 from coordinator.base.errors import not_found, unavailable, unmet
 from coordinator.fleet.fleet import Incarnation
-from coordinator.service.access import UseCases, streamed, uninterrupted
+from coordinator.observe.throughput import by_worker
+from coordinator.service.access import streamed, uninterrupted
+from coordinator.service.activity import ActivityUseCases
 from coordinator.storage.rows import DrainedWorkerRow
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 from tinkerpool.v1.probation_pb2 import Probation
 
 
-class PoolUseCases(UseCases):
+class PoolUseCases(ActivityUseCases):
     """PoolService."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
-        """Return the workers, the numbers of operations, and the last cycles.
+        """Return the workers, the numbers of operations, what tenants do, and the last cycles.
 
         A member sees of a worker how many of its own adapters live there, and when it was lost; not where it runs, and
         not why it was lost.
         """
         core = self._core
-        num_running = sum(self._is_running(operation) for operation in core.in_flight.all())
+        queues = self._queues()
+        num_running = sum(queue.num_running for queue in queues.values())
         recent = core.journal.recent
         num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
         cycles = list(recent)[len(recent) - num_cycles :]
         return pb.GetPoolStatusResponse(
-            workers=[self._worker(principal, worker_id) for worker_id in self._worker_ids()],
+            workers=self._workers(principal),
             num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
             num_samples=core.samples.num_samples,
@@ -43,6 +46,8 @@ class PoolUseCases(UseCases):
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
             problem=core.store.database.problem(),
+            tenants=self._tenants(principal, queues),
+            running_adapters=self._running_adapters(principal, queues),
         )
 
     @streamed
@@ -103,6 +108,16 @@ class PoolUseCases(UseCases):
             supervisor.undrain(worker_id)
         return pb.UndrainWorkerResponse(worker=self._worker(principal, worker_id))
 
+    def _workers(self, principal: Principal) -> list[pb.Worker]:
+        """Return all workers, with the tokens a second that went through them."""
+        tenant_id, throughput = None if principal.is_admin else principal.tenant_id, self._core.throughput
+        trained, sampled = by_worker(throughput.trained(), tenant_id), by_worker(throughput.sampled(), tenant_id)
+        workers = [self._worker(principal, worker_id) for worker_id in self._worker_ids()]
+        for worker in workers:
+            worker.trained_tokens_per_second = trained.get(worker.worker_id, 0.0)
+            worker.sampled_tokens_per_second = sampled.get(worker.worker_id, 0.0)
+        return workers
+
     def _worker_ids(self) -> list[str]:
         """Return all workers: those that have an incarnation, then those that were drained."""
         known = self._core.fleet.worker_ids()
@@ -134,6 +149,7 @@ class PoolUseCases(UseCases):
         shown.incarnation, shown.device = worker.name, worker.info.device
         shown.num_slots, shown.is_live, shown.state = worker.info.num_slots, worker.is_live, _state(worker)
         shown.num_adapters = core.registry.num_on(worker_id, None if is_admin else principal.tenant_id)
+        shown.num_samples = sum(is_admin or each.tenant_id == principal.tenant_id for each in worker.samples.values())
         if (seconds := core.supervisor.host_leaves_in_s(worker)) is not None:
             shown.host_leaves_in_seconds = seconds
         if is_admin:
@@ -178,10 +194,6 @@ class PoolUseCases(UseCases):
             if standing is not None and (principal.is_admin or tenant_id == principal.tenant_id)
         ]
         return sorted(shown, key=lambda each: each.tenant)
-
-    def _tenant_name(self, tenant_id: str) -> str:
-        row = self._core.store.tenants.get(tenant_id)
-        return row.name if row is not None else ""
 
 
 def _state(worker: Incarnation) -> pb.WorkerState.ValueType:
