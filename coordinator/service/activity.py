@@ -30,7 +30,7 @@ class Queue:
     num_queued: int = 0
     num_running: int = 0
     running: dict[str, Operation] = field(default_factory=dict)
-    """Adapter to the first of its operations that a worker has."""
+    """Adapter to the first of its running operations."""
     waiting: Counter[WaitReason.ValueType] = field(default_factory=Counter)
 
 
@@ -52,9 +52,9 @@ class ActivityUseCases(UseCases):
             arrived = self._core.started_at if arrived is None else arrived
             queue = queues.setdefault(operation.tenant_id, Queue(arrived))
             queue.oldest = min(queue.oldest, arrived)
-            if self._is_running(operation):
+            if operation.is_final or self._is_running(operation):
                 queue.num_running += 1
-                if operation.kind is not Kind.SAMPLE:
+                if operation.target_id in self._core.registry.logs:
                     queue.running.setdefault(operation.target_id, operation)
                 continue
             queue.num_queued += 1

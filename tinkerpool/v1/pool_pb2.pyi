@@ -245,7 +245,7 @@ class TenantActivity(_message.Message):
     num_queued: _builtins.int
     """Operations that wait, samples included."""
     num_running: _builtins.int
-    """Operations that a worker has."""
+    """Operations that a worker has, and those that wait for their commit."""
     num_running_adapters: _builtins.int
     """Adapters with such operations."""
     oldest_seconds: _builtins.float
@@ -284,7 +284,7 @@ Global___TenantActivity: _TypeAlias = TenantActivity  # noqa: Y015
 
 @_typing.final
 class RunningAdapter(_message.Message):
-    """An adapter with an operation that a worker has."""
+    """An adapter with a running operation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -300,7 +300,7 @@ class RunningAdapter(_message.Message):
     worker_id: _builtins.str
     """The worker."""
     operation: _builtins.str
-    """Name of the first such operation."""
+    """Name of the first operation that a worker has, or that waits for its commit."""
     kind: _operations_pb2.OperationKind.ValueType
     """What that operation does."""
     def __init__(
@@ -491,7 +491,7 @@ class GetPoolStatusResponse(_message.Message):
 
     @_builtins.property
     def running_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningAdapter]:
-        """The first 100 of the adapters with an operation that a worker has, by tenant and id; with another key than an
+        """The first 100 of the adapters with a running operation, by tenant and id; with another key than an
         administrator's its own tenant's. TenantActivity has their numbers.
         """
 
@@ -596,14 +596,13 @@ class UsageRow(_message.Message):
     a crash, or had not ended, nothing is counted.
     """
     base_model: _builtins.str
-    """Name of the base model; empty: it is summed over models, or was counted before the pool counted by day."""
+    """Name of the base model; unset: it is summed over models. Empty: it is of before the pool counted by day."""
     adapter_id: _builtins.str
-    """The adapter that was trained, sampled or read; empty: it is summed over adapters, or the bare base model was sampled;
-    `*`: several, which are not told apart any more: of a tenant with more than 10,000 rows the oldest days have no
-    adapters, and so have days before the last 400.
+    """The adapter that was trained, sampled or read; unset: it is summed over adapters. Empty: none, as the bare base model
+    was sampled. `*`: several that are not told apart any more, see GetUsage.
     """
     day: _builtins.str
-    """The day in UTC, 2026-11-26; empty: it is summed over days, or was before `start_day`."""
+    """The day in UTC, 2026-11-26; unset: it is summed over days. Empty: it was before the first day that is kept apart."""
     def __init__(
         self,
         *,
@@ -614,15 +613,26 @@ class UsageRow(_message.Message):
         engine_seconds: _builtins.float = ...,
         file_bytes: _builtins.int = ...,
         file_seconds: _builtins.float = ...,
-        base_model: _builtins.str = ...,
-        adapter_id: _builtins.str = ...,
-        day: _builtins.str = ...,
+        base_model: _builtins.str | None = ...,
+        adapter_id: _builtins.str | None = ...,
+        day: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id", "_base_model", b"_base_model", "_day", b"_day", "adapter_id", b"adapter_id", "base_model", b"base_model", "day", b"day"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "day", b"day", "engine_seconds", b"engine_seconds", "file_bytes", b"file_bytes", "file_seconds", b"file_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id", "_base_model", b"_base_model", "_day", b"_day", "adapter_id", b"adapter_id", "base_model", b"base_model", "day", b"day", "engine_seconds", b"engine_seconds", "file_bytes", b"file_bytes", "file_seconds", b"file_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__adapter_id: _TypeAlias = _typing.Literal["adapter_id"]  # noqa: Y015
+    _WhichOneofArgType__adapter_id: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id"]  # noqa: Y015
+    _WhichOneofReturnType__base_model: _TypeAlias = _typing.Literal["base_model"]  # noqa: Y015
+    _WhichOneofArgType__base_model: _TypeAlias = _typing.Literal["_base_model", b"_base_model"]  # noqa: Y015
+    _WhichOneofReturnType__day: _TypeAlias = _typing.Literal["day"]  # noqa: Y015
+    _WhichOneofArgType__day: _TypeAlias = _typing.Literal["_day", b"_day"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_id) -> _WhichOneofReturnType__adapter_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_model) -> _WhichOneofReturnType__base_model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__day) -> _WhichOneofReturnType__day | None: ...
 
 Global___UsageRow: _TypeAlias = UsageRow  # noqa: Y015
 
@@ -663,8 +673,8 @@ class GetUsageResponse(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     START_DAY_FIELD_NUMBER: _builtins.int
     start_day: _builtins.str
-    """The first day, in UTC, from which on everything in `rows` was counted; empty: since the beginning. Later than the
-    day that was asked for if the pool did not count by day then, or does not keep that day apart any more.
+    """The first day, in UTC, that is in `rows`; unset: they have everything since the beginning. Later than the day that
+    was asked for if the pool did not count by day then, or does not keep that day apart any more.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageRow]:
@@ -674,13 +684,15 @@ class GetUsageResponse(_message.Message):
         self,
         *,
         rows: _abc.Iterable[Global___UsageRow] | None = ...,
-        start_day: _builtins.str = ...,
+        start_day: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_day", b"_start_day", "start_day", b"start_day"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "start_day", b"start_day"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_day", b"_start_day", "rows", b"rows", "start_day", b"start_day"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__start_day: _TypeAlias = _typing.Literal["start_day"]  # noqa: Y015
+    _WhichOneofArgType__start_day: _TypeAlias = _typing.Literal["_start_day", b"_start_day"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_day) -> _WhichOneofReturnType__start_day | None: ...
 
 Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 

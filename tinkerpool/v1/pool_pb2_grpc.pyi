@@ -47,6 +47,10 @@ class PoolServiceStub:
     """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
     by other groups. Reads only. Another key than an administrator's sees its own tenant.
 
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+    what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+    adapters make more than 10,000 sums keeps those of its newest days by adapter.
+
     INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_pool_pb2.DrainWorkerRequest, _pool_pb2.DrainWorkerResponse]
@@ -82,6 +86,10 @@ class PoolServiceAsyncStub(PoolServiceStub):
     GetUsage: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetUsageRequest, _pool_pb2.GetUsageResponse]  # type: ignore[assignment]
     """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
     by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+    what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+    adapters make more than 10,000 sums keeps those of its newest days by adapter.
 
     INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
     """
@@ -133,6 +141,10 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.GetUsageResponse, _abc.Awaitable[_pool_pb2.GetUsageResponse]]:
         """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
         by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+        All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+        what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+        adapters make more than 10,000 sums keeps those of its newest days by adapter.
 
         INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
         """

@@ -74,6 +74,28 @@ def pool_status() -> pool_pb2.GetPoolStatusResponse:
         epoch=3,
         num_tenants=3,
         uptime_seconds=200,
+        tenants=[
+            pool_pb2.TenantActivity(
+                tenant="alice",
+                num_queued=1,
+                num_running=2,
+                num_running_adapters=1,
+                oldest_seconds=12,
+                waiting=[pool_pb2.Waiting(reason=history_pb2.WAIT_REASON_BUDGET, num_operations=1)],
+                trained_tokens_per_second=1000,
+                sampled_tokens_per_second=5.6,
+            ),
+            pool_pb2.TenantActivity(trained_tokens_per_second=234),
+        ],
+        running_adapters=[
+            pool_pb2.RunningAdapter(
+                adapter_id="s1:train:0",
+                tenant="alice",
+                worker_id="w0",
+                operation="s1:train:0:12",
+                kind=operations_pb2.OPERATION_KIND_OPTIM_STEP,
+            )
+        ],
     )
 
 
@@ -84,6 +106,11 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
     assert "tinkerpool 9.9" in done.out
     assert "up 3.3 min" in done.out
     assert "1 operation queued, 2 running, 0 sample requests open, of 3 tenants" in done.out
+    assert "1,234 tokens/s trained, 5.6 sampled for you" in done.out
+    rows = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert "alice 1 2 1 12 s 1,000 5.6 budget 1" in rows
+    assert "(others) 0 0 0 234 0" in rows
+    assert "s1:train:0 alice w0 optim_step 12" in rows
     assert "lost, being replaced" in done.out
     assert "alice x2 +step, (others) x2" in done.out
     assert "2,400" in done.out
@@ -649,7 +676,7 @@ def test_help_lists_every_command_in_its_group(run: Run) -> None:
     )
     groups = (
         ("serve", "up", "down", "logs"),
-        ("status", "watch", "why", "history", "usage"),
+        ("status", "top", "watch", "why", "history", "usage"),
         ("adapter", "checkpoint"),
         ("key", "tenant", "version"),
     )
