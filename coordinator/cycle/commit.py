@@ -109,6 +109,7 @@ class Cycle:
         """Meter with the cycle what an operation of this kind, or an install, took of the state files."""
         use = FileUse(
             adapter_id=log.adapter_id,
+            base_model=log.base_model,
             tenant_id=log.tenant_id,
             kind=kind.value if isinstance(kind, Kind) else kind,
             num_bytes=num_bytes,

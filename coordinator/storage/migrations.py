@@ -16,6 +16,7 @@ from coordinator.storage.schema import (
     ROW_BYTES,
     ROW_COUNTS,
     TENANT_LIMITS,
+    USAGE_DAYS,
     USAGE_MONTHS,
     WORKER_CLASSES,
 )
@@ -68,11 +69,21 @@ UPDATE tenants SET row_bytes = found.num_bytes FROM (
 {ROW_COUNTS}{LISTED}"""  # noqa: S608 (our text)
 """What a tenant's rows have counts among its stored bytes. Files of samplers that were saved before count nothing."""
 
+_USAGE_DAYS = f"""
+ALTER TABLE tenants ADD COLUMN usage_adapter_rows INTEGER NOT NULL DEFAULT 0;
+{USAGE_DAYS}
+INSERT INTO usage_days SELECT tenant_id, 0, '', '*', kind, num_operations, num_tokens, engine_s, file_bytes, file_s
+    FROM usage;
+INSERT INTO meta VALUES ('usage_day', CAST(strftime('%Y%m%d', 'now') AS INTEGER));
+"""  # noqa: S608 (our text)
+"""What was used before counts for no day. The first day is that of the migration: SQLite's clock is the machine's."""
+
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
     6: _LARGE_VALUES,
     7: RECORDS + _ROW_BYTES,
     8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
     9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
+    10: _USAGE_DAYS,
 }
 """Schema version to the statements that make the next version of it."""

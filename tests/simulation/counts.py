@@ -41,12 +41,14 @@ def check_counts(core: Core) -> None:
         }
         if counted != rows:
             raise Mismatch(f"limits of {tenant.name} count {counted}, its rows are {rows}")
-        tokens = [
+        months, days, used = [
             _number(core, f"SELECT SUM(num_tokens) FROM {table} WHERE tenant_id = ?", tenant_id)
-            for table in ("usage_months", "usage")
+            for table in ("usage_months", "usage_days", "usage")
         ]
-        if tokens[0] != tokens[1]:
-            raise Mismatch(f"{tenant.name} has {tokens[0]} tokens in its months, and used {tokens[1]}")
+        if months != used:
+            raise Mismatch(f"{tenant.name} has {months} tokens in its months, and used {used}")
+        if days != used and tenant.deletion_at is None:  # a deletion takes its days away first
+            raise Mismatch(f"{tenant.name} has {days} tokens in its days, and used {used}")
 
 
 def _state_bytes(core: Core, tenant_id: str) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, top, workers
+from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, top, usage, workers
 from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
@@ -81,7 +81,7 @@ def build() -> typer.Typer:
         entry_point.load()(app)
     for command in (pools.pools, pools.use):
         app.command(rich_help_panel=POOLS_PANEL)(command)
-    for command in (pool.status, top.top, pool.watch, history.why, history.history, pool.usage):
+    for command in (pool.status, top.top, pool.watch, history.why, history.history, usage.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
     app.add_typer(adapters.app, name="adapter", help="Your adapters: list, delete, move.", rich_help_panel=THINGS_PANEL)
     app.add_typer(

@@ -1,4 +1,4 @@
-"""`status`, `watch` and `usage`: the cycles of a pool, and the tokens and engine time of its tenants."""
+"""`status` and `watch`: the cycles of a pool, its queue, and what its tenants do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, call, follow
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.limits import show_limits
 from tinkerpool.cli.workers import show_workers
-from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
+from tinkerpool.client.calls.methods import GET_POOL_STATUS, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.history import kind_name, reason_of
-from tinkerpool.v1 import limits_pb2, pool_pb2, probation_pb2
+from tinkerpool.v1 import pool_pb2, probation_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this API key may not see."""
@@ -193,51 +192,6 @@ def watch(
                 return
 
     follow(target, look)
-
-
-@calls_pool
-def usage(target: Target, json: JsonOption = False) -> None:
-    """Show tokens and engine time, by tenant and kind of operation, and the limits of your tenant.
-
-    An administrator's key shows the use of all tenants, any other key its own.
-    """
-    response = call(target, GET_USAGE, pool_pb2.GetUsageRequest())
-    limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
-    if json:
-        show.json_message(response, limits)
-        return
-    if response.rows:
-        _show_usage(response)
-    else:
-        show.say("Nothing has been used yet.")
-    show.console.print()
-    show_limits(limits.tenant, limits.limits)
-
-
-def _show_usage(response: pool_pb2.GetUsageResponse) -> None:
-    lines: list[tuple[str | Text, ...]] = []
-    for tenant in dict.fromkeys(row.tenant for row in response.rows):
-        rows = [row for row in response.rows if row.tenant == tenant]
-        total = pool_pb2.UsageRow(
-            tenant=tenant,
-            kind="all",
-            num_operations=sum(row.num_operations for row in rows),
-            num_tokens=sum(row.num_tokens for row in rows),
-            engine_seconds=sum(row.engine_seconds for row in rows),
-        )
-        lines += [_usage_line(row) for row in rows]
-        lines.append(tuple(Text(cell, "bold") for cell in _usage_line(total)))
-    show.table(
-        "Usage since the pool's data began",
-        ("tenant", "kind", "operations", "tokens", "engine time"),
-        lines,
-        right="operations tokens engine time",
-    )
-
-
-def _usage_line(row: pool_pb2.UsageRow) -> tuple[str, ...]:
-    numbers = show.count(row.num_operations), show.count(row.num_tokens), show.duration(row.engine_seconds)
-    return row.tenant, row.kind, *numbers
 
 
 def _line(cycle: pool_pb2.Cycle) -> str:

@@ -310,6 +310,63 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
     assert ["adapters_max", "1,200", "2000", "for", "this", "tenant"] in [line.split() for line in lines[5:]]
 
 
+def test_usage_by_groups_shows_their_sums_from_a_day_on_without_limits(run: Run, service: FakeService) -> None:
+    rows = [
+        pool_pb2.UsageRow(base_model="toy", adapter_id=each, num_operations=2, num_tokens=1500, engine_seconds=90)
+        for each in ("", "*", "s:train:0")
+    ]
+    response = pool_pb2.GetUsageResponse(rows=rows, start_day="2026-11-20")
+    service.responses["get_usage"] = response
+    done = run("usage", "--since", "2026-11-20", "--by", "model,adapter")
+    assert done.code == 0, done.err
+    assert [" ".join(line.split()) for line in done.out.splitlines()] == [
+        "Usage since 2026-11-20 (UTC)",
+        "model adapter operations tokens engine time",
+        "toy (base model) 2 1,500 1.5 min",
+        "toy (several) 2 1,500 1.5 min",
+        "toy s:train:0 2 1,500 1.5 min",
+        "all 6 4,500 4.5 min",
+    ]
+    assert done.err == ""
+    [(_, _, request)] = service.calls
+    groups = [pool_pb2.USAGE_GROUP_MODEL, pool_pb2.USAGE_GROUP_ADAPTER]
+    assert request == pool_pb2.GetUsageRequest(since="2026-11-20", group_by=groups)
+    earlier = run("usage", "--since", "2026-11-01", "--by", "adapter", "--json")
+    assert "The pool keeps days apart since 2026-11-20" in earlier.err
+    assert [row["adapter_id"] for row in json.loads(earlier.out)["rows"]] == ["", "*", "s:train:0"]
+
+
+def test_usage_as_csv_has_a_header_and_plain_numbers(run: Run, service: FakeService) -> None:
+    row = pool_pb2.UsageRow(
+        tenant="alice", day="2026-11-26", num_operations=1200, num_tokens=10**12, engine_seconds=1e-7, file_bytes=5
+    )
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse(rows=[row])
+    assert run("usage", "--by", "tenant,day", "--csv").out.splitlines() == [
+        "tenant,day,num_operations,num_tokens,engine_seconds,file_bytes,file_seconds",
+        "alice,2026-11-26,1200,1000000000000,0.000000,5,0.000000",
+    ]
+    assert run("usage", "--csv").out.startswith("tenant,kind,num_operations")
+    assert service.calls[-1][2] == pool_pb2.GetUsageRequest()
+
+
+def test_a_duration_before_now_is_a_day_in_utc(run: Run, service: FakeService) -> None:
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse()
+    before = time.time()
+    assert run("usage", "--since", "7d").out == "Nothing was used in this time.\n"
+    request = service.calls[-1][2]
+    assert isinstance(request, pool_pb2.GetUsageRequest)
+    days = [time.strftime("%Y-%m-%d", time.gmtime(now - 7 * 86_400)) for now in (before, time.time())]
+    assert request.since in days
+    assert list(request.group_by) == [pool_pb2.USAGE_GROUP_TENANT, pool_pb2.USAGE_GROUP_KIND]
+
+
+def test_usage_refuses_groups_days_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
+    assert "--by takes some of tenant,model,adapter,kind,day" in run("usage", "--by", "tenant,gpu").err
+    assert "expected a duration such as 90d" in run("usage", "--since", "yesterday").err
+    assert "two formats" in run("usage", "--csv", "--json").err
+    assert service.calls == []
+
+
 def limits_of_bob() -> limits_pb2.GetTenantLimitsResponse:
     limits = [
         limits_pb2.TenantLimit(name="weight", value="1"),
