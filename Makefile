@@ -8,6 +8,7 @@ BIN := .venv/bin
 CONTRACT := protos/tinkerpool.binpb
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
+PROMETHEUS := build/prometheus/usr/bin/prometheus
 SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
 COOKBOOK_VERSION := 0.6.1
 BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
@@ -67,7 +68,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve real-model tutorial clean setup
+.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -204,6 +205,10 @@ ci-extra: ## check the package, and run the short forms of what needs other clie
 	@$(MAKE) --no-print-directory package
 	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
 	@$(MAKE) --no-print-directory clients ARGS=--short
+	@$(MAKE) --no-print-directory prometheus
+
+prometheus: $(READY) $(PROMETHEUS) ## let a server of Prometheus (Debian's) scrape a pool, and check the alert rules
+	@$(BIN)/python -m pytest -q tests/integration/doors/test_prometheus.py
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
@@ -219,6 +224,13 @@ docs-serve: $(DOCS_READY) ## serve the site on this machine, and build it again 
 clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook .venv-docs .venv-package build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(PROMETHEUS):
+	@echo "Unpacking Debian's package of Prometheus into build/prometheus, once ..."
+	@rm -rf build/prometheus && mkdir -p build/prometheus
+	@cd build/prometheus && { apt-get download prometheus >/dev/null 2>&1 || { apt-get update -qq && apt-get download prometheus >/dev/null; } && \
+	    dpkg -x prometheus_*.deb . && rm prometheus_*.deb; }
+	@touch $@
 
 # hatchling, which builds the project, is one of the locked dependencies.
 $(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt

@@ -121,6 +121,8 @@ class Server:
         key = self._key if self._config.is_key_shown else ""
         for line in serving.sdk_lines(key or f"<the key in {credentials_file()}>"):
             self._say(line)
+        if self._metrics_door is not None:
+            self._say(f"For Prometheus: {self._metrics_door.url}")
         self._sweeping = asyncio.create_task(self._sweep(Collections()), name="garbage collections")
         self._say(f"tinkerpool is ready at {self.url}")
 

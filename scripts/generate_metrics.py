@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import Counter, Histogram
 
 from coordinator.observe import metrics
-from coordinator.runtime.gauges import GAUGES, TENANT_TOKENS
+from coordinator.runtime.gauges import COUNTERS, GAUGES, OF_WORKER, TENANT_TOKENS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -47,6 +47,7 @@ def page() -> str:
             name = f"{family.name}_total" if isinstance(instrument, Counter) else family.name
             rows.append((name, family.type, instrument._labelnames, family.documentation))
     rows += [(f"tinkerpool_{name}", "gauge", labels, text) for name, (text, labels) in GAUGES.items()]
+    rows += [(f"tinkerpool_{name}_total", "counter", OF_WORKER, text) for name, text in COUNTERS.items()]
     rows.append(
         ("tinkerpool_tenant_tokens_total", "counter", ("tenant",), f"{TENANT_TOKENS} With `--metrics-tenants`.")
     )

@@ -21,6 +21,7 @@ CHECKPOINT_KINDS = (TRAINING, SAMPLER, EXTERNAL)
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
 _SEQUENCE_ID = re.compile(r"([A-Za-z0-9-]{1,64}:sample:[0-9]{1,9}):([0-9]{1,19}):([0-9]{1,9})")
+_ADAPTER_NAME_LENGTH_MAX = 100
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -62,6 +63,15 @@ def parse_sequence_id(text: str) -> tuple[str, int, int]:
 def is_adapter_id(text: str) -> bool:
     """Return whether `text` has the form of an adapter's id."""
     return _ADAPTER_ID.fullmatch(text) is not None
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether `name` may name an adapter: 1 to 100 printable characters, no `/`, no space at the ends.
+
+    Without `/`, the name stands for the id in a path: `NAME/weights/step`. It has not the form of an id.
+    """
+    is_text = name.isprintable() and name == name.strip() and "/" not in name and not is_adapter_id(name)
+    return is_text and 1 <= len(name) <= _ADAPTER_NAME_LENGTH_MAX
 
 
 def is_checkpoint_name(name: str) -> bool:

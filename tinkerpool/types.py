@@ -794,6 +794,7 @@ class GetInfoResponse:
         lora_rank: LoRA rank.
         lora_alpha: LoRA scaling numerator.
         model_name: Name of the base model.
+        name: What people call the adapter, as of the creation of this client; empty: nothing.
     """
 
     model_id: str
@@ -802,6 +803,7 @@ class GetInfoResponse:
     lora_rank: int
     lora_alpha: float
     model_name: str
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -875,7 +877,10 @@ class TrainingRun:
         lora_rank: LoRA rank.
         create_time: UTC.
         num_operations: The last sequence number that is done.
-        user_metadata: As given at creation.
+        user_metadata: Its labels, as given at creation.
+        name: What people call it; empty: nothing.
+        last_request_time: When its last operation was accepted, or it was created, UTC; up to an hour early after a
+            restart of the pool.
     """
 
     training_run_id: str
@@ -885,6 +890,8 @@ class TrainingRun:
     create_time: datetime
     num_operations: int
     user_metadata: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+    last_request_time: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,11 @@ from workers.contract.messages import (
     SampleEvent,
     SampleRequest,
     SampleResult,
+    WorkerUse,
 )
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
+from workers.host import process_use
 from workers.host.allocator import keep_freed_memory, without_holes
 from workers.host.free_memory import MemoryShare, free_bytes, free_host_bytes
 from workers.host.threads import ThreadChoice
@@ -143,6 +145,20 @@ class TrainingEngine:
             results=tuple(results),
             wall_s=time.perf_counter() - begin_s,
             held_bytes=self.bank.host_bytes,
+            phase_s=self._passes.times.take(),
+            use=self._use(),
+        )
+
+    def _use(self) -> WorkerUse:
+        stats = self.bank.stats
+        return WorkerUse(
+            resident_bytes=process_use.resident_bytes(),
+            device_bytes=process_use.device_bytes(self._passes.base_model.device),
+            cpu_s=process_use.cpu_s(),
+            num_loads=stats.num_loads,
+            num_prefetches=stats.num_prefetches,
+            num_evictions=stats.num_evictions,
+            num_cache_blocks_used=self.sampler.num_cache_blocks_used,
         )
 
     def _enter(self, epoch: int) -> None:

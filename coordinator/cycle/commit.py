@@ -63,6 +63,8 @@ class Cycle:
     """Saves that published weights, which their worker holds since: worker, incarnation, operation, bytes."""
     worker_s: float = 0.0
     """Seconds of the cycle that workers computed, and files took. The rest took the coordinator, and the way there."""
+    phase_s: dict[str, Counter[str]] = field(default_factory=dict)
+    """Worker to the seconds of each phase of its work."""
     floors: Mapping[str, float] = field(default_factory=dict)
     """See `PassPlan.floors`."""
     unused_tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -105,6 +107,11 @@ class Cycle:
         """Record seconds of the cycle that workers or files took."""
         self.worker_s += seconds
 
+    def note_phases(self, phase_s: Mapping[str, Mapping[str, float]]) -> None:
+        """Add the seconds of each phase of a worker's work."""
+        for worker_id, seconds in phase_s.items():
+            self.phase_s.setdefault(worker_id, Counter()).update(seconds)
+
     def use_files(self, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
         """Meter with the cycle what an operation of this kind, or an install, took of the state files."""
         use = FileUse(
@@ -143,6 +150,10 @@ class Cycle:
             pass_seconds=self.pass_ended - self.started,
             step_seconds=self.steps_ended - self.pass_ended,
             entries=self.entries.values(),
+            workers=[
+                pool_pb2.WorkerPhases(worker_id=worker_id, seconds=seconds)
+                for worker_id, seconds in self.phase_s.items()
+            ],
         )
         message.start_time.FromNanoseconds(int(self.started_wall * 1e9))
         return message

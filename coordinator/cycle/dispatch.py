@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from coordinator.base.time import Time, within
 from coordinator.cycle.items import Entry, PhaseWork, flights
@@ -40,6 +40,8 @@ class Part:
     reply: asyncio.Task[BatchResult]
     computed_s: float | None = None
     """Seconds that the worker took, as it replied."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Those of each phase of its work."""
 
     @property
     def has_ended(self) -> bool:
@@ -59,6 +61,8 @@ class Replies:
     """That the workers took. If one is lost or late: until that was known."""
     late: list[Part]
     """Of workers that have not replied and are late: they may reply later."""
+    phase_s: Mapping[str, Mapping[str, float]]
+    """Worker to the seconds of each phase of its work."""
 
 
 class Dispatch:
@@ -124,7 +128,8 @@ class Dispatch:
             if part not in late:
                 results += self.take(cycle_id, part)
             computed_s = max(computed_s, waited_s if part.computed_s is None else part.computed_s)
-        return Replies(results, min(computed_s, waited_s), late)
+        phase_s = {part.worker.info.worker_id: part.phase_s for part in parts if part.phase_s}
+        return Replies(results, min(computed_s, waited_s), late, phase_s)
 
     def take(self, cycle_id: int, part: Part) -> list[WorkerResult]:
         """Return the results that a worker replied with; none if it is lost. Raises TakenOver."""
@@ -137,9 +142,9 @@ class Dispatch:
             self._losses.record(worker.info.worker_id, worker.name, kind, f"in cycle {cycle_id}: {error}")
             return []
         reply = part.reply.result()
-        worker.end_phase(reply.held_bytes)
+        worker.end_phase(reply.held_bytes, reply.use)
         self._fleet.be_late(worker, is_late=False)
-        part.computed_s = reply.wall_s
+        part.computed_s, part.phase_s = reply.wall_s, reply.phase_s
         if reply.epoch != self._epoch:
             raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
         return [(entry, worker, result) for entry, result in zip(part.entries, reply.results, strict=True)]

@@ -204,6 +204,7 @@ class Phases:
         self._fleet.set_apart(part.worker, is_apart=False)
         self._note_late()
         await self._apply(cycle, self.dispatch.take(cycle.cycle_id, part))
+        cycle.note_phases({part.worker.info.worker_id: part.phase_s})
         now = self._time.monotonic()
         cycle.worked(now - cycle.started)  # the wait is charged to no tenant
         if not cycle.cycle_id:
@@ -249,6 +250,7 @@ class Phases:
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
         replies = await self.dispatch.run(cycle.cycle_id, work, self._planning)
         cycle.worked(replies.seconds)
+        cycle.note_phases(replies.phase_s)
         await self._apply(cycle, replies.results)
         for part in replies.late:
             self._split_off(cycle, part)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.base.time import Signal
 from workers.contract.adapted_modules import COPY_PARAM_BYTES, ModuleKind, adapter_params, rank_class
-from workers.contract.messages import AdapterSpec, ModelInfo, WorkerInfo
+from workers.contract.messages import NOTHING_USED, AdapterSpec, ModelInfo, WorkerInfo, WorkerUse
 
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to hold; the least recently used are removed."""
@@ -60,6 +60,8 @@ class Incarnation:
     """The samples in flight there, by name."""
     held_bytes: int = 0
     """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
+    use: WorkerUse = NOTHING_USED
+    """As it reported last."""
     is_outdated: bool = False
     """The last report may contain what the worker has been told to drop since."""
     _versions: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -88,9 +90,9 @@ class Incarnation:
         self.training = flights
         self._has_dropped = False
 
-    def end_phase(self, held_bytes: int) -> None:
-        """Record that the worker replied to the phase, and what it holds."""
-        self.training = ()
+    def end_phase(self, held_bytes: int, use: WorkerUse = NOTHING_USED) -> None:
+        """Record that the worker replied to the phase, what it holds, and what it takes of its machine."""
+        self.training, self.use = (), use
         self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:

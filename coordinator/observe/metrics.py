@@ -9,11 +9,12 @@ The instruments belong to the process, as prometheus-client means it: a process 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from coordinator.observe.timeline import Seconds
 from tinkerpool.v1 import history_pb2, pool_pb2
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series with the start of each counter, which nobody asks for
 REGISTRY = CollectorRegistry()
 """Everything that `/metrics` shows."""
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -26,6 +27,13 @@ CYCLES = Counter("tinkerpool_cycles", "Cycles that have committed.", ("base_mode
 CYCLE_SECONDS = Histogram(
     "tinkerpool_cycle_seconds",
     "Seconds of a cycle's phases: pass, step, commit.",
+    ("base_model", "phase"),
+    buckets=SHORT_S,
+    registry=REGISTRY,
+)
+WORKER_PHASE_SECONDS = Histogram(
+    "tinkerpool_worker_phase_seconds",
+    "Seconds of a worker's work in a cycle, by phase: pack, forward, loss, backward, step.",
     ("base_model", "phase"),
     buckets=SHORT_S,
     registry=REGISTRY,
@@ -71,6 +79,12 @@ TOKENS = Counter(
 )
 ENGINE_SECONDS = Counter(
     "tinkerpool_engine_seconds", "Seconds of engine time of these operations.", ("kind",), registry=REGISTRY
+)
+PROMPT_TOKENS = Counter(
+    "tinkerpool_prompt_tokens",
+    "Tokens of sampled prompts, by whether an earlier prompt had left them in the cache.",
+    ("cached",),
+    registry=REGISTRY,
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "tinkerpool_first_token_seconds",
@@ -119,6 +133,9 @@ def count_cycle(cycle: pool_pb2.Cycle) -> None:
     phases = {"pass": cycle.pass_seconds, "step": cycle.step_seconds, "commit": cycle.commit_seconds}
     for phase, seconds in phases.items():
         CYCLE_SECONDS.labels(base_model, phase).observe(seconds)
+    for worker in cycle.workers:
+        for phase, seconds in worker.seconds.items():
+            WORKER_PHASE_SECONDS.labels(base_model, phase).observe(seconds)
     CYCLE_TENANTS.labels(base_model).observe(len({entry.tenant for entry in cycle.entries}))
 
 

@@ -66,6 +66,12 @@ class AdapterLog:
     """Its class has changed, and no result has said so yet."""
     is_restored: bool = False
     """The log comes from a backup and may lack acknowledged operations: only the server assigns sequence numbers."""
+    name: str = ""
+    """What people call it; empty: nothing."""
+    used_at: float = 0.0
+    """When it was created, or its last operation was accepted: a time of day."""
+    stored_used_at: float = 0.0
+    """What its row has of that."""
     is_deleted: bool = False
     """Its deletion has begun, and has not failed: it accepts no more operations."""
     _decided: list[Operation] = field(default_factory=list)

@@ -195,6 +195,7 @@ class Admission:
             for i, request in enumerate(requests)
         ]
         appended = self._enter(log, operations)
+        self._registry.used(log)
         self._rates.draw(log.tenant_id, *amounts)
         for operation, request in zip(operations, requests, strict=True):
             if request.decoded is not None:

@@ -16,6 +16,9 @@ from coordinator.storage.adapters import Adapters
 from coordinator.storage.rows import AdapterRow
 from workers.contract.messages import AdapterSpec
 
+USE_INTERVAL_S = 3600.0
+"""Seconds after which the last use of an adapter is stored again. It is in memory at once."""
+
 
 class Arrivals:
     """When tenants submitted operations at one base model, since the cycle clock last read this.
@@ -149,6 +152,21 @@ class AdapterRegistry:
         assert row is not None
         return spec_of_row(row)
 
+    def name(self, adapter_id: str) -> str:
+        """Return the name of an adapter, also of a deleted one; empty: it has none."""
+        if (log := self._logs.get(adapter_id)) is not None:
+            return log.name
+        row = self._rows.get(adapter_id)
+        assert row is not None
+        return row.name
+
+    def used(self, log: AdapterLog) -> None:
+        """Record that an operation of the adapter is accepted. Its row has this at most an hour late."""
+        log.used_at = self._time.wall()
+        if abs(log.used_at - log.stored_used_at) >= USE_INTERVAL_S:
+            self._rows.note_use(log.adapter_id, log.used_at)
+            log.stored_used_at = log.used_at
+
     def add(self, log: AdapterLog) -> None:
         """Register an adapter."""
         assert log.adapter_id not in self._logs
@@ -182,6 +200,9 @@ def adapter_of_row(row: AdapterRow) -> AdapterLog:
         spec=spec_of_row(row),
         fingerprint=row.fingerprint,
         is_restored=row.is_restored,
+        name=row.name,
+        used_at=row.used_at,
+        stored_used_at=row.used_at,
     )
 
 

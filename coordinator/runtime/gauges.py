@@ -20,6 +20,7 @@ from coordinator.runtime.core import Core
 
 Values: TypeAlias = list[tuple[tuple[str, ...], float]]
 """Values by labels."""
+OF_WORKER = ("worker",)
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "info": ("The version of the pool; always 1.", ("version",)),
     "healthy": ("Whether new work is taken and makes progress.", ()),
@@ -27,14 +28,25 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "oldest_operation_seconds": ("Seconds since the oldest of these was accepted.", ("kind",)),
     "active_tenants": ("Tenants with such operations.", ()),
     "workers": ("Workers, by state: ready, late, lost.", ("base_model", "state")),
-    "worker_slots": ("Adapters that fit in a worker's bank at once.", ("worker",)),
-    "worker_adapters": ("Adapters with a copy on a worker.", ("worker",)),
-    "worker_samples": ("Samples that a worker runs.", ("worker",)),
-    "worker_host_memory_bytes": ("Host memory of copies and weights for sampling on a worker.", ("worker",)),
+    "worker_slots": ("Adapters that fit in a worker's bank at once.", OF_WORKER),
+    "worker_adapters": ("Adapters with a copy on a worker.", OF_WORKER),
+    "worker_samples": ("Samples that a worker runs.", OF_WORKER),
+    "worker_host_memory_bytes": ("Host memory of copies and weights for sampling on a worker.", OF_WORKER),
+    "worker_resident_bytes": ("Memory of a worker's process, as of its last cycle.", OF_WORKER),
+    "worker_device_bytes": ("Memory of its GPU that a worker has reserved, as of its last cycle.", OF_WORKER),
+    "worker_cache_blocks": ("Key-value blocks that a worker has.", OF_WORKER),
+    "worker_cache_blocks_used": ("Those of them that running samples have, as of its last cycle.", OF_WORKER),
     "cycle_budget_tokens": ("Tokens that a cycle may take of a worker.", ("base_model",)),
     "limit_used_ratio": ("The part of a limit that is in use, by the tenant that uses the most of its.", ("limit",)),
 }
 """Every gauge, without the prefix `tinkerpool_`: what it says, and its labels."""
+COUNTERS: Mapping[str, str] = {
+    "worker_cpu_seconds": "Processor time of a worker's process.",
+    "worker_slot_loads": "Adapters and weights for sampling that a worker has moved into a slot.",
+    "worker_slot_prefetches": "Those of them whose move began before they were needed.",
+    "worker_slot_evictions": "Adapters and weights that a worker has moved out of a slot.",
+}
+"""What workers count since their start, without prefix and suffix."""
 TENANT_TOKENS = "Tokens of a tenant since the start, for the tenants with the most."
 REST = "(rest)"
 """The label of all tenants that are not shown by name."""
@@ -58,6 +70,11 @@ class PoolGauges(Collector):
             for key, value in values[name]:
                 family.add_metric(key, value)
             yield family
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"tinkerpool_{name}", text, labels=OF_WORKER)
+            for key, value in values[name]:
+                counter.add_metric(key, value)
+            yield counter
         if self._num_tenants:
             yield self._tenants()
 
@@ -90,6 +107,14 @@ class PoolGauges(Collector):
             "worker_adapters": [(key, core.registry.num_on(key[0], None)) for key in workers],
             "worker_samples": [(key, len(each.samples)) for key, each in workers.items()],
             "worker_host_memory_bytes": [(key, each.held_bytes) for key, each in workers.items()],
+            "worker_resident_bytes": [(key, each.use.resident_bytes) for key, each in workers.items()],
+            "worker_device_bytes": [(key, each.use.device_bytes) for key, each in workers.items()],
+            "worker_cache_blocks": [(key, each.info.model.num_cache_blocks or 0) for key, each in workers.items()],
+            "worker_cache_blocks_used": [(key, each.use.num_cache_blocks_used) for key, each in workers.items()],
+            "worker_cpu_seconds": [(key, each.use.cpu_s) for key, each in workers.items()],
+            "worker_slot_loads": [(key, each.use.num_loads) for key, each in workers.items()],
+            "worker_slot_prefetches": [(key, each.use.num_prefetches) for key, each in workers.items()],
+            "worker_slot_evictions": [(key, each.use.num_evictions) for key, each in workers.items()],
             "cycle_budget_tokens": [((name,), loop.planning.budget.tokens) for name, loop in core.loops.items()],
         }
 

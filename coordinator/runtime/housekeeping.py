@@ -12,7 +12,7 @@ from itertools import count
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
-from coordinator.base.time import Time, day_of
+from coordinator.base.time import Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.epoch import Registers
@@ -73,8 +73,7 @@ class Housekeeping:
                     finished_before=now - self._config.result_retention_s,
                 )
                 await self._store.records.drop_unused(now - self._config.record_retention_s)
-                oldest = day_of(self._time.wall() - DAYS_KEPT * 86_400)
-                await self._store.usage.merge(oldest, ADAPTER_ROWS_MAX)
+                await self._store.usage.merge(DAYS_KEPT, ADAPTER_ROWS_MAX)
                 await self._store.history.drop(now - self._config.history_retention_s, self._config.history_rows)
                 await self._delete_leftovers(now - self._config.ended_retention_s)
             except StorageError as error:

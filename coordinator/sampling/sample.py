@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.fleet.fleet import Flight, Incarnation
+from coordinator.observe.metrics import PROMPT_TOKENS
 from coordinator.observe.throughput import Throughput
 from coordinator.observe.timeline import WaitClock
 from coordinator.operations.history import Entries
@@ -99,6 +100,8 @@ class Sample:
         else:
             fill_sample(self.operation, self.decoded, result, usage)
             self.record = self._record(result) if self.decoded.is_recorded else None
+        PROMPT_TOKENS.labels("yes").inc(result.num_cached_tokens)
+        PROMPT_TOKENS.labels("no").inc(result.num_prompt_tokens - result.num_cached_tokens)
         return result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
 
     def _record(self, result: SampleResult) -> SampleRecord:

@@ -25,6 +25,7 @@ from coordinator.service.listings import Listed, ListRequest, page_bounds
 from coordinator.storage.rows import AdapterRow, CheckpointRow, Listing, Page, SessionRow
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
+from tinkerpool import names
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
 from tinkerpool.v1.history_pb2 import WAIT_REASON_SEQUENCE
 from tinkerpool.v1.imports_pb2 import ImportCheckpointRequest
@@ -191,6 +192,15 @@ def check_number(name: str, index: int) -> None:
     """Refuse a number outside the range of an index; `name` is its field."""
     if not 0 <= index <= INDEX_MAX:
         raise invalid(f"{name} must be 0 to {INDEX_MAX}, not {index}")
+
+
+def check_adapter_name(name: str) -> None:
+    """Refuse a name that no adapter can have; an empty one takes the name away."""
+    if name and not names.is_adapter_name(name):
+        raise invalid(
+            f"name {name[:120]!r} is not allowed: take at most 100 printable characters, no '/', no space at the ends, "
+            "and not the form of an adapter's id"
+        )
 
 
 def check_ttl(ttl_seconds: int) -> None:

@@ -1,4 +1,4 @@
-"""Adapters: create, look up, delete.
+"""Adapters: create, look up, rename, delete.
 
 Does not depend on how an adapter runs. Main invariant: a repeated creation returns the adapter of the first call.
 """
@@ -12,14 +12,25 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from coordinator.base.errors import Code, exists, invalid, not_found, unavailable, unmet
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.registry import adapter_of_row
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
-from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
-from coordinator.service.listings import Listed
+from coordinator.service.access import (
+    UseCases,
+    check_adapter_name,
+    check_index,
+    metadata_of,
+    request_id_taken,
+    timestamp,
+    uninterrupted,
+)
+from coordinator.service.listings import SLICE_ROWS, Listed
 from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
 from coordinator.storage.sqlite import ConflictError, StorageError
 from coordinator.tenants.keys import Authenticator
@@ -56,6 +67,7 @@ class AdapterUseCases(UseCases):
         session = self._live_session(principal, request.session_id)
         check_metadata(request.user_metadata, self._core.config.limits)
         check_index(request)
+        check_adapter_name(request.name)
         canonical = pb.CreateAdapterRequest()
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
@@ -74,7 +86,7 @@ class AdapterUseCases(UseCases):
         write_start = None
         if source is not None:
             write_start = functools.partial(self._copy_start, source=source, with_optimizer=request.with_optimizer)
-        row = await self._new_adapter(principal, request, session, payload, model.name, spec, write_start)
+        row = await self._new_adapter(principal, request, session, payload, request.name, model.name, spec, write_start)
         return pb.CreateAdapterResponse(adapter=self._message(row))
 
     async def _new_adapter(
@@ -83,6 +95,7 @@ class AdapterUseCases(UseCases):
         request: CreateRequest,
         session: Session,
         payload: bytes,
+        name: str,
         base_model: str,
         spec: AdapterSpec,
         write_start: WriteStart | None,
@@ -100,7 +113,7 @@ class AdapterUseCases(UseCases):
             self._core.rates.take_creation(principal.tenant_id)
             index = session.take_adapter_index(request.index if request.HasField("index") else None)
             adapter_id = names.adapter_id(session.session_id, index)
-            spec = replace(spec, adapter_id=adapter_id)
+            spec, now = replace(spec, adapter_id=adapter_id), self._core.time.wall()
             row = AdapterRow(
                 adapter_id=adapter_id,
                 tenant_id=principal.tenant_id,
@@ -115,9 +128,11 @@ class AdapterUseCases(UseCases):
                 train_mlp=spec.train_mlp,
                 train_unembed=spec.train_unembed,
                 user_metadata=json.dumps(dict(request.user_metadata)),
-                created_at=self._core.time.wall(),
+                created_at=now,
+                name=name,
+                used_at=now,
             )
-            adapter = AdapterLog(principal.tenant_id, session.session_id, base_model, spec)
+            adapter = adapter_of_row(row)
             start, use = (None, None) if write_start is None else await write_start(adapter)
             try:
                 await self._core.store.adapters.insert(row, start, use)
@@ -140,16 +155,52 @@ class AdapterUseCases(UseCases):
 
     async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
         """List the tenant's adapters, newest first."""
-        adapters, token, total = await self.listed_adapters(principal, request).page()
+        listed = self.listed_adapters(principal, request)
+        if request.labels:
+            listed = await self._labelled_adapters(principal, request)
+        adapters, token, total = await listed.page()
         return pb.ListAdaptersResponse(adapters=adapters, next_page_token=token, total_size=total)
 
     def listed_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> Listed[AdapterRow, pb.Adapter]:
-        """Return a part of the list of the tenant's adapters, newest first, to be read in slices."""
-        read = functools.partial(self._core.store.adapters.listing, principal.tenant_id)
+        """Return a part of the list of the tenant's adapters, newest first, to be read in slices; of any labels."""
+        read = functools.partial(
+            self._core.store.adapters.listing,
+            principal.tenant_id,
+            name_prefix=request.name_prefix,
+            reference=request.reference,
+        )
+        return self._listed(principal, read, request, 20, self._message_of_listed)
+
+    async def _labelled_adapters(
+        self, principal: Principal, request: pb.ListAdaptersRequest
+    ) -> Listed[AdapterRow, pb.Adapter]:
+        """Return a part of the list of the tenant's adapters that have the labels of a request.
+
+        No index has labels: the metadata of all its adapters is read for each page, in slices by turns of the tenants.
+        """
+        adapters, tenant_id = self._core.store.adapters, principal.tenant_id
+        ids = adapters.ids(tenant_id, name_prefix=request.name_prefix, reference=request.reference)
+        found: list[str] = []
+        for start in range(0, len(ids), SLICE_ROWS):
+            async with self._core.listing_turns.turn(tenant_id) as turn:
+                matching, num_bytes = adapters.with_labels(ids[start : start + SLICE_ROWS], request.labels)
+                turn.use(num_bytes)
+            found += matching
+            await asyncio.sleep(0)
+        read = functools.partial(adapters.listing_of, tenant_id, found)
         return self._listed(principal, read, request, 20, self._message_of_listed)
 
     def _message_of_listed(self, row: AdapterRow) -> pb.Adapter | None:
         return self._message(row) if self._core.registry.get(row.adapter_id) is not None else None
+
+    @uninterrupted
+    async def rename_adapter(self, principal: Principal, request: pb.RenameAdapterRequest) -> pb.RenameAdapterResponse:
+        """Give an adapter another name."""
+        check_adapter_name(request.name)
+        adapter = self._adapter(principal, request.adapter_id)
+        await self._core.store.adapters.rename(adapter.adapter_id, request.name)
+        adapter.name = request.name
+        return pb.RenameAdapterResponse(adapter=self._message(self._row(adapter.adapter_id)))
 
     async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
         """Delete an adapter; its unfinished operations fail."""
@@ -157,15 +208,19 @@ class AdapterUseCases(UseCases):
         if row is not None and row.deleted_at is not None:
             return pb.DeleteAdapterResponse()
         if row is None or request.adapter_id not in self._deletions:
-            error = ops_pb.OperationError(
-                code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted"
-            )
-            deletion = self._core.deletions.delete(self._adapter(principal, request.adapter_id), error)
+            deletion = self._deletion(self._adapter(principal, request.adapter_id), request)
             task = asyncio.ensure_future(self._core.tasks.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task
             task.add_done_callback(functools.partial(self._deletion_ended, request.adapter_id))
         await asyncio.shield(self._deletions[request.adapter_id])
         return pb.DeleteAdapterResponse()
+
+    async def _deletion(self, adapter: AdapterLog, request: pb.DeleteAdapterRequest) -> None:
+        """Delete an adapter. No operation is accepted between the check of its use and the begin of its deletion."""
+        if request.HasField("unless_used_after"):
+            _check_unused_since(adapter, request.unless_used_after)
+        error = ops_pb.OperationError(code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted")
+        await self._core.deletions.delete(adapter, error)
 
     def _deletion_ended(self, adapter_id: str, task: asyncio.Task[None]) -> None:
         del self._deletions[adapter_id]
@@ -291,4 +346,15 @@ class AdapterUseCases(UseCases):
             create_time=timestamp(row.created_at),
             session_id=row.session_id,
             trains_tied_unembedding=row.train_unembed and model is not None and model.has_tied_unembedding,
+            name=row.name,
+            last_use_time=timestamp(adapter.used_at),
         )
+
+
+def _check_unused_since(adapter: AdapterLog, moment: Timestamp) -> None:
+    """Refuse the deletion of an adapter that was used after a moment, or has operations without an outcome."""
+    used = timestamp(adapter.used_at)
+    if adapter.unfinished():
+        raise unmet("ADAPTER_IN_USE", f"{adapter.adapter_id} has unfinished operations")
+    if used.ToNanoseconds() > moment.ToNanoseconds():
+        raise unmet("ADAPTER_IN_USE", f"{adapter.adapter_id} has been used since, at {used.ToJsonString()}")

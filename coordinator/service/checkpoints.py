@@ -57,8 +57,14 @@ class CheckpointUseCases(UseCases):
         """
         wanted = known if request.kind == pb.CHECKPOINT_KIND_UNSPECIFIED else (request.kind,)
         kinds = [kind for kind, value in _KINDS.items() if value in wanted]
-        read = functools.partial(self._core.store.checkpoints.listing, principal.tenant_id, kinds, request.adapter_id)
-        return self._listed(principal, read, request, 100, functools.partial(_message, principal))
+        read = functools.partial(
+            self._core.store.checkpoints.listing,
+            principal.tenant_id,
+            kinds,
+            request.adapter_id,
+            reference=request.reference.removeprefix(names.SCHEME),
+        )
+        return self._listed(principal, read, request, 100, functools.partial(self._message_of, principal))
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
@@ -67,7 +73,7 @@ class CheckpointUseCases(UseCases):
         async with self._core.listing_turns.turn(principal.tenant_id) as turn:
             rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids, list(_KINDS))
             turn.use(sum(len(row.user_metadata) for row in rows))
-            return {(row.adapter_id, _KINDS[row.kind]): _message(principal, row) for row in rows}
+            return {(row.adapter_id, _KINDS[row.kind]): self._message_of(principal, row) for row in rows}
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
         """Return the groups of modules that a readable checkpoint's adapter trained, also for a deleted adapter."""
@@ -76,7 +82,7 @@ class CheckpointUseCases(UseCases):
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """Return a checkpoint."""
-        checkpoint = _message(principal, self._readable_checkpoint(principal, request.path))
+        checkpoint = self._message_of(principal, self._readable_checkpoint(principal, request.path))
         return pb.GetCheckpointResponse(checkpoint=checkpoint)
 
     @uninterrupted
@@ -98,7 +104,8 @@ class CheckpointUseCases(UseCases):
         expires_at = core.time.wall() + ttl_s if ttl_s else None
         expires_service_s = core.store.service_time() + ttl_s if ttl_s else None
         await core.store.checkpoints.set_expiry(request.path, expires_at, expires_service_s)
-        return pb.SetCheckpointTtlResponse(checkpoint=_message(principal, self._checkpoint(principal, request.path)))
+        checkpoint = self._message_of(principal, self._checkpoint(principal, request.path))
+        return pb.SetCheckpointTtlResponse(checkpoint=checkpoint)
 
     @uninterrupted
     async def set_checkpoint_access(
@@ -107,7 +114,8 @@ class CheckpointUseCases(UseCases):
         """Publish a checkpoint, or make it private."""
         self._checkpoint(principal, request.path)
         await self._core.store.checkpoints.set_public(request.path, is_public=request.is_public)
-        return pb.SetCheckpointAccessResponse(checkpoint=_message(principal, self._checkpoint(principal, request.path)))
+        checkpoint = self._message_of(principal, self._checkpoint(principal, request.path))
+        return pb.SetCheckpointAccessResponse(checkpoint=checkpoint)
 
     @streamed
     async def export_checkpoint(
@@ -179,6 +187,25 @@ class CheckpointUseCases(UseCases):
             )
             self._core.store.usage.note(use)
 
+    def _message_of(self, principal: Principal, row: CheckpointRow) -> pb.Checkpoint:
+        is_own = row.tenant_id == principal.tenant_id
+        return pb.Checkpoint(
+            path=row.path,
+            adapter_id=row.adapter_id,
+            kind=_KINDS[row.kind],
+            size_bytes=row.size_bytes,
+            sha256=row.sha256,
+            create_time=timestamp(row.created_at),
+            seq=row.seq,
+            base_model=row.base_model,
+            rank=row.rank,
+            user_metadata=_metadata(principal, row),
+            fingerprint=row.fingerprint,
+            is_public=row.is_public,
+            expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
+            adapter_name=self._core.registry.name(row.adapter_id) if is_own else "",
+        )
+
 
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
     """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
@@ -247,24 +274,6 @@ def _gone(row: CheckpointRow, error: OSError) -> ServiceError:
         Code.ABORTED,
         "CHECKPOINT_GONE",
         f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
-    )
-
-
-def _message(principal: Principal, row: CheckpointRow) -> pb.Checkpoint:
-    return pb.Checkpoint(
-        path=row.path,
-        adapter_id=row.adapter_id,
-        kind=_KINDS[row.kind],
-        size_bytes=row.size_bytes,
-        sha256=row.sha256,
-        create_time=timestamp(row.created_at),
-        seq=row.seq,
-        base_model=row.base_model,
-        rank=row.rank,
-        user_metadata=_metadata(principal, row),
-        fingerprint=row.fingerprint,
-        is_public=row.is_public,
-        expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
     )
 
 

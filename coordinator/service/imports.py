@@ -20,7 +20,7 @@ from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import ImportPlan, is_same_model, plan_import, state_weights
-from coordinator.service.access import check_index, check_ttl, uninterrupted
+from coordinator.service.access import check_adapter_name, check_index, check_ttl, uninterrupted
 from coordinator.service.adapters import Start
 from coordinator.service.checkpoints import CopyUseCases
 from coordinator.storage.rows import AdapterRow, FileUse
@@ -91,6 +91,7 @@ class ImportUseCases(CopyUseCases):
         check_ttl(request.ttl_seconds)
         check_index(request)
         check_metadata(request.user_metadata, core.config.limits)
+        check_adapter_name(request.adapter_name)
         if not names.is_checkpoint_name(request.name):
             raise invalid(f"name {request.name[:80]!r} is not allowed: take letters, digits, '-', '_' and '.'")
         if not request.request_id and not request.HasField("index"):
@@ -137,6 +138,7 @@ class ImportUseCases(CopyUseCases):
                 request,
                 session,
                 payload,
+                request.adapter_name,
                 plan.base_model,
                 plan.spec("", request.seed),
                 functools.partial(self._upload_start, upload=upload, plan=plan),

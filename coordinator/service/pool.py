@@ -191,6 +191,7 @@ class PoolUseCases(ActivityUseCases):
             shown.host_leaves_in_seconds = seconds
         if is_admin:
             shown.pid, shown.node, shown.held_bytes = worker.info.pid, worker.info.node, worker.held_bytes
+            shown.resident_bytes, shown.device_bytes = worker.use.resident_bytes, worker.use.device_bytes
         return shown
 
     def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
@@ -202,6 +203,8 @@ class PoolUseCases(ActivityUseCases):
         shown, others = pb.Cycle(), pb.CycleEntry()
         shown.CopyFrom(cycle)
         del shown.entries[:]
+        if not principal.is_admin:
+            del shown.workers[:]
         other_ids = set()
         for entry in cycle.entries:
             if principal.is_admin or entry.tenant == principal.tenant_id:

@@ -42,6 +42,7 @@ LEAST_ROLES: Mapping[str, Role] = {
             "create_adapter",
             "delete_adapter",
             "move_adapter",
+            "rename_adapter",
             "forward",
             "forward_backward",
             "optim_step",

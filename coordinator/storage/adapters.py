@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Database
@@ -16,7 +17,9 @@ from coordinator.storage.rows import (
     Listing,
     SnapshotRow,
     Table,
+    adapter_reference,
     insert,
+    marks,
 )
 from coordinator.storage.sqlite import Connection
 from coordinator.storage.usage import add_file_use
@@ -28,6 +31,7 @@ NEEDLESS_ADAPTER = """deleted_service_s < :before
         SELECT 1 FROM samplers WHERE samplers.adapter_id = adapters.adapter_id AND samplers.adapter_id != '')"""
 """Condition for adapters that were deleted long ago, whose results are past their keep time, and that no checkpoint or
 sampler needs: these read its spec."""
+NEWEST_FIRST = "created_at DESC, adapter_id"
 
 
 class Adapters(Table[AdapterRow]):
@@ -76,6 +80,15 @@ class Adapters(Table[AdapterRow]):
 
         return self._database.write(write, is_deletion=True)
 
+    def rename(self, adapter_id: str, name: str) -> asyncio.Future[int]:
+        """Give an adapter another name; empty: none. The future has the number of changed rows."""
+        return self._database.execute("UPDATE adapters SET name = ? WHERE adapter_id = ?", (name, adapter_id))
+
+    def note_use(self, adapter_id: str, wall: float) -> None:
+        """Store when an adapter was used. Becomes durable with the next write: that of the operation."""
+        sql = "UPDATE adapters SET used_at = ? WHERE adapter_id = ?"
+        self._database.ride(f"use of {adapter_id}", lambda db: db.execute(sql, (wall, adapter_id)))
+
     def get(self, adapter_id: str) -> AdapterRow | None:
         """Return an adapter, also a deleted one."""
         return self._one("WHERE adapter_id = ?", (adapter_id,))
@@ -92,10 +105,36 @@ class Adapters(Table[AdapterRow]):
         """Return the adapters that are not deleted, oldest first."""
         return self._all("WHERE deleted_at IS NULL ORDER BY created_at, adapter_id")
 
-    def listing(self, tenant_id: str, limit: int, offset: int) -> Listing[AdapterRow]:
-        """Return a part of a tenant's adapters that are not deleted, newest first."""
-        rest, order = "WHERE tenant_id = ? AND deleted_at IS NULL", "created_at DESC, adapter_id"
-        return self._listing("adapter_id", rest, order, (tenant_id,), limit, offset)
+    def listing(
+        self, tenant_id: str, limit: int, offset: int, *, name_prefix: str = "", reference: str = ""
+    ) -> Listing[AdapterRow]:
+        """Return a part of a tenant's adapters that are not deleted, newest first.
+
+        `name_prefix`: only those whose name begins with it; `reference`: only those that have exactly this name, or an
+        id that `adapter_reference` finds. Both are found in an index.
+        """
+        rest, parameters = _condition(tenant_id, name_prefix, reference)
+        return self._listing("adapter_id", rest, NEWEST_FIRST, parameters, limit, offset)
+
+    def ids(self, tenant_id: str, *, name_prefix: str = "", reference: str = "") -> list[str]:
+        """Return the ids of all adapters that `listing` has, in its order."""
+        rest, parameters = _condition(tenant_id, name_prefix, reference)
+        found = self._database.read(f"SELECT adapter_id FROM adapters {rest} ORDER BY {NEWEST_FIRST}", parameters)  # noqa: S608
+        return [row["adapter_id"] for row in found]
+
+    def with_labels(self, adapter_ids: Sequence[str], labels: Mapping[str, str]) -> tuple[list[str], int]:
+        """Return those of some adapters that have all these labels, and the bytes of metadata that were read."""
+        sql = f"SELECT adapter_id, user_metadata FROM adapters WHERE adapter_id IN ({marks(adapter_ids)})"  # noqa: S608
+        texts = {row["adapter_id"]: row["user_metadata"] for row in self._database.read(sql, adapter_ids)}
+        found = [each for each in adapter_ids if each in texts and labels.items() <= json.loads(texts[each]).items()]
+        return found, sum(map(len, texts.values()))
+
+    def listing_of(self, tenant_id: str, adapter_ids: Sequence[str], limit: int, offset: int) -> Listing[AdapterRow]:
+        """Return a part of some of a tenant's adapters, in their order."""
+        read = self._reader("adapter_id", *_condition(tenant_id))
+        return Listing(
+            list(adapter_ids[offset : offset + limit]), len(adapter_ids) > offset + limit, len(adapter_ids), read
+        )
 
     def ids_of_session(self, session_id: str, *, with_deleted: bool = False) -> list[str]:
         """Return the ids of a session's adapters, oldest first."""
@@ -104,6 +143,20 @@ class Adapters(Table[AdapterRow]):
             (session_id, with_deleted),
         )
         return [row["adapter_id"] for row in rows]
+
+
+def _condition(tenant_id: str, name_prefix: str = "", reference: str = "") -> tuple[str, list[str | int]]:
+    """Return the condition of the rows of a listing, with its parameters."""
+    rest = "WHERE tenant_id = ? AND deleted_at IS NULL"
+    parameters: list[str | int] = [tenant_id]
+    if name_prefix:
+        rest += " AND substr(name, 1, ?) = ?"
+        parameters += [len(name_prefix), name_prefix]
+    if reference:
+        condition, values = adapter_reference(reference)
+        rest += f" AND (name = ? OR {condition})"
+        parameters += [reference, *values]
+    return rest, parameters
 
 
 def _note_gone(db: Connection, adapter_id: str) -> None:

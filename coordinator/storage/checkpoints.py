@@ -19,6 +19,7 @@ from coordinator.storage.rows import (
     SamplerRow,
     SnapshotRow,
     Table,
+    adapter_reference,
     columns,
     insert,
     marks,
@@ -26,6 +27,7 @@ from coordinator.storage.rows import (
 )
 from coordinator.storage.schema import UNWRITTEN
 from coordinator.storage.sqlite import Connection
+from tinkerpool.names import SCHEME
 
 
 class Checkpoints(Table[CheckpointRow]):
@@ -48,13 +50,28 @@ class Checkpoints(Table[CheckpointRow]):
         return self._one(condition, (path, tenant_id, is_public_enough))
 
     def listing(
-        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int
+        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int, *, reference: str = ""
     ) -> Listing[CheckpointRow]:
-        """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter."""
+        """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter.
+
+        `reference`: only those of adapters that its first part means, as in a listing of adapters but also of deleted
+        ones, whose path goes on with the rest of it, and ends with it if it has a checkpoint's name.
+        """
         condition = f"WHERE tenant_id = ? AND kind IN ({marks(kinds)})"
-        of_adapter = " AND adapter_id = ?" if adapter_id else ""
-        parameters = (tenant_id, *kinds, *([adapter_id] if adapter_id else []))
-        return self._listing("path", condition + of_adapter, "created_at DESC, path", parameters, limit, offset)
+        parameters: list[str | int] = [tenant_id, *kinds]
+        if adapter_id:
+            condition += " AND adapter_id = ?"
+            parameters.append(adapter_id)
+        if reference:
+            adapter, slash, rest = reference.partition("/")
+            rest = slash + rest
+            # With a name it is the whole rest: one more character would be that of another checkpoint's name.
+            num_compared = len(rest) + bool(rest[1:].partition("/")[2])
+            of_id, values = adapter_reference(adapter)
+            of_name = "adapter_id IN (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')"
+            condition += f" AND substr(path, ? + length(adapter_id), ?) = ? AND ({of_id} OR {of_name})"
+            parameters += [len(SCHEME) + 1, num_compared, rest, *values, tenant_id, adapter]
+        return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:
         """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant.

@@ -10,6 +10,7 @@ from coordinator.storage.schema import (
     DRAINED_WORKERS,
     HISTORY,
     LISTED,
+    NAMED,
     OPERATIONS,
     PROBATIONS,
     RECORDS,
@@ -69,6 +70,13 @@ UPDATE tenants SET row_bytes = found.num_bytes FROM (
 {ROW_COUNTS}{LISTED}"""  # noqa: S608 (our text)
 """What a tenant's rows have counts among its stored bytes. Files of samplers that were saved before count nothing."""
 
+_NAMES = f"""
+ALTER TABLE adapters ADD COLUMN name TEXT NOT NULL DEFAULT '';
+ALTER TABLE adapters ADD COLUMN used_at REAL NOT NULL DEFAULT 0;
+UPDATE adapters SET used_at = CAST(strftime('%s', 'now') AS REAL);
+DROP INDEX IF EXISTS adapters_listed;
+{NAMED}"""  # noqa: S608 (our text)
+"""Names of adapters. When they were last used is not known: none counts as idle for longer than since the migration."""
 _USAGE_DAYS = f"""
 ALTER TABLE tenants ADD COLUMN usage_adapter_rows INTEGER NOT NULL DEFAULT 0;
 {USAGE_DAYS}
@@ -84,6 +92,7 @@ MIGRATIONS = {
     7: RECORDS + _ROW_BYTES,
     8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
     9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
-    10: _USAGE_DAYS,
+    10: _NAMES,
+    11: _USAGE_DAYS,
 }
 """Schema version to the statements that make the next version of it."""

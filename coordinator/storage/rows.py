@@ -7,6 +7,7 @@ as it was inserted. Does not depend on any table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -206,6 +207,10 @@ class AdapterRow:
     """Whether its log may lack operations that its client has acknowledged: it comes from a backup."""
     fingerprint: str = ""
     """Of the numerics that ran its operations last; empty: none ran."""
+    name: str = ""
+    """What people call it, not unique; empty: nothing."""
+    used_at: float = 0.0
+    """When it was created, or its last operation was accepted; up to an hour early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,12 +445,21 @@ class Table(Generic[R]):
             (*parameters, limit + 1, offset),
         )
 
+        read = self._reader(key, rest, parameters)
+        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
+
+    def _reader(self, key: str, rest: str, parameters: Sequence[Any]) -> Callable[[Sequence[str]], list[R]]:
+        """Return how a listing reads the rows of some keys, in their order; `rest` is the condition of its rows."""
+        # A cross join is not reordered: with `IN`, SQLite may walk over all the rows of a tenant for each slice.
+        wanted = "(SELECT value AS wanted FROM json_each(?))"
+        sql = f"SELECT {columns(self._row_type)} FROM {wanted} CROSS JOIN {self._source} {rest} AND {key} = wanted"  # noqa: S608
+
         def read(keys: Sequence[str]) -> list[R]:
-            found = self._all(f"{rest} AND {key} IN ({marks(keys)})", (*parameters, *keys))
-            rows = {getattr(row, key): row for row in found}
+            found = self._database.read(sql, (json.dumps(list(keys)), *parameters))
+            rows = {row[key]: typed(self._row_type, row) for row in found}
             return [rows[each] for each in keys if each in rows]
 
-        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
+        return read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,6 +520,18 @@ class Leftovers:
 def marks(values: Sequence[str]) -> str:
     """Return as many parameters of a statement as there are values."""
     return ", ".join("?" * len(values))
+
+
+def adapter_reference(text: str) -> tuple[str, list[str | int]]:
+    """Return the condition of rows whose `adapter_id` a person may mean by a text, with its parameters.
+
+    The id begins with it. A text with a colon is a session's beginning and the whole rest: `3f2a:train:0` does not mean
+    `3f2a...:train:01`, which may be the only one left.
+    """
+    begin, colon, rest = text.partition(":")
+    end = colon + rest
+    condition = "substr(adapter_id, 1, ?) = ? AND substr(adapter_id, length(adapter_id) + 1 - ?) = ?"
+    return condition, [len(begin), begin, len(end), end]
 
 
 def columns(row_type: type[Any]) -> str:

@@ -12,7 +12,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | api_keys | an API key, as the hash of its secret | it is created, rotated or revoked; when it was used, once an hour |
 | audit | an act of an administrator | in the transaction of the act; never changed or deleted |
 | sessions | a client process | it is created or ends; deleted once nothing needs it |
-| adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
+| adapters | an adapter: its spec, not its state | it is created, renamed, used (once an hour), deleted; gone later |
 | samplers | a sampler | it is created, or weights are saved without a name; deleted after its session |
 | operations | an operation, without its payload and outcome | it is appended, decided, fetched; deleted later |
 | payloads | the payload of an operation that a recovery may need | it is appended; deleted once a snapshot covers it |
@@ -28,6 +28,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
 | worker_classes | a worker that has ever been ready | it reports another fingerprint |
 | usage_days | the usage of a tenant's adapter on a day, by kind | with `usage`; merged with others later |
+| used_days | a day that is kept apart there | with the day's first row; deleted once its rows are merged |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
@@ -36,7 +37,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -101,6 +102,9 @@ CREATE TABLE usage_days (
     file_s REAL NOT NULL,
     PRIMARY KEY (tenant_id, day, base_model, adapter_id, kind)
 ) WITHOUT ROWID;
+CREATE TABLE used_days (day INTEGER PRIMARY KEY); -- of any tenant
+CREATE TRIGGER usage_days_note_day AFTER INSERT ON usage_days WHEN NEW.day != 0
+BEGIN INSERT INTO used_days SELECT NEW.day WHERE NOT EXISTS (SELECT 1 FROM used_days WHERE day = NEW.day); END;
 CREATE TRIGGER usage_days_count_insert AFTER INSERT ON usage_days WHEN NEW.adapter_id NOT IN ('', '*')
 BEGIN UPDATE tenants SET usage_adapter_rows = usage_adapter_rows + 1 WHERE tenant_id = NEW.tenant_id; END;
 CREATE TRIGGER usage_days_count_delete AFTER DELETE ON usage_days WHEN OLD.adapter_id NOT IN ('', '*')
@@ -147,7 +151,7 @@ CREATE TABLE worker_classes (
 """The classes of workers, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
-"""What the columns of a row count that are no texts or blobs of a client: numbers, ids, keys of indexes."""
+"""What the columns of a row count that are no long texts or blobs of a client: numbers, ids, names, keys of indexes."""
 
 
 def _counting(table: str, row_bytes: str, num_rows: str = "") -> str:
@@ -198,9 +202,15 @@ ROW_COUNTS = (
 
 LISTED = """
 CREATE INDEX sessions_listed ON sessions (tenant_id, created_at DESC, session_id) WHERE ended_at IS NULL;
-CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id) WHERE deleted_at IS NULL;
 """
-"""List without reading rows, whose metadata may be large; also for databases that a migration gives the indexes."""
+"""List without reading rows, whose metadata may be large; also for databases that a migration gives the index."""
+
+NAMED = """
+CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id, name, deleted_at)
+    WHERE deleted_at IS NULL;
+CREATE INDEX adapters_named ON adapters (tenant_id, name) WHERE name != '';
+"""
+"""List and find adapters without reading rows, as `LISTED`; the second index has deleted adapters, too."""
 
 OPERATIONS = """CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
@@ -333,6 +343,8 @@ CREATE TABLE adapters (
     deleted_service_s REAL,               -- its row is deleted some time after it
     is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
     fingerprint TEXT NOT NULL DEFAULT '', -- of the numerics that ran its operations last; empty: none ran
+    name TEXT NOT NULL DEFAULT '',        -- what people call it, not unique; empty: nothing
+    used_at REAL NOT NULL DEFAULT 0,      -- its creation or last accepted operation; up to an hour early
     UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
 CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
@@ -410,4 +422,5 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}"""  # noqa: S608 (our names)
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
+{NAMED}"""  # noqa: S608 (our names)

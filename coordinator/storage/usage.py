@@ -16,7 +16,7 @@ from coordinator.storage.rows import FileUse, UsageRow, typed
 from coordinator.storage.sqlite import Connection
 
 DAYS_KEPT = 400
-"""Days that are kept apart; sums of earlier ones become sums of day 0, without adapters."""
+"""Newest days with usage that are kept apart; sums of earlier ones become sums of day 0, without adapters."""
 ADAPTER_ROWS_MAX = 10_000
 """Sums of a tenant that name an adapter; beyond it those of its oldest days lose their adapters."""
 MERGED_MAX = 500
@@ -78,30 +78,38 @@ class Usage:
         day = self._database.day()
         self._database.ride(f"use {next(self._numbers)}", lambda db: add_file_use(db, use, day))
 
-    async def merge(self, before: int, adapter_rows_max: int) -> None:
-        """Merge the sums of days before this one, and those of each tenant's oldest days beyond `adapter_rows_max`."""
-        is_old = "day > 0 AND day < ?"
-        rows = self._database.read(
-            "SELECT tenant_id FROM tenants WHERE usage_adapter_rows > ? OR EXISTS"  # noqa: S608
-            f" (SELECT 1 FROM usage_days WHERE usage_days.tenant_id = tenants.tenant_id AND {is_old})",
-            (adapter_rows_max, before),
-        )
+    async def merge(self, days_kept: int, adapter_rows_max: int) -> None:
+        """Merge the sums of all but the newest days, and those of each tenant's oldest days beyond `adapter_rows_max`.
+
+        Days are counted, not compared with the clock: one that runs ahead for a moment makes no day old.
+        """
+        days = self._database.read("SELECT day FROM used_days ORDER BY day DESC LIMIT 2 OFFSET ?", (days_kept - 1,))
+        if len(days) > 1:
+            await self._merge_days(before=days[0]["day"])
+        rows = self._database.read("SELECT tenant_id FROM tenants WHERE usage_adapter_rows > ?", (adapter_rows_max,))
         for row in rows:
-            while await self._merge(row["tenant_id"], is_old, before, MERGED_MAX, first_day=before) == MERGED_MAX:
-                pass
             while (num_left := self._num_adapter_rows(row["tenant_id"]) - adapter_rows_max) > 0:
                 await self._merge(row["tenant_id"], "adapter_id NOT IN ('', ?)", SEVERAL, min(num_left, MERGED_MAX))
+
+    async def _merge_days(self, before: int) -> None:
+        """Merge the sums of all days before this one. After a crash it begins again."""
+        await self._database.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'usage_day'", (before,))
+        for row in self._database.read("SELECT tenant_id FROM tenants"):
+            is_old = "day > 0 AND day < ?"
+            while await self._merge(row["tenant_id"], is_old, before, MERGED_MAX, keeps_days=False) == MERGED_MAX:
+                pass
+        await self._database.execute("DELETE FROM used_days WHERE day < ?", (before,))
 
     def _num_adapter_rows(self, tenant_id: str) -> int:
         row = self._database.read_one("SELECT usage_adapter_rows FROM tenants WHERE tenant_id = ?", (tenant_id,))
         return int(row["usage_adapter_rows"]) if row is not None else 0
 
     def _merge(
-        self, tenant_id: str, condition: str, value: object, num_max: int, first_day: int = 0
+        self, tenant_id: str, condition: str, value: object, num_max: int, *, keeps_days: bool = True
     ) -> asyncio.Future[int]:
-        """Merge some of a tenant's sums, oldest days first; the future has their number.
+        """Merge the adapters of some of a tenant's sums, oldest days first, and without `keeps_days` their days.
 
-        `first_day`: the first day that is kept apart afterwards; 0: all are, and only adapters are merged.
+        The future has the number of these sums.
         """
 
         def write(db: Connection) -> int:
@@ -116,10 +124,8 @@ class Usage:
                     "DELETE FROM usage_days WHERE (tenant_id, day, base_model, adapter_id, kind) = (?, ?, ?, ?, ?)",
                     (tenant_id, day, base_model, adapter_id, kind),
                 )
-                key = (tenant_id, 0 if first_day else day, base_model, SEVERAL, kind)
+                key = (tenant_id, day if keeps_days else 0, base_model, SEVERAL, kind)
                 db.execute(f"INSERT INTO usage_days VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) {_ADD}", (*key, *sums))  # noqa: S608
-            if merged and first_day:
-                db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'usage_day'", (first_day,))
             return len(merged)
 
         return self._database.write(write)

@@ -522,8 +522,8 @@ GUARDS = (
     Guard(
         name="solo turns of a tenant on probation",
         file="coordinator/scheduling/ready_set.py",
-        before="        if self._turns.is_held(log):\n            return self._turns.has_turn",
-        after="        if False:\n            return self._turns.has_turn",
+        before="        if not self._turns.are_idle and self._turns.is_held(log):\n            has_turn = ",
+        after="        if False:\n            has_turn = ",
         tests=("tests/integration/cycles/test_probation.py", "-k", "repeat_poisoner"),
     ),
     Guard(

@@ -13,6 +13,7 @@ STORED_BYTES = f"""SELECT SUM(num_bytes) FROM (
     UNION ALL SELECT tenant_id, {ROW_BYTES} + length(CAST(user_metadata AS BLOB)) + size_bytes FROM checkpoints
     UNION ALL SELECT samplers.tenant_id, {ROW_BYTES} + length(payload) + file_bytes FROM samplers
     UNION ALL SELECT tenant_id, num_bytes FROM sample_records
+    UNION ALL SELECT tenant_id, {ROW_BYTES} + length(entry) FROM history
     UNION ALL SELECT tenant_id, {ROW_BYTES} FROM operations
     UNION ALL SELECT tenant_id, length(payload) FROM operations JOIN payloads USING (target_id, seq)
     UNION ALL SELECT tenant_id, length(outcome) FROM operations JOIN outcomes USING (target_id, seq)
@@ -39,8 +40,14 @@ def check_counts(core: Core) -> None:
             "checkpoints": _number(core, "SELECT COUNT(*) FROM checkpoints WHERE tenant_id = ?", tenant_id),
             "stored bytes": _number(core, STORED_BYTES, tenant_id) + _state_bytes(core, tenant_id),
         }
+        entries = "SELECT COUNT(*) FROM history WHERE tenant_id = ?"
+        counted["entries"] = _number(core, "SELECT history_rows FROM tenants WHERE tenant_id = ?", tenant_id)
+        rows["entries"] = _number(core, entries, tenant_id)
         if counted != rows:
             raise Mismatch(f"limits of {tenant.name} count {counted}, its rows are {rows}")
+        twice = "SELECT COUNT(*) - COUNT(DISTINCT target_id || seq) FROM history WHERE seq > 0 AND tenant_id = ?"
+        if _number(core, twice, tenant_id):
+            raise Mismatch(f"operations of {tenant.name} are in the history more than once")
         months, days, used = [
             _number(core, f"SELECT SUM(num_tokens) FROM {table} WHERE tenant_id = ?", tenant_id)
             for table in ("usage_months", "usage_days", "usage")

@@ -229,6 +229,7 @@ class ToyEngine:
             incarnation=self.incarnation,
             results=results,
             wall_s=time.perf_counter() - started,
+            phase_s={"forward": time.perf_counter() - started},
             held_bytes=sum(toy_bytes(each.spec) for each in self.adapters.values()) + TOY_BYTES * len(self.versions),
         )
 

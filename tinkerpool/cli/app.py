@@ -83,7 +83,12 @@ def build() -> typer.Typer:
         app.command(rich_help_panel=POOLS_PANEL)(command)
     for command in (pool.status, top.top, pool.watch, history.why, history.history, usage.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
-    app.add_typer(adapters.app, name="adapter", help="Your adapters: list, delete, move.", rich_help_panel=THINGS_PANEL)
+    app.add_typer(
+        adapters.app,
+        name="adapter",
+        help="Your adapters: list, rename, delete, prune, move.",
+        rich_help_panel=THINGS_PANEL,
+    )
     app.add_typer(
         checkpoints.app,
         name="checkpoint",

@@ -61,6 +61,7 @@ def audit(
             for entry in response.entries
         ),
         right="entry",
+        whole=("subject",),
     )
     note_rest(response, limit)
 

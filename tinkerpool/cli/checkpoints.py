@@ -26,6 +26,7 @@ from tinkerpool.cli.connection import (
     open_connection,
 )
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
+from tinkerpool.cli.references import AdapterArgument, PathArgument, find_adapter, find_checkpoint
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import (
@@ -39,7 +40,6 @@ from tinkerpool.client.calls.methods import (
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.client.export import Exporter, ExportFormat
 from tinkerpool.client.imports import Adapter, Import, import_adapter
-from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest
 from tinkerpool.v1.sessions_pb2 import GetCapabilitiesRequest, GetCapabilitiesResponse
@@ -52,30 +52,23 @@ _LOADERS = {
 }
 
 
-def _path(text: str) -> str:
-    """Check a path of a checkpoint. Raises CliError."""
-    try:
-        CheckpointPath.parse(text)
-    except ValueError as error:
-        raise CliError(str(error)) from None
-    return text
-
-
-PathArgument = Annotated[
-    str, typer.Argument(parser=_path, metavar="PATH", help="The path in `tinkerpool checkpoint list`, tinker://...")
-]
-
-
 @app.command("list")
 @calls_pool
 def list_checkpoints(
     target: Target,
-    adapter_id: Annotated[str, typer.Option("--adapter", help="List only checkpoints of this adapter.")] = "",
+    adapter: Annotated[
+        str,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="List only checkpoints of this adapter, also of a deleted one: the beginning of its id, or its name.",
+        ),
+    ] = "",
     limit: LimitOption = 50,
     json: JsonOption = False,
 ) -> None:
     """List your checkpoints, newest first."""
-    make_request = partial(pb.ListCheckpointsRequest, adapter_id=adapter_id)
+    make_request = partial(pb.ListCheckpointsRequest, reference=adapter)
     found = fetch_list(target, LIST_CHECKPOINTS, make_request, "checkpoints", limit)
     if json:
         show.json_message(found)
@@ -85,10 +78,11 @@ def list_checkpoints(
         return
     show.table(
         "Checkpoints",
-        ("path", "base model", "rank", "seq", "size", "created"),
+        ("path", "adapter", "base model", "rank", "seq", "size", "created"),
         (
             (
                 checkpoint.path,
+                checkpoint.adapter_name,
                 checkpoint.base_model,
                 str(checkpoint.rank),
                 str(checkpoint.seq),
@@ -98,6 +92,8 @@ def list_checkpoints(
             for checkpoint in found.checkpoints
         ),
         right="rank seq size",
+        whole=("path",),
+        spare=("rank", "seq", "base model", "created", "size", "adapter"),
     )
     note_rest(found, limit)
 
@@ -106,10 +102,11 @@ def list_checkpoints(
 @calls_pool
 def save(
     target: Target,
-    adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
+    adapter: AdapterArgument,
     name: Annotated[str, typer.Argument(help="Name of the checkpoint.")],
 ) -> None:
     """Save an adapter's state as it is now, behind its queued operations. Its client need not run any more."""
+    adapter_id = find_adapter(target, adapter).adapter_id
 
     async def save_and_wait(transport: Transport) -> Operation:
         request = pb.SaveStateRequest(adapter_id=adapter_id, name=name, request_id=uuid.uuid4().hex)
@@ -154,6 +151,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint as a directory that PEFT, transformers or vLLM loads."""
+    path = find_checkpoint(target, path)
     try:
         exporter = Exporter(
             checkpoint=path, format=export_format, base_model=base_model, whole_unembedding=whole_unembedding
@@ -182,6 +180,7 @@ def import_directory(
         Path, typer.Argument(help="What PEFT's save_pretrained or `tinkerpool checkpoint export` wrote.")
     ],
     name: Annotated[str, typer.Option("--name", help="Name of the checkpoint.")] = "imported",
+    adapter_name: Annotated[str, typer.Option("--adapter-name", metavar="NAME", help="Name of the new adapter.")] = "",
     base_model: Annotated[
         str,
         typer.Option(
@@ -205,7 +204,7 @@ def import_directory(
     """
     console = Console(stderr=True)
     try:
-        what = Import(name=name, base_model=base_model)
+        what = Import(name=name, base_model=base_model, adapter_name=adapter_name)
         with (
             Adapter.open(directory) as adapter,
             open_connection(target) as connection,
@@ -239,6 +238,7 @@ def delete(
     yes: YesOption = False,
 ) -> None:
     """Delete a checkpoint for good."""
+    path = find_checkpoint(target, path)
     if not yes:
         typer.confirm(f"Delete {path} for good?", abort=True)
     call(target, DELETE_CHECKPOINT, pb.DeleteCheckpointRequest(path=path))

@@ -9,22 +9,32 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, call
 from tinkerpool.cli.finding import Target, calls_pool
+from tinkerpool.cli.references import SAMPLER_PART, find_adapter, find_operation
 from tinkerpool.client.calls.methods import GET_HISTORY_ENTRY, LIST_HISTORY
 from tinkerpool.history import WAITS, kind_of, progress_of
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
+
+LEFT_OUT = ("tokens", "clock_cycle", "num_datums", "adapter_norm", "update_norm", "weight_norm")
+"""Metrics that the table leaves out; `--json` has all."""
 
 
 @calls_pool
 def why(
     target: Target,
     operation: Annotated[
-        str, typer.Argument(metavar="OPERATION", help="Its name, ADAPTER:SEQ, as futures and errors show it.")
+        str,
+        typer.Argument(
+            metavar="OPERATION",
+            help="Its name, ADAPTER:SEQ, as futures and errors show it; a unique beginning of the adapter's id, or its "
+            "name, is enough.",
+        ),
     ],
     json: JsonOption = False,
 ) -> None:
     """Tell why an operation took as long as it did, or what it waits for."""
-    entry = call(target, GET_HISTORY_ENTRY, pb.GetHistoryEntryRequest(name=operation)).entry
+    request = pb.GetHistoryEntryRequest(name=find_operation(target, operation))
+    entry = call(target, GET_HISTORY_ENTRY, request).entry
     if json:
         show.json_message(entry)
         return
@@ -33,7 +43,7 @@ def why(
 
 
 def _lines(entry: pb.HistoryEntry) -> list[tuple[str, str]]:
-    lines = [("operation", f"{entry.operation}, a {kind_of(entry)}")]
+    lines = [("operation", f"{entry.operation} ({kind_of(entry)})")]
     if entry.HasField("arrive_time"):
         lines.append(("arrived", show.moment(entry.arrive_time)))
     else:
@@ -70,11 +80,17 @@ def _run(entry: pb.HistoryEntry) -> str:
 @calls_pool
 def history(
     target: Target,
-    adapter_id: Annotated[str, typer.Argument(metavar="ADAPTER", help="An adapter, or a sampler.")],
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="An adapter: its id, a unique beginning of it, or its name. Or the id of a sampler."
+        ),
+    ],
     limit: LimitOption = 20,
     json: JsonOption = False,
 ) -> None:
     """Show the last operations of an adapter: how long each waited and ran, and its metrics."""
+    adapter_id = adapter if SAMPLER_PART in adapter else find_adapter(target, adapter).adapter_id
     entries = _last(target, adapter_id, limit)
     if json:
         show.json_message(pb.ListHistoryResponse(entries=entries))
@@ -119,5 +135,5 @@ def _took(entry: pb.HistoryEntry) -> str:
 
 
 def _metrics(entry: pb.HistoryEntry) -> str:
-    shown = {name.partition(":")[0]: value for name, value in sorted(entry.metrics.items()) if "unique" not in name}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name != "tokens")
+    shown = {name.partition(":")[0]: value for name, value in sorted(entry.metrics.items())}
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in LEFT_OUT)

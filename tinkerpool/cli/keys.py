@@ -12,12 +12,15 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
+from tinkerpool.cli.references import find_key
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
 from tinkerpool.credentials import replace_key
 from tinkerpool.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True)
 
+KEY_ID_LENGTH = 12
+"""A shorter text is the beginning of a key's id."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"(\d{1,10})([smhd]?)")
 
@@ -99,6 +102,8 @@ def list_keys(target: Target, limit: LimitOption = 100, json: JsonOption = False
             )
             for key in response.api_keys
         ),
+        whole=("key id",),
+        spare=("created", "last used"),
     )
     note_rest(response, limit)
 
@@ -108,7 +113,10 @@ def list_keys(target: Target, limit: LimitOption = 100, json: JsonOption = False
 def rotate(
     target: Target,
     key_id: Annotated[
-        str, typer.Argument(help="The id of another key, for administrators. Default: the key of this command.")
+        str,
+        typer.Argument(
+            help="The id of another key, or a unique beginning, for administrators. Default: the key of this command."
+        ),
     ] = "",
     grace: Annotated[
         str, typer.Option(metavar="DURATION", help="How long the old key stays valid; 0: it ends at once.")
@@ -118,7 +126,8 @@ def rotate(
 
     A key in this machine's credentials files is replaced there; otherwise the new key is printed once.
     """
-    request = admin_pb2.RotateApiKeyRequest(key_id=_id_of(key_id), grace_seconds=seconds_of(grace))
+    key_id = _find(target, key_id) if key_id else ""
+    request = admin_pb2.RotateApiKeyRequest(key_id=key_id, grace_seconds=seconds_of(grace))
     response = call(target, ROTATE_API_KEY, request)
     replaced, is_own = response.replaced, response.replaced.key_id == _id_of(target.api_key)
     try:
@@ -141,12 +150,20 @@ def rotate(
 @calls_no_other_pool
 def revoke(
     target: Target,
-    key_id: Annotated[str, typer.Argument(help="The id in `tinkerpool key list`, or a whole key.")],
+    key_id: Annotated[
+        str, typer.Argument(help="The id in `tinkerpool key list`, a unique beginning of it, or a whole key.")
+    ],
 ) -> None:
     """Revoke a key for good."""
-    key_id = _id_of(key_id)
+    key_id = _find(target, key_id)
     call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
     show.note(f"{key_id} is revoked.")
+
+
+def _find(target: Target, key: str) -> str:
+    """Return the id of the key that is meant. Raises CliError."""
+    key_id = _id_of(key)
+    return key_id if len(key_id) >= KEY_ID_LENGTH else find_key(target, key_id)
 
 
 def _id_of(key: str) -> str:

@@ -124,6 +124,7 @@ def _show_running(response: pool_pb2.GetPoolStatusResponse) -> None:
             )
             for each in shown
         ),
+        whole=("adapter",),
     )
     if num_more := sum(each.num_running_adapters for each in response.tenants) - len(shown):
         show.say(f"... and {num_more:,} more")
@@ -144,6 +145,7 @@ def _show_probations(probations: Iterable[probation_pb2.Probation]) -> None:
             for each in probations
         ),
         right="kills",
+        whole=("last one by",),
     )
 
 

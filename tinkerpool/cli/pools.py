@@ -42,6 +42,8 @@ def pools(json: JsonOption = False) -> None:
             )
             for pool in found
         ),
+        whole=("url", "data directory"),
+        spare=("base models",),
     )
 
 

@@ -6,36 +6,88 @@ Depends on no command and no network.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-"""Wide unless it is a terminal, so that `grep` finds whole lines."""
+console = Console(highlight=False, width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200)
+"""Wide unless it is a terminal or COLUMNS is set, so that `grep` finds whole lines."""
+TEXT_WIDTH = 16
+"""Spare columns but the last one are left out before a longer text is wrapped into fewer characters than these."""
+TEXT_WIDTH_MIN = 8
+"""Fewest characters of a column that texts are wrapped into."""
+_GAP = 2
+"""Between two columns."""
 
 
 class CliError(Exception):
     """Ends the command with exit code 1. The message says in a sentence what is wrong, and how to mend it."""
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: str = "") -> None:
-    """Print a table; `right` names the columns of numbers, separated by spaces."""
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: str = "",
+    whole: Collection[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table; `right` names the columns of numbers, separated by spaces.
+
+    Columns of `whole` are never cut or wrapped, because people copy ids and paths: where the console has no room for
+    them, lines are longer than it. Before that, columns of `spare` are left out, in their order, with a note, and then
+    other cells are wrapped.
+    """
+    cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    widths = {
+        column: max([cell_len(column), *(row[number].cell_len for row in cells)])
+        for number, column in enumerate(columns)
+    }
+    left_out: list[str] = []
+    for column in spare:
+        is_last = column == spare[-1]
+        if _total_width(widths, whole, TEXT_WIDTH_MIN if is_last else TEXT_WIDTH) <= console.width:
+            break
+        left_out.append(column)
+        del widths[column]
+    total_width = _total_width(widths, whole, TEXT_WIDTH_MIN)
     numbers = set(right.split())
-    for column in columns:
-        # Wrap cells of a table that is too wide: an id that is cut short is useless.
-        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    console.print(shown)
+    shown = Table(
+        title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
+    for column, width in widths.items():
+        is_whole = column in whole
+        shown.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            overflow="fold",
+            no_wrap=is_whole,
+            min_width=width if is_whole else min(width, TEXT_WIDTH_MIN),
+        )
+    for row in cells:
+        shown.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column in widths))
+    if total_width > console.width:
+        shown.width = total_width
+    console.print(shown, crop=False)
+    if left_out:
+        note(f"Not shown in {console.width} columns: {', '.join(left_out)}. A wider terminal shows them.")
+
+
+def _total_width(widths: Mapping[str, int], whole: Collection[str], text_width: int) -> int:
+    """Return the least width of a table whose texts are wrapped into at least `text_width` characters."""
+    least = (width if column in whole else min(width, text_width) for column, width in widths.items())
+    return sum(least) + _GAP * (len(widths) - 1)
 
 
 def say(text: str) -> None:

@@ -146,24 +146,25 @@ def _shares(num_rows: int | None, workers: int, tenants: int, reasons: int) -> t
 
 def _workers(workers: Sequence[pool_pb2.Worker], num_rows: int) -> list[RenderableType]:
     has_models = len({worker.base_model for worker in workers}) > 1
-    has_memory = any(worker.held_bytes for worker in workers)  # members do not see it
+    memory = {"memory": "resident_bytes", "GPU": "device_bytes"}
+    memory = {column: name for column, name in memory.items() if any(getattr(each, name) for each in workers)}
     kept = _kept(workers, num_rows, lambda each: (each.state != pool_pb2.WORKER_STATE_READY, _tokens(each)))
     columns = ["worker", *(["base model"] if has_models else []), "adapters", "samples"]
-    columns += [*(["memory"] if has_memory else []), "trained/s", "sampled/s", "state"]
+    columns += [*memory, "trained/s", "sampled/s", "state"]
     rows: list[Sequence[str | Text]] = [
         (
             Text(worker.worker_id),
             *([Text(worker.base_model)] if has_models else []),
             f"{worker.num_adapters}/{worker.num_slots}" if worker.num_slots else "",
             str(worker.num_samples),
-            *([show.size(worker.held_bytes)] if has_memory else []),
+            *(show.size(getattr(worker, name)) for name in memory.values()),
             rate(worker.trained_tokens_per_second),
             rate(worker.sampled_tokens_per_second),
             state(worker),
         )
         for worker in kept
     ]
-    right = "adapters samples memory trained/s sampled/s"
+    right = "adapters samples memory GPU trained/s sampled/s"
     return _table(columns, rows, num_rows, num_left_out=len(workers) - len(kept), right=right)
 
 

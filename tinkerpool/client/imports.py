@@ -19,7 +19,7 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.export import CONFIG, FACTS, WEIGHTS
 from tinkerpool.client.session import Session
 from tinkerpool.errors import NotFound, NotImportable
-from tinkerpool.names import is_checkpoint_name
+from tinkerpool.names import is_adapter_name, is_checkpoint_name
 from tinkerpool.tensor_files import read_header_text
 from tinkerpool.v1 import imports_pb2
 
@@ -105,13 +105,19 @@ class Import:
     seed: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     ttl_seconds: int = 0
+    adapter_name: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a name that no checkpoint can have, before anything is sent."""
+        """Raises ValueError for a name that no checkpoint or adapter can have, before anything is sent."""
         if not is_checkpoint_name(self.name):
             raise ValueError(
                 f"name {self.name[:80]!r} is not allowed: 1 to 128 of letters, digits, '-', '_' and '.', not beginning "
                 "with a dot"
+            )
+        if self.adapter_name and not is_adapter_name(self.adapter_name):
+            raise ValueError(
+                f"adapter_name {self.adapter_name[:120]!r} is not allowed: at most 100 printable characters, no '/', "
+                "no space at the ends"
             )
 
 
@@ -147,6 +153,7 @@ async def _import(
         user_metadata=what.user_metadata,
         seed=what.seed,
         ttl_seconds=what.ttl_seconds,
+        adapter_name=what.adapter_name,
     )
     for attempt in range(UPLOADS_MAX):
         upload = (await connection.call(methods.CREATE_UPLOAD, create)).upload

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -85,11 +85,19 @@ class RestClient:
         return self._start(fetch_capabilities(self._connection))
 
     def list_training_runs(
-        self, limit: int = 20, offset: int = 0, access_scope: Owned = "owned", project_id: None = None
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: Owned = "owned",
+        project_id: None = None,
+        *,
+        name_prefix: str = "",
+        labels: Mapping[str, str] | None = None,
     ) -> APIFuture[types.TrainingRunsResponse]:
-        """List your adapters, newest first."""
+        """List your adapters, newest first: those whose name begins with `name_prefix` and that have all `labels`."""
         refuse(access_scope=access_scope, project_id=project_id)
-        return self._start(self._list_training_runs(limit, offset))
+        wanted = partial(adapters_pb2.ListAdaptersRequest, name_prefix=name_prefix, labels=string_map(labels))
+        return self._start(self._list_training_runs(wanted, limit, offset))
 
     def get_training_run(self, training_run_id: str, access_scope: Owned = "owned") -> APIFuture[types.TrainingRun]:
         """Return an adapter. Raises NotFound."""
@@ -101,6 +109,10 @@ class RestClient:
     ) -> APIFuture[types.TrainingRun]:
         """Return the adapter of a checkpoint. Raises NotFound, and ValueError for a malformed path."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).adapter_id, access_scope)
+
+    def rename_training_run(self, training_run_id: str, name: str) -> APIFuture[types.TrainingRun]:
+        """Give an adapter another name, empty: none; return it. Not in the SDK. Raises NotFound and InvalidArgument."""
+        return self._start(self._rename_training_run(training_run_id, name))
 
     def delete_training_run(self, training_run_id: str) -> APIFuture[None]:
         """Delete an adapter and its training state; its checkpoints stay. Raises NotFound."""
@@ -216,6 +228,7 @@ class RestClient:
         user_metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
         on_progress: OnProgress | None = None,
+        adapter_name: str = "",
     ) -> APIFuture[types.ImportCheckpointResponse]:
         """Make a checkpoint of an adapter in PEFT's format. Not in the SDK; see docs/export.md.
 
@@ -229,6 +242,7 @@ class RestClient:
             user_metadata: labels for adapter and checkpoint.
             ttl_seconds: delete the checkpoint after so many seconds. None: keep it.
             on_progress: called with the bytes sent so far and those of the whole upload, on another thread.
+            adapter_name: what people call the new adapter, as of `create_lora_training_client`.
 
         Raises:
             NotImportable: there is no adapter in safetensors in the directory.
@@ -242,6 +256,7 @@ class RestClient:
             seed=seed,
             user_metadata=string_map(user_metadata),
             ttl_seconds=ttl_seconds or 0,
+            adapter_name=adapter_name,
         )
         return self._start(self._import(Adapter.open(Path(directory)), what, on_progress))
 
@@ -299,6 +314,7 @@ class RestClient:
     list_training_runs_async = awaited(list_training_runs)
     get_training_run_async = awaited(get_training_run)
     get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
+    rename_training_run_async = awaited(rename_training_run)
     delete_training_run_async = awaited(delete_training_run)
     list_checkpoints_async = awaited(list_checkpoints)
     list_user_checkpoints_async = awaited(list_user_checkpoints)
@@ -322,14 +338,20 @@ class RestClient:
     def _start(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
         return self._connection.start(work, is_cancellable=True)
 
-    async def _list_training_runs(self, limit: int, offset: int) -> types.TrainingRunsResponse:
+    async def _list_training_runs(
+        self, wanted: Callable[..., adapters_pb2.ListAdaptersRequest], limit: int, offset: int
+    ) -> types.TrainingRunsResponse:
         async def page(size: int, token: str) -> tuple[list[adapters_pb2.Adapter], str]:
-            request = adapters_pb2.ListAdaptersRequest(page_size=size, page_token=token)
+            request = wanted(page_size=size, page_token=token)
             response = await self._connection.call(methods.LIST_ADAPTERS, request)
             return list(response.adapters), response.next_page_token
 
         adapters = await _list(page, limit, offset)
         return types.TrainingRunsResponse(training_runs=[_training_run(adapter) for adapter in adapters])
+
+    async def _rename_training_run(self, training_run_id: str, name: str) -> types.TrainingRun:
+        request = adapters_pb2.RenameAdapterRequest(adapter_id=training_run_id, name=name)
+        return _training_run((await self._connection.call(methods.RENAME_ADAPTER, request)).adapter)
 
     async def _get_training_run(self, training_run_id: str) -> types.TrainingRun:
         request = adapters_pb2.GetAdapterRequest(adapter_id=training_run_id)
@@ -489,6 +511,8 @@ def _training_run(adapter: adapters_pb2.Adapter) -> types.TrainingRun:
         create_time=_time(adapter.create_time),
         num_operations=adapter.applied_seq,
         user_metadata=dict(adapter.user_metadata),
+        name=adapter.name,
+        last_request_time=_time(adapter.last_use_time),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from tinkerpool import types
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.encoding import checkpoint_path, string_map
+from tinkerpool.client.calls.encoding import adapter_labels, checkpoint_path
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
@@ -96,6 +96,8 @@ class ServiceClient:
         optimizer: types.AdamOptimizerConfig | None = None,
         *,
         alpha: float | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """Create an adapter, and return the client that trains it.
 
@@ -107,17 +109,21 @@ class ServiceClient:
             train_attn: adapt the attention projections.
             train_unembed: adapt the unembedding. If the base model ties it to the embedding, merging needs care:
                 `export_checkpoint` says so.
-            user_metadata: labels for the adapter.
+            user_metadata: the SDK's name of `labels`.
             optimizer: only AdamW, which is the default in the Tinker SDK, too.
             alpha: LoRA scaling numerator. None: 32.
+            name: what people call the adapter, in every list: at most 100 printable characters, without `/`. Several
+                adapters may have one name. `RestClient.rename_training_run` changes it.
+            labels: keys and values to look the adapter up by: `tinkerpool adapter list --label KEY=VALUE`.
 
         Raises:
             NotFound: the pool does not serve that model.
-            InvalidArgument: the rank is not allowed, or all three `train_*` are false.
-            ValueError: no `base_model`, and the pool has several; or a rank below 1.
+            InvalidArgument: the rank or the name is not allowed, or all three `train_*` are false.
+            ValueError: no `base_model`, and the pool has several; a rank below 1; `user_metadata` and `labels`.
         """
         _check_optimizer(optimizer)
-        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        metadata = adapter_labels(user_metadata, labels)
+        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
         return self._connection.start(self._create_adapter(make_request, base_model)).result()
 
     async def create_lora_training_client_async(
@@ -132,10 +138,13 @@ class ServiceClient:
         optimizer: types.AdamOptimizerConfig | None = None,
         *,
         alpha: float | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """`create_lora_training_client`, awaited."""
         _check_optimizer(optimizer)
-        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        metadata = adapter_labels(user_metadata, labels)
+        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
         return await self._connection.start(self._create_adapter(make_request, base_model))
 
     def create_training_client_from_state(
@@ -145,15 +154,21 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
         optimizer: types.AdamOptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and fresh moments; return its client.
 
-        `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
-        model, and ValueError for a malformed path.
+        `name` and `labels` are those of the new adapter, as of `create_lora_training_client`; it takes over none of the
+        checkpoint's adapter. `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument
+        for another base model or a malformed name, and ValueError for a malformed path.
         """
         refuse(weights_access_token=weights_access_token)
         _check_optimizer(optimizer)
-        return self._from_state(path, base_model, user_metadata, with_optimizer=False).result()
+        return self._from_state(
+            path, base_model, adapter_labels(user_metadata, labels), name, with_optimizer=False
+        ).result()
 
     async def create_training_client_from_state_async(
         self,
@@ -162,11 +177,16 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
         optimizer: types.AdamOptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state`, awaited."""
         refuse(weights_access_token=weights_access_token)
         _check_optimizer(optimizer)
-        return await self._from_state(path, base_model, user_metadata, with_optimizer=False)
+        return await self._from_state(
+            path, base_model, adapter_labels(user_metadata, labels), name, with_optimizer=False
+        )
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -174,14 +194,18 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
+        *,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """Create an adapter with a checkpoint's weights and moments; return its client.
 
-        `base_model` can only be the checkpoint's, as in None. Raises NotFound, InvalidArgument for another base
-        model, and ValueError for a malformed path.
+        Arguments and errors are those of `create_training_client_from_state`.
         """
         refuse(weights_access_token=weights_access_token)
-        return self._from_state(path, base_model, user_metadata, with_optimizer=True).result()
+        return self._from_state(
+            path, base_model, adapter_labels(user_metadata, labels), name, with_optimizer=True
+        ).result()
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -189,10 +213,15 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: None = None,
+        *,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """`create_training_client_from_state_with_optimizer`, awaited."""
         refuse(weights_access_token=weights_access_token)
-        return await self._from_state(path, base_model, user_metadata, with_optimizer=True)
+        return await self._from_state(
+            path, base_model, adapter_labels(user_metadata, labels), name, with_optimizer=True
+        )
 
     def get_training_client(self, model_id: str) -> TrainingClient:
         """Return a client of an existing adapter, for example after a crash of its first client. Raises NotFound.
@@ -287,13 +316,14 @@ class ServiceClient:
         await self.close_async()
 
     def _from_state(
-        self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, *, with_optimizer: bool
+        self, path: str, base_model: str | None, metadata: Mapping[str, str], name: str | None, *, with_optimizer: bool
     ) -> APIFuture[TrainingClient]:
         make_request = partial(
             adapters_pb2.CreateAdapterRequest,
             from_path=checkpoint_path(path),
             with_optimizer=with_optimizer,
-            user_metadata=string_map(user_metadata),
+            user_metadata=metadata,
+            name=name or "",
         )
         return self._connection.start(self._create_adapter(make_request, base_model or ""))
 
@@ -350,8 +380,9 @@ def _new_adapter(
     train_mlp: bool,
     train_attn: bool,
     train_unembed: bool,
-    user_metadata: Mapping[str, str] | None,
+    metadata: Mapping[str, str],
     alpha: float | None,
+    name: str | None,
 ) -> _MakeRequest:
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be a power of two, at least 1, got {rank}; leave it out for the default of 32")
@@ -362,6 +393,7 @@ def _new_adapter(
         train_mlp=train_mlp,
         train_attn=train_attn,
         train_unembed=train_unembed,
-        user_metadata=string_map(user_metadata),
+        user_metadata=metadata,
         alpha=alpha,
+        name=name or "",
     )

@@ -36,7 +36,9 @@ class TrainingClient(Ready):
 
     def __repr__(self) -> str:
         adapter = self._adapter
-        return f"<TrainingClient {self.model_id} of {adapter.base_model}, rank {adapter.rank}: {self._sequence.state}>"
+        name = f" {adapter.name!r}" if adapter.name else ""
+        what = f"{self.model_id}{name} of {adapter.base_model}, rank {adapter.rank}"
+        return f"<TrainingClient {what}: {self._sequence.state}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -269,6 +271,7 @@ class TrainingClient(Ready):
             lora_rank=self._adapter.rank,
             lora_alpha=self._adapter.alpha,
             model_name=self._adapter.base_model,
+            name=self._adapter.name,
         )
 
     def report_metrics(self, step: int, metrics: Mapping[str, float]) -> APIFuture[None]:

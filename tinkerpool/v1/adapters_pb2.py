@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/adapters.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9d\x03\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x61lpha\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x12\n\ntrain_attn\x18\x06 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x07 \x01(\x08\x12\x15\n\rtrain_unembed\x18\x08 \x01(\x08\x12\x10\n\x08next_seq\x18\t \x01(\x03\x12\x13\n\x0b\x61pplied_seq\x18\n \x01(\x03\x12?\n\ruser_metadata\x18\x0b \x03(\x0b\x32(.tinkerpool.v1.Adapter.UserMetadataEntry\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsession_id\x18\r \x01(\t\x12\x1f\n\x17trains_tied_unembedding\x18\x0e \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe2\x03\n\x14\x43reateAdapterRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x12\n\x05\x61lpha\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ntrain_attn\x18\x06 \x01(\x08H\x02\x88\x01\x01\x12\x16\n\ttrain_mlp\x18\x07 \x01(\x08H\x03\x88\x01\x01\x12\x1a\n\rtrain_unembed\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12\x12\n\x05index\x18\t \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x11\n\tfrom_path\x18\x0b \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x0c \x01(\x08\x12L\n\ruser_metadata\x18\r \x03(\x0b\x32\x35.tinkerpool.v1.CreateAdapterRequest.UserMetadataEntry\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_alphaB\x07\n\x05_seedB\r\n\x0b_train_attnB\x0c\n\n_train_mlpB\x10\n\x0e_train_unembedB\x08\n\x06_index\"@\n\x15\x43reateAdapterResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Adapter\"\'\n\x11GetAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"=\n\x12GetAdapterResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Adapter\"J\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"m\n\x14ListAdaptersResponse\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.tinkerpool.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"*\n\x14\x44\x65leteAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteAdapterResponse\";\n\x12MoveAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"/\n\x13MoveAdapterResponse\x12\x18\n\x10\x63hanges_numerics\x18\x01 \x01(\x08\x32\xca\x03\n\x0e\x41\x64\x61pterService\x12Z\n\rCreateAdapter\x12#.tinkerpool.v1.CreateAdapterRequest\x1a$.tinkerpool.v1.CreateAdapterResponse\x12Q\n\nGetAdapter\x12 .tinkerpool.v1.GetAdapterRequest\x1a!.tinkerpool.v1.GetAdapterResponse\x12W\n\x0cListAdapters\x12\".tinkerpool.v1.ListAdaptersRequest\x1a#.tinkerpool.v1.ListAdaptersResponse\x12Z\n\rDeleteAdapter\x12#.tinkerpool.v1.DeleteAdapterRequest\x1a$.tinkerpool.v1.DeleteAdapterResponse\x12T\n\x0bMoveAdapter\x12!.tinkerpool.v1.MoveAdapterRequest\x1a\".tinkerpool.v1.MoveAdapterResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/adapters.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x03\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x61lpha\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x12\n\ntrain_attn\x18\x06 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x07 \x01(\x08\x12\x15\n\rtrain_unembed\x18\x08 \x01(\x08\x12\x10\n\x08next_seq\x18\t \x01(\x03\x12\x13\n\x0b\x61pplied_seq\x18\n \x01(\x03\x12?\n\ruser_metadata\x18\x0b \x03(\x0b\x32(.tinkerpool.v1.Adapter.UserMetadataEntry\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsession_id\x18\r \x01(\t\x12\x1f\n\x17trains_tied_unembedding\x18\x0e \x01(\x08\x12\x0c\n\x04name\x18\x0f \x01(\t\x12\x31\n\rlast_use_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf0\x03\n\x14\x43reateAdapterRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x12\n\x05\x61lpha\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ntrain_attn\x18\x06 \x01(\x08H\x02\x88\x01\x01\x12\x16\n\ttrain_mlp\x18\x07 \x01(\x08H\x03\x88\x01\x01\x12\x1a\n\rtrain_unembed\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12\x12\n\x05index\x18\t \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x11\n\tfrom_path\x18\x0b \x01(\t\x12\x16\n\x0ewith_optimizer\x18\x0c \x01(\x08\x12L\n\ruser_metadata\x18\r \x03(\x0b\x32\x35.tinkerpool.v1.CreateAdapterRequest.UserMetadataEntry\x12\x0c\n\x04name\x18\x0e \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_alphaB\x07\n\x05_seedB\r\n\x0b_train_attnB\x0c\n\n_train_mlpB\x10\n\x0e_train_unembedB\x08\n\x06_index\"@\n\x15\x43reateAdapterResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Adapter\"\'\n\x11GetAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"=\n\x12GetAdapterResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Adapter\"\xe1\x01\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\x12\x13\n\x0bname_prefix\x18\x04 \x01(\t\x12>\n\x06labels\x18\x05 \x03(\x0b\x32..tinkerpool.v1.ListAdaptersRequest.LabelsEntry\x12\x11\n\treference\x18\x06 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\x14ListAdaptersResponse\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.tinkerpool.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"8\n\x14RenameAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"@\n\x15RenameAdapterResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Adapter\"a\n\x14\x44\x65leteAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x35\n\x11unless_used_after\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x17\n\x15\x44\x65leteAdapterResponse\";\n\x12MoveAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"/\n\x13MoveAdapterResponse\x12\x18\n\x10\x63hanges_numerics\x18\x01 \x01(\x08\x32\xa6\x04\n\x0e\x41\x64\x61pterService\x12Z\n\rCreateAdapter\x12#.tinkerpool.v1.CreateAdapterRequest\x1a$.tinkerpool.v1.CreateAdapterResponse\x12Q\n\nGetAdapter\x12 .tinkerpool.v1.GetAdapterRequest\x1a!.tinkerpool.v1.GetAdapterResponse\x12W\n\x0cListAdapters\x12\".tinkerpool.v1.ListAdaptersRequest\x1a#.tinkerpool.v1.ListAdaptersResponse\x12Z\n\rRenameAdapter\x12#.tinkerpool.v1.RenameAdapterRequest\x1a$.tinkerpool.v1.RenameAdapterResponse\x12Z\n\rDeleteAdapter\x12#.tinkerpool.v1.DeleteAdapterRequest\x1a$.tinkerpool.v1.DeleteAdapterResponse\x12T\n\x0bMoveAdapter\x12!.tinkerpool.v1.MoveAdapterRequest\x1a\".tinkerpool.v1.MoveAdapterResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,32 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTER_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._loaded_options = None
   _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._serialized_options = b'8\001'
+  _globals['_LISTADAPTERSREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_LISTADAPTERSREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ADAPTER']._serialized_start=81
-  _globals['_ADAPTER']._serialized_end=494
-  _globals['_ADAPTER_USERMETADATAENTRY']._serialized_start=443
-  _globals['_ADAPTER_USERMETADATAENTRY']._serialized_end=494
-  _globals['_CREATEADAPTERREQUEST']._serialized_start=497
-  _globals['_CREATEADAPTERREQUEST']._serialized_end=979
-  _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._serialized_start=443
-  _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._serialized_end=494
-  _globals['_CREATEADAPTERRESPONSE']._serialized_start=981
-  _globals['_CREATEADAPTERRESPONSE']._serialized_end=1045
-  _globals['_GETADAPTERREQUEST']._serialized_start=1047
-  _globals['_GETADAPTERREQUEST']._serialized_end=1086
-  _globals['_GETADAPTERRESPONSE']._serialized_start=1088
-  _globals['_GETADAPTERRESPONSE']._serialized_end=1149
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1151
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1225
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1227
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1336
-  _globals['_DELETEADAPTERREQUEST']._serialized_start=1338
-  _globals['_DELETEADAPTERREQUEST']._serialized_end=1380
-  _globals['_DELETEADAPTERRESPONSE']._serialized_start=1382
-  _globals['_DELETEADAPTERRESPONSE']._serialized_end=1405
-  _globals['_MOVEADAPTERREQUEST']._serialized_start=1407
-  _globals['_MOVEADAPTERREQUEST']._serialized_end=1466
-  _globals['_MOVEADAPTERRESPONSE']._serialized_start=1468
-  _globals['_MOVEADAPTERRESPONSE']._serialized_end=1515
-  _globals['_ADAPTERSERVICE']._serialized_start=1518
-  _globals['_ADAPTERSERVICE']._serialized_end=1976
+  _globals['_ADAPTER']._serialized_end=559
+  _globals['_ADAPTER_USERMETADATAENTRY']._serialized_start=508
+  _globals['_ADAPTER_USERMETADATAENTRY']._serialized_end=559
+  _globals['_CREATEADAPTERREQUEST']._serialized_start=562
+  _globals['_CREATEADAPTERREQUEST']._serialized_end=1058
+  _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._serialized_start=508
+  _globals['_CREATEADAPTERREQUEST_USERMETADATAENTRY']._serialized_end=559
+  _globals['_CREATEADAPTERRESPONSE']._serialized_start=1060
+  _globals['_CREATEADAPTERRESPONSE']._serialized_end=1124
+  _globals['_GETADAPTERREQUEST']._serialized_start=1126
+  _globals['_GETADAPTERREQUEST']._serialized_end=1165
+  _globals['_GETADAPTERRESPONSE']._serialized_start=1167
+  _globals['_GETADAPTERRESPONSE']._serialized_end=1228
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1231
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1456
+  _globals['_LISTADAPTERSREQUEST_LABELSENTRY']._serialized_start=1411
+  _globals['_LISTADAPTERSREQUEST_LABELSENTRY']._serialized_end=1456
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1458
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1567
+  _globals['_RENAMEADAPTERREQUEST']._serialized_start=1569
+  _globals['_RENAMEADAPTERREQUEST']._serialized_end=1625
+  _globals['_RENAMEADAPTERRESPONSE']._serialized_start=1627
+  _globals['_RENAMEADAPTERRESPONSE']._serialized_end=1691
+  _globals['_DELETEADAPTERREQUEST']._serialized_start=1693
+  _globals['_DELETEADAPTERREQUEST']._serialized_end=1790
+  _globals['_DELETEADAPTERRESPONSE']._serialized_start=1792
+  _globals['_DELETEADAPTERRESPONSE']._serialized_end=1815
+  _globals['_MOVEADAPTERREQUEST']._serialized_start=1817
+  _globals['_MOVEADAPTERREQUEST']._serialized_end=1876
+  _globals['_MOVEADAPTERRESPONSE']._serialized_start=1878
+  _globals['_MOVEADAPTERRESPONSE']._serialized_end=1925
+  _globals['_ADAPTERSERVICE']._serialized_start=1928
+  _globals['_ADAPTERSERVICE']._serialized_end=2478
 # @@protoc_insertion_point(module_scope)

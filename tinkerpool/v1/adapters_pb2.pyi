@@ -59,6 +59,8 @@ class Adapter(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TRAINS_TIED_UNEMBEDDING_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LAST_USE_TIME_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """`<session id>:train:<index>`."""
     base_model: _builtins.str
@@ -83,13 +85,19 @@ class Adapter(_message.Message):
     """Session that it was created in."""
     trains_tied_unembedding: _builtins.bool
     """Whether it trains an unembedding that is tied to the embedding; see BaseModel.has_tied_unembedding."""
+    name: _builtins.str
+    """What people call it; empty: nothing. Adapters may have equal names."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """As given at creation."""
+        """Its labels, as given at creation."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
+
+    @_builtins.property
+    def last_use_time(self) -> _timestamp_pb2.Timestamp:
+        """When its last operation was accepted, or it was created; after a restart of the pool up to an hour early."""
 
     def __init__(
         self,
@@ -108,10 +116,12 @@ class Adapter(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         session_id: _builtins.str = ...,
         trains_tied_unembedding: _builtins.bool = ...,
+        name: _builtins.str = ...,
+        last_use_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "last_use_time", b"last_use_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "alpha", b"alpha", "applied_seq", b"applied_seq", "base_model", b"base_model", "create_time", b"create_time", "next_seq", b"next_seq", "rank", b"rank", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "trains_tied_unembedding", b"trains_tied_unembedding", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "alpha", b"alpha", "applied_seq", b"applied_seq", "base_model", b"base_model", "create_time", b"create_time", "last_use_time", b"last_use_time", "name", b"name", "next_seq", b"next_seq", "rank", b"rank", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "trains_tied_unembedding", b"trains_tied_unembedding", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +166,7 @@ class CreateAdapterRequest(_message.Message):
     FROM_PATH_FIELD_NUMBER: _builtins.int
     WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """A live session."""
     base_model: _builtins.str
@@ -182,9 +193,11 @@ class CreateAdapterRequest(_message.Message):
     """Start from this checkpoint, `tinker://<adapter id>/weights/<name>`, instead of fresh weights."""
     with_optimizer: _builtins.bool
     """With `from_path`: take the moments and the step count too."""
+    name: _builtins.str
+    """What people call it: at most 100 printable characters, without `/` and without spaces at the ends. Not unique."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Anything that helps its owner, at most 16 kB."""
+        """Labels: anything that helps its owner, at most 16 kB."""
 
     def __init__(
         self,
@@ -202,10 +215,11 @@ class CreateAdapterRequest(_message.Message):
         from_path: _builtins.str = ...,
         with_optimizer: _builtins.bool = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_index", b"_index", "_seed", b"_seed", "_train_attn", b"_train_attn", "_train_mlp", b"_train_mlp", "_train_unembed", b"_train_unembed", "alpha", b"alpha", "index", b"index", "seed", b"seed", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_index", b"_index", "_seed", b"_seed", "_train_attn", b"_train_attn", "_train_mlp", b"_train_mlp", "_train_unembed", b"_train_unembed", "alpha", b"alpha", "base_model", b"base_model", "from_path", b"from_path", "index", b"index", "rank", b"rank", "request_id", b"request_id", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "user_metadata", b"user_metadata", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_index", b"_index", "_seed", b"_seed", "_train_attn", b"_train_attn", "_train_mlp", b"_train_mlp", "_train_unembed", b"_train_unembed", "alpha", b"alpha", "base_model", b"base_model", "from_path", b"from_path", "index", b"index", "name", b"name", "rank", b"rank", "request_id", b"request_id", "seed", b"seed", "session_id", b"session_id", "train_attn", b"train_attn", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed", "user_metadata", b"user_metadata", "with_optimizer", b"with_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -310,25 +324,61 @@ class ListAdaptersRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
+    NAME_PREFIX_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most this many; 0 means 20, more than 1,000 is 1,000."""
     page_token: _builtins.str
     """`next_page_token` of the page before; empty for the first."""
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
+    name_prefix: _builtins.str
+    """Only adapters whose name begins with this."""
+    reference: _builtins.str
+    """Only adapters that a person may mean by this: it is their name, or their id begins with it. A reference with `:` is
+    the beginning of a session's id and the whole rest: `3f2a:train:0`.
+    """
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only adapters that have all of these in their `user_metadata`."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         skip: _builtins.int = ...,
+        name_prefix: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        reference: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "skip", b"skip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name_prefix", b"name_prefix", "page_size", b"page_size", "page_token", b"page_token", "reference", b"reference", "skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,22 +419,80 @@ class ListAdaptersResponse(_message.Message):
 Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
 
 @_typing.final
+class RenameAdapterRequest(_message.Message):
+    """Request of RenameAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    """The adapter."""
+    name: _builtins.str
+    """As in CreateAdapter; empty: none."""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenameAdapterRequest: _TypeAlias = RenameAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RenameAdapterResponse(_message.Message):
+    """Response of RenameAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """The adapter as it is now."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenameAdapterResponse: _TypeAlias = RenameAdapterResponse  # noqa: Y015
+
+@_typing.final
 class DeleteAdapterRequest(_message.Message):
     """Request of DeleteAdapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    UNLESS_USED_AFTER_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
+    @_builtins.property
+    def unless_used_after(self) -> _timestamp_pb2.Timestamp:
+        """Refuse if the adapter was used after this moment, its `last_use_time`, or has unfinished operations; unset: delete it in
+        any case.
+        """
+
     def __init__(
         self,
         *,
         adapter_id: _builtins.str = ...,
+        unless_used_after: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unless_used_after", b"unless_used_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "unless_used_after", b"unless_used_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,11 @@ class AdapterServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.RenameAdapter = channel.unary_unary(
+                '/tinkerpool.v1.AdapterService/RenameAdapter',
+                request_serializer=tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterResponse.FromString,
+                _registered_method=True)
         self.DeleteAdapter = channel.unary_unary(
                 '/tinkerpool.v1.AdapterService/DeleteAdapter',
                 request_serializer=tinkerpool_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.SerializeToString,
@@ -77,7 +82,7 @@ class AdapterServiceServicer(object):
         (session_id, index) or by request_id: the same call again returns the same adapter.
 
         NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
-        or alpha out of range. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
+        or alpha out of range, a malformed name. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
         have. PERMISSION_DENIED: the tenant may not use the base model or the rank. ALREADY_EXISTS: the same index or
         request_id with other contents. RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was
         consumed). UNAVAILABLE: that adapter is being deleted at this moment, or the pool is shutting down; try again.
@@ -104,11 +109,21 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenameAdapter(self, request, context):
+        """Gives an adapter another name, or takes its name away. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such adapter. INVALID_ARGUMENT: a malformed name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteAdapter(self, request, context):
         """Deletes an adapter and its training state; queued operations fail with CANCELLED. Checkpoints stay until they are
         deleted themselves. Durable when it returns. Idempotent.
 
-        NOT_FOUND: no such adapter.
+        NOT_FOUND: no such adapter. FAILED_PRECONDITION: with `unless_used_after`, the adapter is in use (reason
+        ADAPTER_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,6 +158,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'RenameAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenameAdapter,
+                    request_deserializer=tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterResponse.SerializeToString,
             ),
             'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteAdapter,
@@ -240,6 +260,33 @@ class AdapterService(object):
             '/tinkerpool.v1.AdapterService/ListAdapters',
             tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersRequest.SerializeToString,
             tinkerpool_dot_v1_dot_adapters__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenameAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.AdapterService/RenameAdapter',
+            tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_adapters__pb2.RenameAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

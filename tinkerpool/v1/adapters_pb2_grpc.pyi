@@ -42,7 +42,7 @@ class AdapterServiceStub:
     (session_id, index) or by request_id: the same call again returns the same adapter.
 
     NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
-    or alpha out of range. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
+    or alpha out of range, a malformed name. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
     have. PERMISSION_DENIED: the tenant may not use the base model or the rank. ALREADY_EXISTS: the same index or
     request_id with other contents. RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was
     consumed). UNAVAILABLE: that adapter is being deleted at this moment, or the pool is shutting down; try again.
@@ -57,11 +57,17 @@ class AdapterServiceStub:
 
     INVALID_ARGUMENT: a page token that this service did not hand out.
     """
+    RenameAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.RenameAdapterRequest, _adapters_pb2.RenameAdapterResponse]
+    """Gives an adapter another name, or takes its name away. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such adapter. INVALID_ARGUMENT: a malformed name.
+    """
     DeleteAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.DeleteAdapterRequest, _adapters_pb2.DeleteAdapterResponse]
     """Deletes an adapter and its training state; queued operations fail with CANCELLED. Checkpoints stay until they are
     deleted themselves. Durable when it returns. Idempotent.
 
-    NOT_FOUND: no such adapter.
+    NOT_FOUND: no such adapter. FAILED_PRECONDITION: with `unless_used_after`, the adapter is in use (reason
+    ADAPTER_IN_USE).
     """
     MoveAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]
     """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
@@ -86,7 +92,7 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     (session_id, index) or by request_id: the same call again returns the same adapter.
 
     NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
-    or alpha out of range. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
+    or alpha out of range, a malformed name. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
     have. PERMISSION_DENIED: the tenant may not use the base model or the rank. ALREADY_EXISTS: the same index or
     request_id with other contents. RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was
     consumed). UNAVAILABLE: that adapter is being deleted at this moment, or the pool is shutting down; try again.
@@ -101,11 +107,17 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
 
     INVALID_ARGUMENT: a page token that this service did not hand out.
     """
+    RenameAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.RenameAdapterRequest, _adapters_pb2.RenameAdapterResponse]  # type: ignore[assignment]
+    """Gives an adapter another name, or takes its name away. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such adapter. INVALID_ARGUMENT: a malformed name.
+    """
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.DeleteAdapterRequest, _adapters_pb2.DeleteAdapterResponse]  # type: ignore[assignment]
     """Deletes an adapter and its training state; queued operations fail with CANCELLED. Checkpoints stay until they are
     deleted themselves. Durable when it returns. Idempotent.
 
-    NOT_FOUND: no such adapter.
+    NOT_FOUND: no such adapter. FAILED_PRECONDITION: with `unless_used_after`, the adapter is in use (reason
+    ADAPTER_IN_USE).
     """
     MoveAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.MoveAdapterRequest, _adapters_pb2.MoveAdapterResponse]  # type: ignore[assignment]
     """Lets an adapter go on on a worker: at once, or after what it runs now. Meant for an adapter that waits for a worker with
@@ -133,7 +145,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         (session_id, index) or by request_id: the same call again returns the same adapter.
 
         NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
-        or alpha out of range. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
+        or alpha out of range, a malformed name. FAILED_PRECONDITION: the session has ended, or the tenant has as many adapters as it may
         have. PERMISSION_DENIED: the tenant may not use the base model or the rank. ALREADY_EXISTS: the same index or
         request_id with other contents. RESOURCE_EXHAUSTED: above the tenant's rate of operations (RetryInfo; nothing was
         consumed). UNAVAILABLE: that adapter is being deleted at this moment, or the pool is shutting down; try again.
@@ -162,6 +174,17 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RenameAdapter(
+        self,
+        request: _adapters_pb2.RenameAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.RenameAdapterResponse, _abc.Awaitable[_adapters_pb2.RenameAdapterResponse]]:
+        """Gives an adapter another name, or takes its name away. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such adapter. INVALID_ARGUMENT: a malformed name.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteAdapter(
         self,
         request: _adapters_pb2.DeleteAdapterRequest,
@@ -170,7 +193,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Deletes an adapter and its training state; queued operations fail with CANCELLED. Checkpoints stay until they are
         deleted themselves. Durable when it returns. Idempotent.
 
-        NOT_FOUND: no such adapter.
+        NOT_FOUND: no such adapter. FAILED_PRECONDITION: with `unless_used_after`, the adapter is in use (reason
+        ADAPTER_IN_USE).
         """
 
     @_abc_1.abstractmethod

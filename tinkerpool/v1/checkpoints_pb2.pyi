@@ -88,6 +88,7 @@ class Checkpoint(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     IS_PUBLIC_FIELD_NUMBER: _builtins.int
+    ADAPTER_NAME_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """`tinker://<adapter id>/<weights|sampler_weights|external_weights>/<name>`."""
     adapter_id: _builtins.str
@@ -108,6 +109,8 @@ class Checkpoint(_message.Message):
     """The numerics that computed it; bits are promised for equal fingerprints."""
     is_public: _builtins.bool
     """Whether every tenant may load, sample from and export it."""
+    adapter_name: _builtins.str
+    """The adapter's name, also of a deleted adapter; empty: it has none. Empty for other tenants."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was saved."""
@@ -136,10 +139,11 @@ class Checkpoint(_message.Message):
         fingerprint: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         is_public: _builtins.bool = ...,
+        adapter_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "create_time", b"create_time", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "is_public", b"is_public", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "adapter_name", b"adapter_name", "base_model", b"base_model", "create_time", b"create_time", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "is_public", b"is_public", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,6 +374,7 @@ class ListCheckpointsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """Only of this adapter; empty: all the tenant's."""
     kind: Global___CheckpointKind.ValueType
@@ -380,6 +385,11 @@ class ListCheckpointsRequest(_message.Message):
     """`next_page_token` of the page before; empty for the first."""
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
+    reference: _builtins.str
+    """Only checkpoints that a person may mean by this: `ADAPTER` or `ADAPTER/weights/NAME`, with or without `tinker://`.
+    ADAPTER is a reference as in ListAdapters, also to a deleted adapter. NAME is whole; without it, what follows ADAPTER
+    begins the rest of the path.
+    """
     def __init__(
         self,
         *,
@@ -388,10 +398,11 @@ class ListCheckpointsRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         skip: _builtins.int = ...,
+        reference: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "skip", b"skip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "reference", b"reference", "skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

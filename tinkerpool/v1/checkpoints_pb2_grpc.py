@@ -150,7 +150,7 @@ class CheckpointServiceServicer(object):
 
     def SetCheckpointAccess(self, request, context):
         """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
-        deletes it, or sees its user_metadata, in any case. Adapters and copies that others have made of it meanwhile stay
+        deletes it, or sees its user_metadata and adapter_name, in any case. Adapters and copies that others have made of it meanwhile stay
         theirs. Their samplers of it take no new samples once it is private; accepted ones finish. Durable when it returns.
         Idempotent.
 
@@ -161,8 +161,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CopyCheckpoint(self, request, context):
-        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
-        and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
+        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, which has no name
+        and no labels; of the same kind and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
         (session_id, index) or by request_id.
 
         NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a

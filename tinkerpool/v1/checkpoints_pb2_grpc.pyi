@@ -71,15 +71,15 @@ class CheckpointServiceStub:
     """
     SetCheckpointAccess: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointAccessRequest, _checkpoints_pb2.SetCheckpointAccessResponse]
     """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
-    deletes it, or sees its user_metadata, in any case. Adapters and copies that others have made of it meanwhile stay
+    deletes it, or sees its user_metadata and adapter_name, in any case. Adapters and copies that others have made of it meanwhile stay
     theirs. Their samplers of it take no new samples once it is private; accepted ones finish. Durable when it returns.
     Idempotent.
 
     NOT_FOUND: no such checkpoint of one's own.
     """
     CopyCheckpoint: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]
-    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
-    and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
+    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, which has no name
+    and no labels; of the same kind and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
     (session_id, index) or by request_id.
 
     NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
@@ -138,15 +138,15 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """
     SetCheckpointAccess: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointAccessRequest, _checkpoints_pb2.SetCheckpointAccessResponse]  # type: ignore[assignment]
     """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
-    deletes it, or sees its user_metadata, in any case. Adapters and copies that others have made of it meanwhile stay
+    deletes it, or sees its user_metadata and adapter_name, in any case. Adapters and copies that others have made of it meanwhile stay
     theirs. Their samplers of it take no new samples once it is private; accepted ones finish. Durable when it returns.
     Idempotent.
 
     NOT_FOUND: no such checkpoint of one's own.
     """
     CopyCheckpoint: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]  # type: ignore[assignment]
-    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
-    and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
+    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, which has no name
+    and no labels; of the same kind and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
     (session_id, index) or by request_id.
 
     NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
@@ -244,7 +244,7 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoints_pb2.SetCheckpointAccessResponse, _abc.Awaitable[_checkpoints_pb2.SetCheckpointAccessResponse]]:
         """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
-        deletes it, or sees its user_metadata, in any case. Adapters and copies that others have made of it meanwhile stay
+        deletes it, or sees its user_metadata and adapter_name, in any case. Adapters and copies that others have made of it meanwhile stay
         theirs. Their samplers of it take no new samples once it is private; accepted ones finish. Durable when it returns.
         Idempotent.
 
@@ -257,8 +257,8 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoints_pb2.CopyCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoints_pb2.CopyCheckpointResponse, _abc.Awaitable[_checkpoints_pb2.CopyCheckpointResponse]]:
-        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
-        and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
+        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, which has no name
+        and no labels; of the same kind and under the same name; of one's own with its user_metadata. Durable when it returns. Idempotent by
         (session_id, index) or by request_id.
 
         NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a

@@ -231,6 +231,7 @@ class ImportCheckpointRequest(_message.Message):
     USER_METADATA_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_NAME_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The upload's session, and the new adapter's."""
     index: _builtins.int
@@ -245,6 +246,8 @@ class ImportCheckpointRequest(_message.Message):
     """Seeds A of modules that the adapter lacks. 0 by default."""
     ttl_seconds: _builtins.int
     """Delete the checkpoint this many seconds after it was saved, at most 100 years; 0 keeps it."""
+    adapter_name: _builtins.str
+    """Of the adapter, as in CreateAdapter."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Of adapter and checkpoint: anything that helps its owner, at most 16 kB."""
@@ -260,10 +263,11 @@ class ImportCheckpointRequest(_message.Message):
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
         ttl_seconds: _builtins.int = ...,
+        adapter_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_seed", b"_seed", "index", b"index", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_seed", b"_seed", "index", b"index", "name", b"name", "request_id", b"request_id", "seed", b"seed", "session_id", b"session_id", "ttl_seconds", b"ttl_seconds", "upload_id", b"upload_id", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "_seed", b"_seed", "adapter_name", b"adapter_name", "index", b"index", "name", b"name", "request_id", b"request_id", "seed", b"seed", "session_id", b"session_id", "ttl_seconds", b"ttl_seconds", "upload_id", b"upload_id", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015

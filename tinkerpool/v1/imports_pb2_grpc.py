@@ -96,10 +96,10 @@ class ImportServiceServicer(object):
         upload is gone. Idempotent by (session_id, index) or by request_id, also after a restart of the pool.
 
         NOT_FOUND: no such session or upload. INVALID_ARGUMENT: a value that is not finite (reason NOT_IMPORTABLE; the upload
-        is gone), a malformed name, a time below 0 or above 100 years, or neither a request_id nor both session_id and
-        index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as many adapters,
-        checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the tenant's rate of
-        operations (RetryInfo).
+        is gone), a malformed name or adapter_name, a time below 0 or above 100 years, or neither a request_id nor both
+        session_id and index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as
+        many adapters, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the
+        tenant's rate of operations (RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

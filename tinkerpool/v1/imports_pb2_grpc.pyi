@@ -63,10 +63,10 @@ class ImportServiceStub:
     upload is gone. Idempotent by (session_id, index) or by request_id, also after a restart of the pool.
 
     NOT_FOUND: no such session or upload. INVALID_ARGUMENT: a value that is not finite (reason NOT_IMPORTABLE; the upload
-    is gone), a malformed name, a time below 0 or above 100 years, or neither a request_id nor both session_id and
-    index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as many adapters,
-    checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the tenant's rate of
-    operations (RetryInfo).
+    is gone), a malformed name or adapter_name, a time below 0 or above 100 years, or neither a request_id nor both
+    session_id and index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as
+    many adapters, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the
+    tenant's rate of operations (RetryInfo).
     """
 
 @_typing.type_check_only
@@ -104,10 +104,10 @@ class ImportServiceAsyncStub(ImportServiceStub):
     upload is gone. Idempotent by (session_id, index) or by request_id, also after a restart of the pool.
 
     NOT_FOUND: no such session or upload. INVALID_ARGUMENT: a value that is not finite (reason NOT_IMPORTABLE; the upload
-    is gone), a malformed name, a time below 0 or above 100 years, or neither a request_id nor both session_id and
-    index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as many adapters,
-    checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the tenant's rate of
-    operations (RetryInfo).
+    is gone), a malformed name or adapter_name, a time below 0 or above 100 years, or neither a request_id nor both
+    session_id and index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as
+    many adapters, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the
+    tenant's rate of operations (RetryInfo).
     """
 
 class ImportServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -160,10 +160,10 @@ class ImportServiceServicer(metaclass=_abc_1.ABCMeta):
         upload is gone. Idempotent by (session_id, index) or by request_id, also after a restart of the pool.
 
         NOT_FOUND: no such session or upload. INVALID_ARGUMENT: a value that is not finite (reason NOT_IMPORTABLE; the upload
-        is gone), a malformed name, a time below 0 or above 100 years, or neither a request_id nor both session_id and
-        index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as many adapters,
-        checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the tenant's rate of
-        operations (RetryInfo).
+        is gone), a malformed name or adapter_name, a time below 0 or above 100 years, or neither a request_id nor both
+        session_id and index. FAILED_PRECONDITION: the upload is not complete, the session has ended, or the tenant has as
+        many adapters, checkpoints or bytes of them as it may have. RESOURCE_EXHAUSTED: the disk is full, or above the
+        tenant's rate of operations (RetryInfo).
         """
 
 def add_ImportServiceServicer_to_server(servicer: ImportServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

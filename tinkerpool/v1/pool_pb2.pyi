@@ -120,6 +120,8 @@ class Worker(_message.Message):
     TRAINED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stays the same when the worker is replaced."""
     incarnation: _builtins.str
@@ -160,6 +162,12 @@ class Worker(_message.Message):
     """Tokens a second that it drew in samples, likewise."""
     num_samples: _builtins.int
     """Samples that it runs, likewise."""
+    resident_bytes: _builtins.int
+    """Memory of its process, as of its last cycle; 0 without an administrator's key. Workers of a local pool without Ray share
+    one process.
+    """
+    device_bytes: _builtins.int
+    """Memory of its GPU that it has reserved, likewise; 0 on a CPU."""
     @_builtins.property
     def last_loss_time(self) -> _timestamp_pb2.Timestamp:
         """When it was lost last; unset: never."""
@@ -186,10 +194,12 @@ class Worker(_message.Message):
         trained_tokens_per_second: _builtins.float = ...,
         sampled_tokens_per_second: _builtins.float = ...,
         num_samples: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds", "last_loss_time", b"last_loss_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_samples", b"num_samples", "num_slots", b"num_slots", "pid", b"pid", "sampled_tokens_per_second", b"sampled_tokens_per_second", "start_problem", b"start_problem", "state", b"state", "trained_tokens_per_second", b"trained_tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "device_bytes", b"device_bytes", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_samples", b"num_samples", "num_slots", b"num_slots", "pid", b"pid", "resident_bytes", b"resident_bytes", "sampled_tokens_per_second", b"sampled_tokens_per_second", "start_problem", b"start_problem", "state", b"state", "trained_tokens_per_second", b"trained_tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["host_leaves_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds"]  # noqa: Y015
@@ -377,6 +387,7 @@ class Cycle(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     cycle_id: _builtins.int
     """Cycle ids only grow."""
     base_model: _builtins.str
@@ -395,6 +406,10 @@ class Cycle(_message.Message):
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___CycleEntry]:
         """Who was in it."""
 
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPhases]:
+        """Where the time of its workers went; empty without an administrator's key."""
+
     def __init__(
         self,
         *,
@@ -405,14 +420,63 @@ class Cycle(_message.Message):
         step_seconds: _builtins.float = ...,
         commit_seconds: _builtins.float = ...,
         entries: _abc.Iterable[Global___CycleEntry] | None = ...,
+        workers: _abc.Iterable[Global___WorkerPhases] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "commit_seconds", b"commit_seconds", "cycle_id", b"cycle_id", "entries", b"entries", "pass_seconds", b"pass_seconds", "start_time", b"start_time", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "commit_seconds", b"commit_seconds", "cycle_id", b"cycle_id", "entries", b"entries", "pass_seconds", b"pass_seconds", "start_time", b"start_time", "step_seconds", b"step_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cycle: _TypeAlias = Cycle  # noqa: Y015
+
+@_typing.final
+class WorkerPhases(_message.Message):
+    """Where the time of one worker went in a cycle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    @_builtins.property
+    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds by phase: `pack`, `forward`, `loss`, `backward`, `step`."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPhases: _TypeAlias = WorkerPhases  # noqa: Y015
 
 @_typing.final
 class GetPoolStatusRequest(_message.Message):

@@ -47,7 +47,7 @@ class PoolServiceStub:
     """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
     by other groups. Reads only. Another key than an administrator's sees its own tenant.
 
-    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
     what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
     adapters make more than 10,000 sums keeps those of its newest days by adapter.
 
@@ -87,7 +87,7 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
     by other groups. Reads only. Another key than an administrator's sees its own tenant.
 
-    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
     what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
     adapters make more than 10,000 sums keeps those of its newest days by adapter.
 
@@ -142,7 +142,7 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
         by other groups. Reads only. Another key than an administrator's sees its own tenant.
 
-        All sums are exact: a day's are written in the transaction that counts the total. The last 400 days are kept apart;
+        All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
         what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
         adapters make more than 10,000 sums keeps those of its newest days by adapter.
 

@@ -278,6 +278,29 @@ class ItemResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUse:
+    """What a worker takes of its machine, and what its bank did since it started."""
+
+    resident_bytes: int = 0
+    """Memory of its process."""
+    device_bytes: int = 0
+    """Memory of its GPU."""
+    cpu_s: float = 0.0
+    """Processor time of its process."""
+    num_loads: int = 0
+    """Adapters and versions that were moved into a slot."""
+    num_prefetches: int = 0
+    """Those of them whose move began before they were needed."""
+    num_evictions: int = 0
+    """Those that were moved out."""
+    num_cache_blocks_used: int = 0
+    """Key-value blocks of running samples."""
+
+
+NOTHING_USED = WorkerUse()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
     """A worker's results of a batch."""
 
@@ -289,6 +312,11 @@ class BatchResult:
     """Seconds from the start of the batch to its results, on the worker."""
     held_bytes: int = 0
     """Bytes of host memory that its copies and sampler versions take after the batch."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase: `pack`, `forward`, `loss`, `backward`, `step`. The rest of `wall_s` took saves, loads and
+    installs."""
+    use: WorkerUse = NOTHING_USED
+    """At the end of the batch."""
 
 
 LOGPROBS_TEMPERATURE_MIN = 1e-20

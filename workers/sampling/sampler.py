@@ -116,6 +116,11 @@ class Sampler:
         self._promise_blocks()
 
     @property
+    def num_cache_blocks_used(self) -> int:
+        """Key-value blocks that running samples have."""
+        return self.blocks.num_in_use
+
+    @property
     def num_cache_blocks(self) -> int:
         """Key-value blocks, in use or not."""
         return self.blocks.num_blocks

@@ -76,8 +76,10 @@ class ItemRunner:
             if kind is PassItem:
                 results += self._run_passes(cast("list[PassItem]", consecutive))
             elif kind is OptimStepItem:
+                self._passes.times.begin()
                 for steps in self._cut(cast("list[OptimStepItem]", consecutive)):
                     results += self._steps.run(steps)
+                self._passes.times.end("step")
             else:
                 results += [self._run_state(item) for item in consecutive]
         return results

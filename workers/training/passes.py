@@ -36,6 +36,7 @@ from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
 from workers.training.losses import RequestLoss, prepare
 from workers.training.memory import Load, PassRoom
+from workers.training.phase_times import PhaseTimes
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class PassRunner:
         self.base_model = base_model
         self.room = PassRoom(base_model, memory, recompute)
         self.prefetch = Prefetch(bank)
+        self.times = PhaseTimes()
         self._bank = bank
         make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
@@ -261,6 +263,7 @@ class PassRunner:
 
         `num_pending` values of gradients have been copied for this pass.
         """
+        self.times.begin()
         keys = [request.item.adapter_id for request in requests]
         rows = self._bank.acquire(keys)
         is_fused = self.base_model.current.fuse is not None
@@ -272,17 +275,22 @@ class PassRunner:
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))
         is_tight = recompute and self.base_model.device.type == "cpu"
+        self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
             attend = self.base_model.attend_packed(packed.lengths, packed.counts)
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
             )
+            self.times.end("forward")
             self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
+            self.times.end("loss")
             if is_deep:
                 assert dhidden is not None
                 self.base_model.backward(hidden, dhidden)
+                self.times.end("backward")
             self._loss.settle()
+            self.times.end("loss")
         return packed.parts
 
 

@@ -205,7 +205,10 @@ def _run_json(call: Call, adapter: adapters_pb2.Adapter, newest: Newest) -> dict
         "last_checkpoint": newest.get((adapter.adapter_id, pb.CHECKPOINT_KIND_TRAINING)),
         "last_sampler_checkpoint": newest.get((adapter.adapter_id, pb.CHECKPOINT_KIND_SAMPLER)),
     }
-    times = [adapter.create_time, *(checkpoint.create_time for checkpoint in found.values() if checkpoint is not None)]
+    times = [
+        adapter.last_use_time,
+        *(checkpoint.create_time for checkpoint in found.values() if checkpoint is not None),
+    ]
     return {
         "training_run_id": adapter.adapter_id,
         "base_model": adapter.base_model,

@@ -84,10 +84,13 @@ async def test_an_upload_in_parts_becomes_an_adapter_and_a_checkpoint_which_repe
     assert (await create(pool, session)).num_bytes == 30
     assert await send(pool, session, 10, FILES.data[10:30]) == 30, "the upload has these bytes"
     assert await send(pool, session, 30, FILES.data[30:]) == len(FILES.data)
-    checkpoint = await finish(pool, session, user_metadata={"from": "elsewhere"})
+    values: dict[str, Any] = {"user_metadata": {"from": "elsewhere"}, "adapter_name": "from elsewhere"}
+    checkpoint = await finish(pool, session, **values)
     assert checkpoint.path == f"tinker://{session}:train:0/weights/mine"
     assert (checkpoint.rank, checkpoint.seq, dict(checkpoint.user_metadata)) == (4, 1, {"from": "elsewhere"})
-    assert await finish(pool, session, user_metadata={"from": "elsewhere"}) == checkpoint
+    assert checkpoint.adapter_name == "from elsewhere"
+    assert await finish(pool, session, **values) == checkpoint
+    assert (await refusal(finish(pool, session, adapter_name="a/b"))).code is Code.INVALID_ARGUMENT
     assert (await refusal(finish(pool, session, name="other"))).reason == "ADAPTER_EXISTS"
     assert (await refusal(send(pool, session))).code is Code.NOT_FOUND, "the upload is gone"
     assert temporary(tmp_path) == []

@@ -12,6 +12,7 @@ from tests.support.toy_pool import ToyPool, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import history_pb2, pool_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import WorkerUse
 
 ORDER, CYCLE = history_pb2.WAIT_REASON_ORDER, history_pb2.WAIT_REASON_CYCLE
 SEQUENCE, SLOTS = history_pb2.WAIT_REASON_SEQUENCE, history_pb2.WAIT_REASON_SLOTS
@@ -91,6 +92,15 @@ async def test_tokens_a_second_are_those_of_committed_cycles_and_finished_sample
             by_tenant = sum(getattr(each, field) for each in status.tenants)
             assert sum(getattr(each, field) for each in status.workers) == pytest.approx(by_tenant, rel=0.01)
         assert all(each.trained_tokens_per_second for each in status.workers)
+
+
+async def test_what_a_worker_takes_of_its_machine_is_shown_to_administrators(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        pool.core.fleet.worker("w0").end_phase(0, WorkerUse(resident_bytes=7, device_bytes=5))
+        [whole] = (await status_of(pool, await pool.administrator())).workers
+        [shown] = (await status_of(pool, await pool.principal())).workers
+    assert (whole.resident_bytes, whole.device_bytes) == (7, 5)
+    assert (shown.resident_bytes, shown.device_bytes) == (0, 0)
 
 
 async def test_a_member_sees_its_own_activity_and_of_all_others_one_row_that_the_totals_tell_anyway(

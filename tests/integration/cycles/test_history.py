@@ -18,6 +18,7 @@ from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
 
 ORDER, CYCLE, BUDGET = pb.WAIT_REASON_ORDER, pb.WAIT_REASON_CYCLE, pb.WAIT_REASON_BUDGET
 
@@ -101,7 +102,7 @@ async def test_an_operation_waits_for_the_budget_while_others_have_their_turn(tm
 
 
 async def test_an_adapter_waits_for_a_slot_of_its_worker(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
+    async with running_pool(tmp_path, cycle_tokens_max=1000) as pool:
         num_slots = pool.core.fleet.worker("w0").info.num_slots
         adapters = [await pool.adapter() for _ in range(num_slots + 1)]
         pool.hold()
@@ -109,7 +110,6 @@ async def test_an_adapter_waits_for_a_slot_of_its_worker(tmp_path: Path) -> None
         blocker = await pool.forward_backward(first, 1, 5)
         await until(lambda: pool.log_of(first).waits.reason == ORDER)
         names = [await pool.forward_backward(adapter, 1, 5) for adapter in adapters]
-        await asyncio.sleep(0.01)
         await pool.release()
         await pool.wait(blocker, *names)
         entries = [await entry_of(pool, name) for name in names]
@@ -214,18 +214,21 @@ async def test_reports_take_from_the_rate_of_operations(tmp_path: Path) -> None:
         assert (await refusal(report(pool, adapter, 1, {"loss": 1.0}))).reason == "RATE_LIMITED"
 
 
-async def test_entries_survive_a_restart_and_what_came_before_it_has_no_arrival(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
+async def test_entries_survive_a_crash_and_what_came_before_it_has_no_arrival(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True, replay_s_max=1e6) as pool:
         adapter = await pool.adapter()
         name = await pool.forward_backward(adapter, 1, 5)
         await pool.wait(name)
         before = await entry_of(pool, name)
         pool.hold()
         waiting = await pool.forward_backward(adapter, 2, 5)
-        await pool.release()
+    async with running_pool(tmp_path, replay_s_max=1e6) as pool:
         await pool.wait(waiting)
-    async with running_pool(tmp_path) as pool:
-        assert await entry_of(pool, name) == before
+        assert await entry_of(pool, name) == before, "the replay has not changed it"
+        entry = await entry_of(pool, waiting)
+        assert not entry.HasField("arrive_time")
+        assert entry.HasField("begin_time")
+        assert not entry.waits
 
 
 async def test_a_tenant_keeps_its_newest_entries_whatever_others_do(tmp_path: Path) -> None:
@@ -268,3 +271,12 @@ async def test_an_entry_has_nothing_of_a_requests_contents(tmp_path: Path) -> No
         known = {field.name for field, _ in pb.HistoryEntry.FromString(row.entry).ListFields()}
         assert not known & {"payload", "tokens", "logprobs"}
         assert len(row.entry) < 400
+
+
+async def test_a_cycle_tells_administrators_where_the_time_of_its_workers_went(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await pool.wait(await pool.forward_backward(await pool.adapter(), 1, 5))
+        for principal, workers in ((await pool.administrator(), ["w0"]), (await pool.principal(), [])):
+            [cycle] = (await pool.service.get_pool_status(principal, pool_pb2.GetPoolStatusRequest())).cycles
+            assert [each.worker_id for each in cycle.workers] == workers
+            assert all(0 < each.seconds["forward"] <= cycle.pass_seconds for each in cycle.workers)

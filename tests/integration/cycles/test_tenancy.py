@@ -50,6 +50,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "get_adapter": lambda t: adapters_pb2.GetAdapterRequest(adapter_id=t.adapter),
     "delete_adapter": lambda t: adapters_pb2.DeleteAdapterRequest(adapter_id=t.adapter),
     "move_adapter": lambda t: adapters_pb2.MoveAdapterRequest(adapter_id=t.adapter, worker_id="w0"),
+    "rename_adapter": lambda t: adapters_pb2.RenameAdapterRequest(adapter_id=t.adapter, name="mine"),
     "forward": lambda t: training_pb2.ForwardRequest(
         adapter_id=t.adapter, seq=1, data=[datum(3)], loss_function=CROSS_ENTROPY
     ),

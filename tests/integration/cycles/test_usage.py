@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.base.errors import Code, invalid
 from coordinator.base.time import SystemTime
+from coordinator.runtime import housekeeping
 from coordinator.service import pool as pool_use_cases
 from coordinator.tenants.principals import Principal, Role
 from tests.support.database import query
@@ -245,22 +246,25 @@ async def test_the_sums_of_days_are_the_totals_also_after_a_crash(tmp_path: Path
         check_days(tmp_path)
 
 
-async def test_days_of_long_ago_are_merged_by_the_sweep_and_a_start_before_them_is_told(tmp_path: Path) -> None:
+async def test_the_oldest_days_are_merged_by_the_sweep_and_a_start_before_the_others_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "DAYS_KEPT", 2)  # no test has four hundred
     time = Calendar()
     async with running_pool(tmp_path, time=time, sweep_interval_s=0.02) as pool:
         adapter, alice = await pool.adapter(), await pool.principal()
-        await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        time.wall_now += 400 * 86_400
-        await pool.wait(await pool.forward_backward(adapter, 2, 7))
-        assert tokens_by(await grouped(pool, alice, DAY), "day") == {("2026-11-26",): 5, ("2027-12-31",): 7}
-        time.wall_now += 86_400
-        await until(lambda: pool.store.usage.first_day() == 20261127)
+        for seq, length in ((1, 5), (2, 7), (3, 9)):
+            await pool.wait(await pool.forward_backward(adapter, seq, length))
+            time.wall_now += 86_400
+        await until(lambda: not query(tmp_path, "SELECT 1 FROM used_days WHERE day = 20261126"))
         assert tokens_by(await grouped(pool, alice, ADAPTER, DAY), "adapter_id", "day") == {
             ("*", ""): 5,
-            (adapter, "2027-12-31"): 7,
+            (adapter, "2026-11-27"): 7,
+            (adapter, "2026-11-28"): 9,
         }
         since = await grouped(pool, alice, DAY, since="2026-11-01")
-        assert (since.start_day, tokens_by(since, "day")) == ("2026-11-27", {("2027-12-31",): 7})
+        assert (since.start_day, since.rows[0].day) == ("2026-11-27", "2026-11-27")
+        assert (await grouped(pool, alice, DAY, since="2026-11-28")).start_day == "2026-11-28"
         check_days(tmp_path)
 
 

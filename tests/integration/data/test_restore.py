@@ -27,6 +27,7 @@ from tests.support.served_pool import restartable_pool
 from tests.support.toy_pool import LENGTHS, expected_chain, pass_request, refusal, running_pool
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1.adapters_pb2 import ListAdaptersRequest
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
@@ -63,6 +64,9 @@ async def test_a_restored_pool_has_every_state_bit_for_bit_and_an_identity_of_it
         await pool.take_over()
         assert pool.core.epoch == made.identity.epoch + 1
         assert {name: await pool.export(f"tinker://{adapter}/{name}") for name in PATHS} == expected
+        named = ListAdaptersRequest(name_prefix="trained", labels={"team": "nlp"})
+        listed = await pool.service.list_adapters(await pool.principal(), named)
+        assert [each.adapter_id for each in listed.adapters] == [adapter]
         again = await pool.adapter()
         [loaded] = await pool.wait(await pool.load_state(again, 1, f"tinker://{adapter}/weights/kept"))
         assert loaded.state == SUCCEEDED

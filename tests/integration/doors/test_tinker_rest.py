@@ -64,6 +64,23 @@ def test_runs_and_sessions_are_listed_with_their_contents(rest: tinker.RestClien
     assert (session.user_metadata, session.display_name) == ({"who": "test"}, "shown")
 
 
+def test_the_user_metadata_of_a_model_are_labels_of_the_pool_and_its_last_request_is_its_last_operation(
+    pool: ServedPool, service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    labels = {"name": "mine", "team": "nlp"}
+    model: Any = service.create_lora_training_client("toy", rank=8, user_metadata=labels).result(WAIT_S)
+    created = rest.get_training_run(model.model_id).result(WAIT_S).last_request_time
+    model.forward([datum(1, 2)], "cross_entropy").result(WAIT_S)
+    assert rest.get_training_run(model.model_id).result(WAIT_S).last_request_time > created
+    with pool.client("alice") as client:
+        own = client.create_rest_client()
+        [run] = own.list_training_runs(labels=labels).result(WAIT_S).training_runs
+        assert (run.training_run_id, run.name, run.user_metadata) == (model.model_id, "", labels)
+        renamed = own.rename_training_run(model.model_id, "mine").result(WAIT_S)
+    assert renamed.name == "mine"
+    assert rest.get_training_run(model.model_id).result(WAIT_S).user_metadata == labels
+
+
 def test_a_page_of_runs_takes_as_many_queries_as_one_run(
     pool: ServedPool, wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,17 @@ def test_item_sent_twice_is_applied_once(driver: Driver) -> None:
     assert not driver.gradient("a").any()
 
 
+def test_a_batch_tells_where_its_time_went(driver: Driver) -> None:
+    items: tuple[Item, ...] = (driver.backward("a", DATA), driver.step("a"))
+    result = driver.engine.run(Batch(epoch=1, cycle_id=7, items=items))
+    assert result.phase_s.keys() == {"pack", "forward", "loss", "backward", "step"}
+    assert 0 < sum(result.phase_s.values()) <= result.wall_s
+    assert not driver.engine.run(Batch(epoch=1, cycle_id=8)).phase_s, "nothing of the batch before"
+    assert result.use.resident_bytes > 10_000_000
+    assert result.use.cpu_s > 0
+    assert (result.use.num_loads, result.use.num_evictions, result.use.device_bytes) == (1, 0, 0)
+
+
 def test_removed_adapter_is_out_of_order_and_its_slot_free(driver: Driver) -> None:
     trained(driver, "a")
     driver.engine.run(Batch(epoch=1, cycle_id=99, removals=("a", "unknown")))

@@ -13,8 +13,8 @@ def quiet(_step: str, _done: int, _all: int) -> None:
 
 
 async def trained(pool: ToyPool) -> str:
-    """Return an adapter with a checkpoint, a named and an unnamed sampler, and a snapshot."""
-    adapter = await pool.adapter()
+    """Return an adapter named `trained` with a checkpoint, a named and an unnamed sampler, and a snapshot."""
+    adapter = await pool.adapter(name="trained", user_metadata={"team": "nlp"})
     await pool.wait(*[await pool.submit(adapter, seq) for seq in range(1, 4)])
     await pool.save(adapter, 4, "kept")
     await pool.publish(adapter, 5, "named")

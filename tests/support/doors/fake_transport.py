@@ -212,6 +212,7 @@ def _adapter(index: int, request: adapters_pb2.CreateAdapterRequest) -> adapters
         alpha=32,
         next_seq=1,
         session_id=request.session_id,
+        name=request.name,
     )
 
 

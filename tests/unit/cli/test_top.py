@@ -79,7 +79,7 @@ def status(num_workers: int = 2, num_tenants: int = 2, **values: Any) -> pool_pb
             base_model="kjv-2m",
             num_slots=16,
             num_adapters=3,
-            held_bytes=12_000_000,
+            resident_bytes=1_200_000_000,
             num_samples=1,
             trained_tokens_per_second=1000,
             is_live=True,
@@ -111,8 +111,9 @@ def test_top_once_prints_workers_tenants_and_what_the_queue_waits_for(run: Run, 
     lines = words(done.out.splitlines())
     assert "30 operations queued, 2 running, 0 sample requests open, of 2 tenants" in lines
     assert "2,000 tokens/s trained, 0 sampled" in lines
-    assert "w0 3/16 1 12 MB 1,000 0 ready" in lines
-    assert "w1 3/16 1 12 MB 1,000 0 lost, being replaced" in lines
+    assert "w0 3/16 1 1.2 GB 1,000 0 ready" in lines
+    assert "w1 3/16 1 1.2 GB 1,000 0 lost, being replaced" in lines
+    assert "GPU" not in done.out
     assert "tenant-with-a-long-name-001 11 1 1 12 s 1,000 0 order 8, budget 2, slots 1" in lines
     assert "15 order behind earlier operations of its adapter" in lines
     assert "4 budget for room in a cycle, while others had their turn" in lines
@@ -121,7 +122,7 @@ def test_top_once_prints_workers_tenants_and_what_the_queue_waits_for(run: Run, 
 def test_a_member_sees_no_column_of_memory_and_others_as_one(run: Run, service: FakeService) -> None:
     response = status(num_tenants=1)
     for worker in response.workers:
-        worker.held_bytes = 0
+        worker.resident_bytes = 0
     response.tenants.add(num_queued=7)
     service.responses["get_pool_status"] = response
     out = run("top", "--once").out

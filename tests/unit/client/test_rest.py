@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def test_a_listing_is_assembled_from_its_pages(pool: FakePool, service: ServiceC
     assert rest.list_training_runs(offset=30).result(60).training_runs == []
     with pytest.raises(ValueError, match="limit"):
         rest.list_training_runs(limit=0).result(60)
+
+
+def test_adapters_are_listed_by_name_and_labels_and_renamed(pool: FakePool, service: ServiceClient) -> None:
+    used = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    adapter = adapters_pb2.Adapter(adapter_id="s:train:0", name="sft-3", user_metadata={"team": "nlp"})
+    adapter.last_use_time.FromDatetime(used)
+    pool.handlers["ListAdapters"] = lambda request: adapters_pb2.ListAdaptersResponse(adapters=[adapter])
+    rest = service.create_rest_client()
+    [run] = rest.list_training_runs(name_prefix="sft", labels={"team": "nlp"}).result(60).training_runs
+    assert (run.name, run.user_metadata, run.last_request_time) == ("sft-3", {"team": "nlp"}, used)
+    [request] = pool.requests("ListAdapters")
+    assert (request.name_prefix, dict(request.labels)) == ("sft", {"team": "nlp"})
+    renamed = adapters_pb2.Adapter(adapter_id="s:train:0", name="best")
+    pool.handlers["RenameAdapter"] = lambda request: adapters_pb2.RenameAdapterResponse(adapter=renamed)
+    assert rest.rename_training_run("s:train:0", "best").result(60).name == "best"
+    assert pool.requests("RenameAdapter") == [adapters_pb2.RenameAdapterRequest(adapter_id="s:train:0", name="best")]
 
 
 def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: ServiceClient, tmp_path: Path) -> None:

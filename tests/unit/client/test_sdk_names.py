@@ -148,6 +148,8 @@ def test_adamw_may_be_named_as_the_optimizer(service: ServiceClient) -> None:
             "lora_rank",
             "ServiceClient.create_lora_training_client has no argument 'lora_rank': did you mean rank?",
         ),
+        (ServiceClient.create_lora_training_client, "run_name", "no argument 'run_name': did you mean name?"),
+        (ServiceClient.create_lora_training_client, "tags", "no argument 'tags': did you mean labels?"),
         (
             tinkerpool.SamplingClient.sample,
             "max_new_tokens",

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
-from tinkerpool import ModelInput, SamplingParams, ServiceClient, errors
+from tinkerpool import ModelInput, SamplingParams, ServiceClient, TrainingClient, errors
 from tinkerpool.client import session as session_module
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -222,7 +223,29 @@ def test_an_adapter_from_a_checkpoint_takes_the_base_model_where_the_sdk_has_it(
     ],
 )
 def test_creations_from_a_checkpoint_have_the_arguments_of_the_sdk_in_its_order(name: str) -> None:
-    ours = list(inspect.signature(getattr(ServiceClient, name)).parameters)
+    parameters = inspect.signature(getattr(ServiceClient, name)).parameters
+    ours = [each for each, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
     theirs = list(inspect.signature(getattr(tinker.ServiceClient, name)).parameters)
     assert theirs[: len(ours)] == ours
     assert set(theirs[len(ours) :]) <= {"weights_access_token", "optimizer"}
+    assert parameters.keys() - set(ours) == {"name", "labels"}
+
+
+@pytest.mark.parametrize("path", [None, "tinker://x:train:0/weights/a"])
+def test_an_adapter_has_a_name_and_labels_which_are_its_user_metadata(
+    pool: FakePool, service: ServiceClient, path: str | None
+) -> None:
+    def create(**values: Any) -> TrainingClient:
+        if path is None:
+            return service.create_lora_training_client("toy", **values)
+        return service.create_training_client_from_state_with_optimizer(path, **values)
+
+    clients = [create(name="sft 3", labels={"team": "nlp"}), create(user_metadata={"team": "nlp"}), create()]
+    found = [(request.name, dict(request.user_metadata)) for request in pool.requests("CreateAdapter")]
+    assert found == [("sft 3", {"team": "nlp"}), ("", {"team": "nlp"}), ("", {})]
+    assert [client.get_info().name for client in clients] == ["sft 3", "", ""]
+    assert f"{clients[0].model_id} 'sft 3' of " in repr(clients[0])
+    with pytest.raises(ValueError, match="user_metadata and labels are two names of one argument"):
+        create(labels={}, user_metadata={})
+    with pytest.raises(ValueError, match="map strings to strings"):
+        create(labels={"team": 1})

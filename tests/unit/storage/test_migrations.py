@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,24 @@ async def test_usage_before_a_migration_counts_for_no_day(old: Path) -> None:
     )
     assert since == []
     assert first_day > 20260101, "the day of the migration"
+
+
+async def test_an_adapter_of_before_has_no_name_and_counts_as_used_at_the_migration(old: Path) -> None:
+    db = sqlite3.connect(old)
+    db.execute(
+        "INSERT INTO adapters (adapter_id, tenant_id, session_id, payload, base_model, rank, alpha, seed, train_attn,"
+        " train_mlp, train_unembed, user_metadata, created_at)"
+        " VALUES ('s:train:0', 't', 's', x'', 'toy', 8, 32, 1, 1, 1, 1, '{}', 5)"
+    )
+    db.commit()
+    db.close()
+    began = int(time.time())
+    store = Store(old, FakeTime(), Failure())
+    row = store.adapters.get("s:train:0")
+    await store.close()
+    assert row is not None
+    assert (row.name, row.created_at) == ("", 5)
+    assert began <= row.used_at <= time.time()
 
 
 def test_an_older_database_is_read_without_migrating_it(old: Path) -> None:

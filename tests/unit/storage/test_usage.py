@@ -98,20 +98,30 @@ async def test_days_that_are_merged_keep_their_sums_without_day_and_adapter(stor
         await add(store, day, "s:train:0")
         await add_adapters(store, day, 3)
     before = totals(rows(store, "kind"))
-    await store.usage.merge(20251002, 1000)
+    await store.usage.merge(3, 1000)
+    assert store.usage.first_day() == 0
+    await store.usage.merge(2, 1000)
     assert store.usage.first_day() == 20251002
     assert [(*key(row), row.num_operations) for row in rows(store) if not row.day] == [
         (0, "toy", "*", "copy", 3),
         (0, "toy", "*", "forward_backward", 1),
     ]
     assert {row.day for row in rows(store)} == {0, 20251002, 20261126}
-    await store.usage.merge(20251003, 1000)
+    await store.usage.merge(1, 1000)
     assert [(*key(row), row.num_operations) for row in rows(store) if not row.day] == [
         (0, "toy", "*", "copy", 6),
         (0, "toy", "*", "forward_backward", 2),
     ]
     assert totals(rows(store, "kind")) == before == totals(store.usage.of(TENANT))
     assert num_adapter_rows(tmp_path) == (4, 4)
+    assert [row["day"] for row in query(tmp_path / "log.db", "SELECT day FROM used_days")] == [20261126]
+
+
+async def test_a_clock_that_runs_ahead_for_a_day_makes_no_day_old(store: Store) -> None:
+    for day in (20261125, 20991231, 20261126):
+        await add(store, day, "s:train:0")
+    await store.usage.merge(3, 1000)
+    assert {row.day for row in rows(store)} == {20261125, 20261126, 20991231}
 
 
 async def test_beyond_the_most_rows_the_oldest_days_lose_their_adapters_and_no_sum(
@@ -120,7 +130,7 @@ async def test_beyond_the_most_rows_the_oldest_days_lose_their_adapters_and_no_s
     for day in (20261124, 20261125, 20261126):
         await add_adapters(store, day, MERGED_MAX + 100)
     before = totals(rows(store, "day", "kind"))
-    await store.usage.merge(20250101, 2 * MERGED_MAX)
+    await store.usage.merge(3, 2 * MERGED_MAX)
     assert num_adapter_rows(tmp_path) == (2 * MERGED_MAX, 2 * MERGED_MAX)
     assert totals(rows(store, "day", "kind")) == before
     assert store.usage.first_day() == 0, "every day is kept"

@@ -241,8 +241,15 @@ def string_map(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return user metadata. Raises ValueError for anything but strings."""
     values = dict(metadata or {})
     if not all(isinstance(part, str) for part in _parts(values)):
-        raise ValueError("user_metadata maps strings to strings")
+        raise ValueError("user_metadata and labels map strings to strings")
     return values
+
+
+def adapter_labels(user_metadata: Mapping[str, str] | None, labels: Mapping[str, str] | None) -> dict[str, str]:
+    """Return an adapter's labels, given under one of their names. Raises ValueError for both, and as `string_map`."""
+    if user_metadata is not None and labels is not None:
+        raise ValueError("user_metadata and labels are two names of one argument: pass one of them")
+    return string_map(user_metadata if labels is None else labels)
 
 
 def _parts(values: Mapping[Any, Any]) -> Iterable[Any]:

@@ -57,6 +57,7 @@ LIST_SESSIONS = Unary("SessionService", "ListSessions", sessions.ListSessionsReq
 CREATE_ADAPTER = Unary("AdapterService", "CreateAdapter", adapters.CreateAdapterRequest, adapters.CreateAdapterResponse)
 GET_ADAPTER = Unary("AdapterService", "GetAdapter", adapters.GetAdapterRequest, adapters.GetAdapterResponse)
 LIST_ADAPTERS = Unary("AdapterService", "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
+RENAME_ADAPTER = Unary("AdapterService", "RenameAdapter", adapters.RenameAdapterRequest, adapters.RenameAdapterResponse)
 DELETE_ADAPTER = Unary("AdapterService", "DeleteAdapter", adapters.DeleteAdapterRequest, adapters.DeleteAdapterResponse)
 
 FORWARD = Unary("TrainingService", "Forward", training.ForwardRequest, training.ForwardResponse)
