@@ -111,7 +111,12 @@ def entry_of(message: pb.HistoryEntry) -> HistoryEntry:
 
 def kind_of(message: pb.HistoryEntry) -> str:
     """Return what an entry is about: the kind of its operation, or `report`."""
-    return _lower(ops_pb.OperationKind.Name(message.kind), "OPERATION_KIND_") or "report"
+    return kind_name(message.kind) or "report"
+
+
+def kind_name(kind: ops_pb.OperationKind.ValueType) -> str:
+    """Return a kind of operation in small letters; empty for none."""
+    return _lower(ops_pb.OperationKind.Name(kind), "OPERATION_KIND_")
 
 
 def reason_of(reason: pb.WaitReason.ValueType) -> str:

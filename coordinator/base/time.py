@@ -31,10 +31,20 @@ class Time(Protocol):
         """Wait for `seconds`."""
 
 
-def month_of(wall: float) -> int:
-    """Return the calendar month of a moment of the wall clock, in UTC, as a number that grows: 202611."""
+def day_of(wall: float) -> int:
+    """Return the calendar day of a moment of the wall clock, in UTC, as a number that grows: 20261126."""
     moment = time.gmtime(wall)
-    return moment.tm_year * 100 + moment.tm_mon
+    return day_number(moment.tm_year, moment.tm_mon, moment.tm_mday)
+
+
+def day_number(year: int, month: int, day: int) -> int:
+    """Return a day of the calendar as a number that grows: 20261126."""
+    return (year * 100 + month) * 100 + day
+
+
+def month_of(day: int) -> int:
+    """Return the calendar month of a day, as a number that grows: 202611."""
+    return day // 100
 
 
 def backoff_s(first_s: float, longest_s: float, num_doublings: int) -> float:

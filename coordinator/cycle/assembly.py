@@ -37,7 +37,7 @@ def make_loops(
     scheduling: Scheduling,
 ) -> CycleLoops:
     """Return a loop for every base model that the pool serves."""
-    time, journal, loops = context.time, CycleJournal(store.cycles), {}
+    time, journal, loops = context.time, CycleJournal(store.cycles, registers.throughput), {}
     for base_model, schedule in scheduling.schedules.items():
         group, planning, snapshots = registers.registry.group(base_model), schedule.planning, schedule.snapshots
         dispatch = Dispatch(

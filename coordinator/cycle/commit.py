@@ -21,6 +21,7 @@ from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
 from coordinator.observe import metrics
+from coordinator.observe.throughput import Throughput
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.history import Entries
 from coordinator.operations.in_flight import InFlightTable
@@ -115,6 +116,7 @@ class Cycle:
         """Meter with the cycle what an operation of this kind, or an install, took of the state files."""
         use = FileUse(
             adapter_id=log.adapter_id,
+            base_model=log.base_model,
             tenant_id=log.tenant_id,
             kind=kind.value if isinstance(kind, Kind) else kind,
             num_bytes=num_bytes,
@@ -160,8 +162,9 @@ class Cycle:
 class CycleJournal:
     """The cycles of all base models; their ids come from one counter."""
 
-    def __init__(self, cycles: Cycles) -> None:
+    def __init__(self, cycles: Cycles, throughput: Throughput) -> None:
         self._cycles = cycles
+        self._throughput = throughput
         self._last_id = cycles.last_id()
         self.recent: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
         self._watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
@@ -194,6 +197,8 @@ class CycleJournal:
     def publish(self, cycle: pool_pb2.Cycle) -> None:
         """Show and count a committed cycle."""
         metrics.count_cycle(cycle)
+        for entry in cycle.entries:
+            self._throughput.count_trained(entry.tenant, entry.worker_id, entry.num_tokens)
         self.recent.append(cycle)
         for watcher in self._watchers:
             if watcher.qsize() < CYCLES_SHOWN_MAX:

@@ -1,6 +1,7 @@
 """What people can see of a pool: what each operation waited for, and metrics.
 
-Public interface: `timeline.WaitClock` and `timeline.Timeline`; `metrics`, the counters and histograms of the process.
+Public interface: `timeline.WaitClock` and `timeline.Timeline`; `throughput.Throughput`; `metrics`, the counters and
+histograms of the process.
 
 It is told what happens and decides nothing: no other room reads from it what to do. Must not depend on operations,
 cycles or transports.

@@ -13,6 +13,7 @@ from coordinator.base.time import Time
 from coordinator.fleet.fleet import Fleet
 from coordinator.limits.quotas import Quotas
 from coordinator.limits.rates import Rates
+from coordinator.observe.throughput import Throughput
 from coordinator.operations.admission import Admission
 from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.history import Entries
@@ -44,6 +45,7 @@ class Registers:
     finished_samples: FinishedSamples
     admission: Admission
     entries: Entries
+    throughput: Throughput
     quotas: Quotas
     holdings: Holdings
     ceilings: Ceilings
@@ -68,6 +70,7 @@ def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
         finished_samples=finished_samples,
         admission=Admission(store, in_flight, registry, context.config.limits, ceilings, rates, context.time.monotonic),
         entries=Entries(context.time, are_kept=context.config.history_rows > 0),
+        throughput=Throughput(context.time.monotonic),
         quotas=quotas,
         holdings=holdings,
         ceilings=ceilings,

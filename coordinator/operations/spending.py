@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from coordinator.base.time import month_of
+from coordinator.base.time import day_of, month_of
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.storage.store import Store
 
@@ -29,7 +29,7 @@ class Spending:
 
     def tokens(self, tenant_id: str) -> int:
         """Return the tokens that a tenant has used in this month, without those of unfinished operations."""
-        if (month := month_of(self._wall())) > self._month:
+        if (month := month_of(day_of(self._wall()))) > self._month:
             self._month = month
             self._stored, self._before = self._store.usage.of_month(month), self._in_flight.all_tokens()
         visible = self._in_flight.num_tokens_of(tenant_id) - self._before.get(tenant_id, 0)

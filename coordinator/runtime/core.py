@@ -138,7 +138,7 @@ class Core:
         self.registry, self.sessions = registers.registry, registers.sessions
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
         self.admission, self.quotas = registers.admission, registers.quotas
-        self.entries = registers.entries
+        self.entries, self.throughput = registers.entries, registers.throughput
         self.holdings, self.ceilings, self.rates = registers.holdings, registers.ceilings, registers.rates
         self.quotas.listed.update(
             result_bytes=self.responses.budget,

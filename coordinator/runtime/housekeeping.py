@@ -1,5 +1,5 @@
 """Expires idle sessions, operations behind a seq that never arrived, old results and checkpoints; deletes rows that
-nothing needs any more.
+nothing needs any more; merges old sums of usage.
 
 Does not depend on cycles. Main invariant: every expiry is decided in service time, in which downtime and steps of the
 wall clock do not count.
@@ -19,6 +19,7 @@ from coordinator.operations.epoch import Registers
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
+from coordinator.storage.usage import ADAPTER_ROWS_MAX, DAYS_KEPT
 from coordinator.tenants.accounts import Accounts
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -72,6 +73,7 @@ class Housekeeping:
                     finished_before=now - self._config.result_retention_s,
                 )
                 await self._store.records.drop_unused(now - self._config.record_retention_s)
+                await self._store.usage.merge(DAYS_KEPT, ADAPTER_ROWS_MAX)
                 await self._store.history.drop(now - self._config.history_retention_s, self._config.history_rows)
                 await self._delete_leftovers(now - self._config.ended_retention_s)
             except StorageError as error:

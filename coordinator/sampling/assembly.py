@@ -30,7 +30,7 @@ def make_sample_scheduler(
         SamplerVersions(store, fleet, registers.registry, states),
         Placement(fleet, context.config.samples_per_worker_max, scheduling.turns),
         SampleQueues(scheduling),
-        SampleCommits(store, registers.in_flight, streams, registers.entries),
+        SampleCommits(store, registers.in_flight, streams, registers.entries, registers.throughput),
         streams,
         scheduling.losses,
         context.failure,

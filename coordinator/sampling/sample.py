@@ -15,6 +15,7 @@ import numpy as np
 
 from coordinator.fleet.fleet import Flight, Incarnation
 from coordinator.observe.metrics import PROMPT_TOKENS
+from coordinator.observe.throughput import Throughput
 from coordinator.observe.timeline import WaitClock
 from coordinator.operations.history import Entries
 from coordinator.operations.in_flight import InFlightTable
@@ -51,6 +52,8 @@ class Sample:
     """What it waits for while it is queued."""
     record: SampleRecord | None = None
     """Its record, once it is decided; None: it failed, or none was asked for."""
+    num_sampled_tokens: int = 0
+    """Tokens that were drawn for it, once a worker's result has decided it."""
     num_refused: int = 0
     """How often a worker did not hold its version."""
     _num_drawn: Counter[int] = field(default_factory=Counter)
@@ -69,6 +72,11 @@ class Sample:
         return self.sampler.base_model
 
     @property
+    def worker_id(self) -> str:
+        """The worker that it was last sent to; empty: it is queued."""
+        return self.worker.info.worker_id if self.worker is not None else ""
+
+    @property
     def has_streamed(self) -> bool:
         """Whether a token of it was streamed."""
         return bool(self._num_streamed)
@@ -85,6 +93,7 @@ class Sample:
 
     def decide(self, result: SampleResult) -> int:
         """Decide by a worker's result; return how many tokens the engine computed."""
+        self.num_sampled_tokens = result.num_sampled_tokens
         usage = Usage(result.num_prompt_tokens + result.num_sampled_tokens, result.engine_s)
         if result.error is not None:
             self.operation.fail(item_error(result.error), usage)
@@ -193,11 +202,19 @@ class TokenStreams:
 class SampleCommits:
     """Commits the samples of all base models."""
 
-    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams, entries: Entries) -> None:
+    def __init__(
+        self,
+        store: Store,
+        in_flight: InFlightTable,
+        streams: TokenStreams,
+        entries: Entries,
+        throughput: Throughput,
+    ) -> None:
         self._store = store
         self._in_flight = in_flight
         self._streams = streams
         self._entries = entries
+        self._throughput = throughput
 
     async def commit(self, sample: Sample) -> None:
         """Make the outcome durable, then visible. Raises StorageError."""
@@ -211,6 +228,7 @@ class SampleCommits:
         operation.drop_payload()
         self._in_flight.finish(operation)
         self._entries.committed(operation)
+        self._throughput.count_sampled(operation.tenant_id, sample.worker_id, sample.num_sampled_tokens)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)
 

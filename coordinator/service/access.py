@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.base.errors import Code, ServiceError, exists, invalid, not_found, unmet
+from coordinator.observe.timeline import WaitClock
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
@@ -26,6 +27,7 @@ from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
+from tinkerpool.v1.history_pb2 import WAIT_REASON_SEQUENCE
 from tinkerpool.v1.imports_pb2 import ImportCheckpointRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from workers.contract.messages import ModelInfo
@@ -90,6 +92,17 @@ class UseCases:
             return self._core.samples.is_running(operation.name)
         log = self._core.registry.get(operation.target_id)
         return log is not None and log.copy.is_running(operation)
+
+    def _wait_clock(self, operation: Operation) -> WaitClock | None:
+        """Return the clock of what an operation waits for; None: a worker has it, or it is decided."""
+        if operation.is_final or self._is_running(operation):
+            return None
+        if operation.kind is Kind.SAMPLE:
+            return self._core.samples.waits(operation.name)
+        log = self._core.registry.get(operation.target_id)
+        if log is None:
+            return None
+        return WaitClock(WAIT_REASON_SEQUENCE) if log.missing_seq() is not None else log.waits
 
     def _live_session(self, principal: Principal, session_id: str) -> Session:
         session = self._core.sessions.get(session_id)

@@ -311,6 +311,7 @@ class AdapterUseCases(UseCases):
             start = await self._core.states.write_start(adapter, state)
             use = FileUse(
                 adapter_id=adapter.adapter_id,
+                base_model=adapter.base_model,
                 tenant_id=adapter.tenant_id,
                 kind="copy",
                 num_bytes=turn.num_used,

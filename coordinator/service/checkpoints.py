@@ -179,6 +179,7 @@ class CheckpointUseCases(UseCases):
         finally:
             use = FileUse(
                 adapter_id=row.adapter_id,
+                base_model=row.base_model,
                 tenant_id=principal.tenant_id,
                 kind="export",
                 num_bytes=num_bytes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from coordinator.base.errors import invalid, not_found
-from coordinator.observe.timeline import WaitClock
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, uninterrupted
 from coordinator.service.listings import PAGE_BYTES_MAX, PAGE_ROWS_MAX, PAGE_TOKEN_LENGTH_MAX
@@ -72,24 +71,13 @@ class HistoryUseCases(UseCases):
         return pb.ReportMetricsResponse()
 
     def _unfinished(self, operation: Operation) -> pb.HistoryEntry:
-        position, clock = self._position(operation), self._clock(operation)
+        position, clock = self._position(operation), self._wait_clock(operation)
         remaining_s = None if operation.kind is Kind.SAMPLE else self._remaining_s(operation)
         return self._core.entries.unfinished(operation, clock, position, remaining_s)
 
     def _position(self, operation: Operation) -> int:
         log = self._core.registry.get(operation.target_id)
         return sum(each.seq < operation.seq for each in log.unfinished()) if log is not None else 0
-
-    def _clock(self, operation: Operation) -> WaitClock | None:
-        """Return the clock of what an operation waits for; None: a worker has it, or it is decided."""
-        if operation.is_final or self._is_running(operation):
-            return None
-        if operation.kind is Kind.SAMPLE:
-            return self._core.samples.waits(operation.name)
-        log = self._core.registry.get(operation.target_id)
-        if log is None:
-            return None
-        return WaitClock(pb.WAIT_REASON_SEQUENCE) if log.missing_seq() is not None else log.waits
 
     def _remaining_s(self, operation: Operation) -> float | None:
         """Guess the rest of a wait: each optimizer step takes a cycle, and the adapter comes as often as lately."""

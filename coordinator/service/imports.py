@@ -165,6 +165,7 @@ class ImportUseCases(CopyUseCases):
                 start = await states.write_start(adapter, state)
                 use = FileUse(
                     adapter_id=adapter.adapter_id,
+                    base_model=adapter.base_model,
                     tenant_id=adapter.tenant_id,
                     kind="import",
                     num_bytes=plan.num_bytes + turn.num_used,  # the parts, too, were written

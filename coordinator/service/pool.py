@@ -5,34 +5,49 @@ Administrators drain workers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from datetime import date
+from itertools import islice
 
 from coordinator.base.config import VERSION
-from coordinator.base.errors import not_found, unavailable, unmet
+from coordinator.base.errors import invalid, not_found, unavailable, unmet
+from coordinator.base.time import day_number
 from coordinator.fleet.fleet import Incarnation
-from coordinator.service.access import UseCases, streamed, uninterrupted
-from coordinator.storage.rows import DrainedWorkerRow
+from coordinator.observe.throughput import by_worker
+from coordinator.service.access import streamed, uninterrupted
+from coordinator.service.activity import ActivityUseCases
+from coordinator.storage.rows import DrainedWorkerRow, UsageRow
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 from tinkerpool.v1.probation_pb2 import Probation
 
+USAGE_ROWS_MAX = 10_000
+"""Rows of one response about usage."""
+USAGE_SLICE_ROWS = 200
+"""Rows that are made at a time, in two milliseconds: other calls run between two slices."""
+_FIELDS = {"tenant": "tenant", "kind": "kind", "model": "base_model", "adapter": "adapter_id", "day": "day"}
+"""Group to the field of a row."""
+_NUMBERS = ("num_operations", "num_tokens", "engine_seconds", "file_bytes", "file_seconds")
 
-class PoolUseCases(UseCases):
+
+class PoolUseCases(ActivityUseCases):
     """PoolService."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
-        """Return the workers, the numbers of operations, and the last cycles.
+        """Return the workers, the numbers of operations, what tenants do, and the last cycles.
 
         A member sees of a worker how many of its own adapters live there, and when it was lost; not where it runs, and
         not why it was lost.
         """
         core = self._core
-        num_running = sum(self._is_running(operation) for operation in core.in_flight.all())
+        queues = self._queues()
+        num_running = sum(queue.num_running for queue in queues.values())
         recent = core.journal.recent
         num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
         cycles = list(recent)[len(recent) - num_cycles :]
         return pb.GetPoolStatusResponse(
-            workers=[self._worker(principal, worker_id) for worker_id in self._worker_ids()],
+            workers=self._workers(principal),
             num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
             num_samples=core.samples.num_samples,
@@ -43,6 +58,8 @@ class PoolUseCases(UseCases):
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
             problem=core.store.database.problem(),
+            tenants=self._tenants(principal, queues),
+            running_adapters=self._running_adapters(principal, queues),
         )
 
     @streamed
@@ -56,22 +73,47 @@ class PoolUseCases(UseCases):
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
-        """Return the metered usage by tenant and kind of operation."""
-        rows = self._core.store.usage.of(None if principal.is_admin else principal.tenant_id)
-        return pb.GetUsageResponse(
-            rows=[
-                pb.UsageRow(
-                    tenant=row.tenant_name,
-                    kind=row.kind,
-                    num_operations=row.num_operations,
-                    num_tokens=row.num_tokens,
-                    engine_seconds=row.engine_s,
-                    file_bytes=row.file_bytes,
-                    file_seconds=row.file_s,
+        """Return the metered usage: by tenant and kind of operation, or from a day on by other groups."""
+        usage = self._core.store.usage
+        if not request.since and not request.group_by:
+            rows = usage.of(None if principal.is_admin else principal.tenant_id)
+            return pb.GetUsageResponse(rows=map(_usage_row, rows))
+        since = _day(request.since) if request.since else 0
+        groups = list(dict.fromkeys(map(_group, request.group_by))) or ["tenant", "kind"]
+        fields = [_FIELDS[group] for group in groups]
+        found: dict[tuple[str, ...], pb.UsageRow] = {}
+        async for row in self._usage_by(principal, groups, since):
+            key = tuple(getattr(row, field) for field in fields)
+            if key in found:
+                _add(found[key], row)
+            else:
+                found[key] = row
+            if len(found) > USAGE_ROWS_MAX:
+                raise invalid(
+                    f"this usage has more than {USAGE_ROWS_MAX:,} rows: name a later day as since, or fewer groups"
                 )
-                for row in rows
-            ]
+        start = max(since, usage.first_day()) if since else 0
+        return pb.GetUsageResponse(
+            rows=(found[key] for key in sorted(found)), start_day=_day_text(start) if start else None
         )
+
+    async def _usage_by(
+        self, principal: Principal, groups: Sequence[str], since: int
+    ) -> AsyncGenerator[pb.UsageRow, None]:
+        """Yield the sums of each tenant that the caller may see, in slices by turns of the caller's tenant."""
+        tenants, turns = self._core.store.tenants.all() if principal.is_admin else [], self._core.listing_turns
+        for tenant_id in [row.tenant_id for row in tenants] or [principal.tenant_id]:
+            async with turns.turn(principal.tenant_id):
+                rows = self._core.store.usage.by(groups, tenant_id, since)
+            while True:
+                async with turns.turn(principal.tenant_id) as turn:
+                    part = [_usage_row(row) for row in islice(rows, USAGE_SLICE_ROWS)]
+                    turn.use(sum(row.ByteSize() for row in part))
+                if not part:
+                    break
+                for row in part:
+                    yield row
+                await asyncio.sleep(0)
 
     @uninterrupted
     async def drain_worker(self, principal: Principal, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
@@ -102,6 +144,16 @@ class PoolUseCases(UseCases):
             await self._core.store.drained_workers.remove(worker_id, act)
             supervisor.undrain(worker_id)
         return pb.UndrainWorkerResponse(worker=self._worker(principal, worker_id))
+
+    def _workers(self, principal: Principal) -> list[pb.Worker]:
+        """Return all workers, with the tokens a second that went through them."""
+        tenant_id, throughput = None if principal.is_admin else principal.tenant_id, self._core.throughput
+        trained, sampled = by_worker(throughput.trained(), tenant_id), by_worker(throughput.sampled(), tenant_id)
+        workers = [self._worker(principal, worker_id) for worker_id in self._worker_ids()]
+        for worker in workers:
+            worker.trained_tokens_per_second = trained.get(worker.worker_id, 0.0)
+            worker.sampled_tokens_per_second = sampled.get(worker.worker_id, 0.0)
+        return workers
 
     def _worker_ids(self) -> list[str]:
         """Return all workers: those that have an incarnation, then those that were drained."""
@@ -134,10 +186,12 @@ class PoolUseCases(UseCases):
         shown.incarnation, shown.device = worker.name, worker.info.device
         shown.num_slots, shown.is_live, shown.state = worker.info.num_slots, worker.is_live, _state(worker)
         shown.num_adapters = core.registry.num_on(worker_id, None if is_admin else principal.tenant_id)
+        shown.num_samples = sum(is_admin or each.tenant_id == principal.tenant_id for each in worker.samples.values())
         if (seconds := core.supervisor.host_leaves_in_s(worker)) is not None:
             shown.host_leaves_in_seconds = seconds
         if is_admin:
             shown.pid, shown.node, shown.held_bytes = worker.info.pid, worker.info.node, worker.held_bytes
+            shown.resident_bytes, shown.device_bytes = worker.use.resident_bytes, worker.use.device_bytes
         return shown
 
     def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
@@ -181,9 +235,47 @@ class PoolUseCases(UseCases):
         ]
         return sorted(shown, key=lambda each: each.tenant)
 
-    def _tenant_name(self, tenant_id: str) -> str:
-        row = self._core.store.tenants.get(tenant_id)
-        return row.name if row is not None else ""
+
+def _group(group: pb.UsageGroup.ValueType) -> str:
+    """Return a group as storage names it. Raises ServiceError INVALID_ARGUMENT."""
+    if group not in pb.UsageGroup.values() or group == pb.USAGE_GROUP_UNSPECIFIED:
+        raise invalid(f"group_by has no group {group}: tenant is 1, model 2, adapter 3, kind 4, day 5")
+    return pb.UsageGroup.Name(group).removeprefix("USAGE_GROUP_").lower()
+
+
+def _day(text: str) -> int:
+    """Return a day as storage numbers it. Raises ServiceError INVALID_ARGUMENT."""
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise invalid(f"since must be a day as 2026-11-26, not {text[:40]!r}") from None
+    return day_number(day.year, day.month, day.day)
+
+
+def _day_text(day: int) -> str:
+    return f"{day // 10_000:04}-{day // 100 % 100:02}-{day % 100:02}"
+
+
+def _usage_row(row: UsageRow) -> pb.UsageRow:
+    shown = pb.UsageRow(
+        tenant=row.tenant_name,
+        kind=row.kind,
+        num_operations=row.num_operations,
+        num_tokens=row.num_tokens,
+        engine_seconds=row.engine_s,
+        file_bytes=row.file_bytes,
+        file_seconds=row.file_s,
+        base_model=row.base_model,
+        adapter_id=row.adapter_id,
+    )
+    if row.day is not None:
+        shown.day = _day_text(row.day) if row.day else ""
+    return shown
+
+
+def _add(row: pb.UsageRow, other: pb.UsageRow) -> None:
+    for name in _NUMBERS:
+        setattr(row, name, getattr(row, name) + getattr(other, name))
 
 
 def _state(worker: Incarnation) -> pb.WorkerState.ValueType:

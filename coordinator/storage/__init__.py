@@ -10,8 +10,8 @@ Public interface:
 - `database.StorageError` and its subclasses: why a write was refused.
 - `folders`: `StateFiles`, states as folders of files; `StateFolders`, the roots of a data directory; `disk.Disk`: the
   disk below them, a seam for simulations; `identity` and `copies`: whose files these are; `exports`.
-- Below the store: `schema`, `migrations` and `sqlite`; `operations`, `records`, `history`, `tenants`, `workers` and
-  `access` with the SQL.
+- Below the store: `schema`, `migrations` and `sqlite`; `operations`, `records`, `history`, `tenants`, `usage`,
+  `workers` and `access` with the SQL.
 
 `database.Connection` is the seam of the database; tests may use `Store.database` for more than that. Must not depend on
 any other room but `base`.

@@ -22,7 +22,7 @@ from coordinator.storage.rows import (
     marks,
 )
 from coordinator.storage.sqlite import Connection
-from coordinator.storage.tenants import add_file_use
+from coordinator.storage.usage import add_file_use
 
 NEEDLESS_ADAPTER = """deleted_service_s < :before
     AND NOT EXISTS (SELECT 1 FROM operations WHERE target_id = adapter_id)
@@ -49,12 +49,14 @@ class Adapters(Table[AdapterRow]):
         Raises ConflictError through the future if its id or request id exists.
         """
 
+        day = self._database.day()
+
         def write(db: Connection) -> None:
             insert(db, "adapters", row)
             if start is not None:
                 put_snapshot(db, start)
             if use is not None:
-                add_file_use(db, use)
+                add_file_use(db, use, day)
 
         return self._database.write(write)
 
@@ -63,10 +65,10 @@ class Adapters(Table[AdapterRow]):
 
         The future has the folder of its snapshot, which no row names from then on; None if it had none.
         """
-        now, month = self._database.service_time(), self._database.month()
+        now, day = self._database.service_time(), self._database.day()
 
         def write(db: Connection) -> str | None:
-            finish_logged(db, finished, now, month)
+            finish_logged(db, finished, now, day)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
             db.execute(
                 "UPDATE adapters SET deleted_at = ?, deleted_service_s = ? WHERE adapter_id = ?",

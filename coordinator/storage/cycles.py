@@ -25,7 +25,7 @@ from coordinator.storage.rows import (
     insert,
 )
 from coordinator.storage.sqlite import Connection, RetryLaterError
-from coordinator.storage.tenants import add_file_use
+from coordinator.storage.usage import add_file_use
 
 RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk, or in a locked database."""
@@ -124,16 +124,16 @@ class Cycles:
         failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
         effect of that operation. The commit is queued behind the appends, so it is never durable before them.
         """
-        now, month = self._database.service_time(), self._database.month()
+        now, day = self._database.service_time(), self._database.day()
 
         def write(db: Connection) -> frozenset[str]:
             lost = lost_targets(db, commit.finished)
             for operation in commit.finished:
                 if operation.target_id not in lost:
-                    finish(db, operation, now, month)
+                    finish(db, operation, now, day)
             for use in commit.file_uses:
                 if use.adapter_id not in lost:
-                    add_file_use(db, use)
+                    add_file_use(db, use, day)
             _store_states(db, commit.states, lost)
             for record in commit.records:
                 if record.target_id not in lost:

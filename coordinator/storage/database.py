@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.base.errors import Failure
-from coordinator.base.time import Time, month_of
+from coordinator.base.time import Time, day_of
 from coordinator.observe.metrics import DATABASE_COMMIT_SECONDS, DATABASE_WRITES
 from coordinator.storage.disk import RESERVE_BYTES, FailedSync, Reserve
 from coordinator.storage.migrations import MIGRATIONS
@@ -152,9 +152,9 @@ class Database:
         """Return the seconds that the service has run in all incarnations, without downtime and steps of the clock."""
         return self._service_s + self._time.monotonic() - self._opened
 
-    def month(self) -> int:
-        """Return the calendar month, UTC, that usage counts for now, see `month_of`."""
-        return month_of(self._time.wall())
+    def day(self) -> int:
+        """Return the calendar day, UTC, that usage counts for now, see `day_of`."""
+        return day_of(self._time.wall())
 
     def write(
         self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False, is_deletion: bool = False

@@ -17,6 +17,7 @@ from coordinator.storage.schema import (
     ROW_BYTES,
     ROW_COUNTS,
     TENANT_LIMITS,
+    USAGE_DAYS,
     USAGE_MONTHS,
     WORKER_CLASSES,
 )
@@ -76,6 +77,14 @@ UPDATE adapters SET used_at = CAST(strftime('%s', 'now') AS REAL);
 DROP INDEX IF EXISTS adapters_listed;
 {NAMED}"""  # noqa: S608 (our text)
 """Names of adapters. When they were last used is not known: none counts as idle for longer than since the migration."""
+_USAGE_DAYS = f"""
+ALTER TABLE tenants ADD COLUMN usage_adapter_rows INTEGER NOT NULL DEFAULT 0;
+{USAGE_DAYS}
+INSERT INTO usage_days SELECT tenant_id, 0, '', '*', kind, num_operations, num_tokens, engine_s, file_bytes, file_s
+    FROM usage;
+INSERT INTO meta VALUES ('usage_day', CAST(strftime('%Y%m%d', 'now') AS INTEGER));
+"""  # noqa: S608 (our text)
+"""What was used before counts for no day. The first day is that of the migration: SQLite's clock is the machine's."""
 
 MIGRATIONS = {
     5: _ACCOUNTS + AUDIT + TENANT_LIMITS + _WEIGHTS + PROBATIONS + USAGE_MONTHS,
@@ -84,5 +93,6 @@ MIGRATIONS = {
     8: DRAINED_WORKERS + WORKER_CLASSES + "ALTER TABLE adapters ADD COLUMN fingerprint TEXT NOT NULL DEFAULT '';",
     9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
     10: _NAMES,
+    11: _USAGE_DAYS,
 }
 """Schema version to the statements that make the next version of it."""

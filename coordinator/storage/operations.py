@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 
+from coordinator.base.time import month_of
 from coordinator.storage.database import Database
 from coordinator.storage.history import put_entry
 from coordinator.storage.records import renew_records
@@ -24,7 +25,7 @@ from coordinator.storage.rows import (
     typed,
 )
 from coordinator.storage.sqlite import Connection, Row
-from coordinator.storage.tenants import add_month, add_usage
+from coordinator.storage.usage import add_month, add_usage
 
 DROPPED_MAX = 500
 """Results that one transaction drops, so that it takes milliseconds: the writes of cycles wait for it."""
@@ -60,12 +61,12 @@ class Operations(Table[OperationRow]):
         started only after their append, so it does not wait.
         """
         rows = list(rows)
-        now = self._database.service_time()
+        now, day = self._database.service_time(), self._database.day()
         self._database.expect_bytes(sum(len(row.payload) for row in rows))
 
         def write(db: Connection) -> None:
             for row in rows:
-                _append(db, row, now)
+                _append(db, row, now, day)
 
         return self._database.write(write, "append", can_linger=all(row.kind != "sample" for row in rows))
 
@@ -187,17 +188,17 @@ def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozens
     return frozenset(o.target_id for o in decided if not _is_logged(db, o.target_id, o.seq, o.append_id))
 
 
-def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float, month: int) -> None:
+def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float, day: int) -> None:
     """Store the outcomes of those operations whose appends are in the log."""
     for operation in decided:
         if _is_logged(db, operation.target_id, operation.seq, operation.append_id):
-            finish(db, operation, now, month)
+            finish(db, operation, now, day)
 
 
-def finish(db: Connection, operation: DecidedOperation, now: float, month: int) -> None:
+def finish(db: Connection, operation: DecidedOperation, now: float, day: int) -> None:
     """Store the outcome of a logged operation and charge it to its tenant. An operation is decided at most once.
 
-    `now`: service time; `month`: that its tokens count for, see `Database.month`.
+    `now`: service time; `day`: that it counts for, see `Database.day`.
     """
     key = (operation.target_id, operation.seq, operation.append_id)
     changed = db.execute(
@@ -209,11 +210,19 @@ def finish(db: Connection, operation: DecidedOperation, now: float, month: int) 
     _put_outcome(db, operation.target_id, operation.seq, operation.outcome)
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("DELETE FROM payloads WHERE target_id = ? AND seq = ?", key[:2])
-    add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    add_usage(
+        db,
+        operation.tenant_id,
+        operation.target_id,
+        operation.kind,
+        day,
+        num_tokens=operation.num_tokens,
+        engine_s=operation.engine_s,
+    )
     if operation.history:
         put_entry(db, operation.tenant_id, operation.target_id, operation.seq, operation.history, now)
     if operation.num_tokens:
-        add_month(db, operation.tenant_id, month, operation.num_tokens)
+        add_month(db, operation.tenant_id, month_of(day), operation.num_tokens)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:
@@ -230,7 +239,7 @@ def drop_covered_payloads(db: Connection, adapter_id: str, seq: int) -> None:
     )
 
 
-def _append(db: Connection, row: NewOperation, now: float) -> None:
+def _append(db: Connection, row: NewOperation, now: float, day: int) -> None:
     insert(
         db,
         "operations",
@@ -245,7 +254,7 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
         renew_records(db, row.records, now)
     if row.outcome is not None:
         _put_outcome(db, row.target_id, row.seq, row.outcome)
-        add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+        add_usage(db, row.tenant_id, row.target_id, row.kind, day, num_tokens=0, engine_s=0.0)
 
 
 def _put_outcome(db: Connection, target_id: str, seq: int, outcome: bytes) -> None:

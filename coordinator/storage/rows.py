@@ -132,10 +132,18 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """The usage of a tenant's finished operations of one kind."""
+    """The usage of a group of finished operations; for what it is not grouped by it has no value."""
 
     tenant_name: str
+    """Empty: of all tenants."""
     kind: str
+    """Empty: of all kinds."""
+    base_model: str | None
+    """None: of all models."""
+    adapter_id: str | None
+    """None: of all adapters. Empty: of the bare base model; `*`: of several adapters."""
+    day: int | None
+    """None: of all days. 0: of days that are not kept apart."""
     num_operations: int
     num_tokens: int
     engine_s: float
@@ -150,6 +158,7 @@ class FileUse:
     """What an adapter's operation, install, copy or export took of the state files."""
 
     adapter_id: str
+    base_model: str
     tenant_id: str
     kind: str
     """The kind of the operation; `install`, `copy`, `export` or `import`, which are counted here and nowhere else."""

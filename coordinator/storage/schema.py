@@ -6,7 +6,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 
 | table | one row for | written when |
 |---|---|---|
-| meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
+| meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms`, `usage_day` | the pool starts; a cycle commits |
 | tenants | a tenant with its fair-share counter, the bytes of its rows | it or a row of it changes; its cycle commits |
 | tenant_limits | a limit of a tenant that is not the pool's default | an administrator sets it |
 | api_keys | an API key, as the hash of its secret | it is created, rotated or revoked; when it was used, once an hour |
@@ -27,6 +27,8 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
 | drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
 | worker_classes | a worker that has ever been ready | it reports another fingerprint |
+| usage_days | the usage of a tenant's adapter on a day, by kind | with `usage`; merged with others later |
+| used_days | a day that is kept apart there | with the day's first row; deleted once its rows are merged |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
 | usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
@@ -35,7 +37,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -85,6 +87,30 @@ CREATE TABLE usage_months (
 ) WITHOUT ROWID;
 """
 """What budgets count, also for databases that a migration gives it: months before it are not counted."""
+
+USAGE_DAYS = """
+CREATE TABLE usage_days (
+    tenant_id TEXT NOT NULL REFERENCES tenants ON DELETE CASCADE,
+    day INTEGER NOT NULL,                 -- of the calendar, UTC: 20261126; 0: days that are not kept apart
+    base_model TEXT NOT NULL,             -- empty: of before this table
+    adapter_id TEXT NOT NULL,             -- it may be gone; empty: the bare base model; '*': several
+    kind TEXT NOT NULL,
+    num_operations INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    engine_s REAL NOT NULL,
+    file_bytes INTEGER NOT NULL,
+    file_s REAL NOT NULL,
+    PRIMARY KEY (tenant_id, day, base_model, adapter_id, kind)
+) WITHOUT ROWID;
+CREATE TABLE used_days (day INTEGER PRIMARY KEY); -- of any tenant
+CREATE TRIGGER usage_days_note_day AFTER INSERT ON usage_days WHEN NEW.day != 0
+BEGIN INSERT INTO used_days SELECT NEW.day WHERE NOT EXISTS (SELECT 1 FROM used_days WHERE day = NEW.day); END;
+CREATE TRIGGER usage_days_count_insert AFTER INSERT ON usage_days WHEN NEW.adapter_id NOT IN ('', '*')
+BEGIN UPDATE tenants SET usage_adapter_rows = usage_adapter_rows + 1 WHERE tenant_id = NEW.tenant_id; END;
+CREATE TRIGGER usage_days_count_delete AFTER DELETE ON usage_days WHEN OLD.adapter_id NOT IN ('', '*')
+BEGIN UPDATE tenants SET usage_adapter_rows = usage_adapter_rows - 1 WHERE tenant_id = OLD.tenant_id; END;
+"""
+"""The usage by day, also for databases that a migration gives it. A tenant's rows add up to those of `usage`."""
 
 TENANT_LIMITS = """
 CREATE TABLE tenant_limits (
@@ -274,7 +300,7 @@ CREATE INDEX history_by_age ON history (at_service_s);
 
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
+INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0), ('usage_day', 0);
 CREATE TABLE tenants (
     tenant_id TEXT PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
@@ -284,7 +310,8 @@ CREATE TABLE tenants (
     suspension_reason TEXT NOT NULL DEFAULT '', -- as told to its users
     deletion_at REAL,                     -- everything of it is being deleted, at last this row; NULL: it stays
     row_bytes INTEGER NOT NULL DEFAULT 0, -- of its rows: metadata, requests, results, records; and of samplers' files
-    history_rows INTEGER NOT NULL DEFAULT 0
+    history_rows INTEGER NOT NULL DEFAULT 0,
+    usage_adapter_rows INTEGER NOT NULL DEFAULT 0 -- of its rows in usage_days, those that name an adapter
 );
 {API_KEYS}CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
@@ -395,5 +422,5 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
 {NAMED}"""  # noqa: S608 (our names)

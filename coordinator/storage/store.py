@@ -19,7 +19,8 @@ from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
 from coordinator.storage.records import Records
 from coordinator.storage.sqlite import Connection, read_meta
-from coordinator.storage.tenants import Probations, Sessions, Tenants, Usage
+from coordinator.storage.tenants import Probations, Sessions, Tenants
+from coordinator.storage.usage import Usage
 from coordinator.storage.workers import DrainedWorkers, WorkerClasses
 
 

@@ -1,4 +1,4 @@
-"""The tenants: fair-share counters, limits, metered usage and sessions.
+"""The tenants: fair-share counters, limits and sessions.
 
 Main invariant: a session that has ended never becomes live again.
 """
@@ -6,7 +6,6 @@ Main invariant: a session that has ended never becomes live again.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Database
 from coordinator.storage.rows import (
-    FileUse,
     Leftovers,
     Listing,
     Page,
@@ -22,9 +20,7 @@ from coordinator.storage.rows import (
     SessionRow,
     Table,
     TenantRow,
-    UsageRow,
     insert,
-    typed,
 )
 from coordinator.storage.sqlite import Connection
 
@@ -35,6 +31,8 @@ NEEDLESS_SESSION = """ended_service_s < :before
 DELETED_AT_ONCE = 200
 """Rows of a table that one step of a tenant's deletion deletes, in about a millisecond of the writer."""
 DELETE_SOME = (
+    "DELETE FROM usage_days WHERE (tenant_id, day, base_model, adapter_id, kind) IN"
+    " (SELECT tenant_id, day, base_model, adapter_id, kind FROM usage_days WHERE tenant_id = :tenant LIMIT :limit)",
     "DELETE FROM sample_records WHERE (target_id, seq) IN"
     " (SELECT target_id, seq FROM sample_records WHERE tenant_id = :tenant LIMIT :limit)",
     "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations WHERE target_id IN"
@@ -51,8 +49,6 @@ DELETE_SOME = (
     " AND NOT EXISTS (SELECT 1 FROM samplers WHERE samplers.session_id = sessions.session_id) LIMIT :limit)",
 )
 """Delete some rows of a tenant; each goes once no row needs it."""
-IS_TENANT = "EXISTS (SELECT 1 FROM tenants WHERE tenant_id = ?)"
-"""Condition for rows that are written later than what they count: a deleted tenant's would fail the whole commit."""
 
 
 class Tenants(Table[TenantRow]):
@@ -228,63 +224,6 @@ class Probations(Table[ProbationRow]):
     def service_time(self) -> float:
         """Return the service time, which the records are in."""
         return self._database.service_time()
-
-
-class Usage:
-    """The usage of all tenants."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._numbers = itertools.count()
-
-    def of(self, tenant_id: str | None) -> list[UsageRow]:
-        """Return a tenant's usage by kind of operation; None: the usage of every tenant."""
-        rows = self._database.read(
-            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s, file_bytes, file_s"
-            " FROM usage JOIN tenants USING (tenant_id) WHERE ? IS NULL OR tenant_id = ? ORDER BY name, kind",
-            (tenant_id, tenant_id),
-        )
-        return [typed(UsageRow, row) for row in rows]
-
-    def of_month(self, month: int) -> dict[str, int]:
-        """Return the tokens of each tenant in a calendar month, see `Database.month`."""
-        rows = self._database.read("SELECT tenant_id, num_tokens FROM usage_months WHERE month = ?", (month,))
-        return {row["tenant_id"]: row["num_tokens"] for row in rows}
-
-    def note(self, use: FileUse) -> None:
-        """Add a use of files. Becomes durable with the next write; a crash before that loses it."""
-        self._database.ride(f"use {next(self._numbers)}", lambda db: add_file_use(db, use))
-
-
-def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
-    """Add a finished operation to its tenant's usage."""
-    db.execute(
-        "INSERT INTO usage (tenant_id, kind, num_operations, num_tokens, engine_s)"
-        f" SELECT ?, ?, 1, ?, ? WHERE {IS_TENANT}"
-        " ON CONFLICT (tenant_id, kind) DO UPDATE SET"
-        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
-        " engine_s = engine_s + excluded.engine_s",
-        (tenant_id, kind, num_tokens, engine_s, tenant_id),
-    )
-
-
-def add_month(db: Connection, tenant_id: str, month: int, num_tokens: int) -> None:
-    """Add the tokens of a finished operation to its tenant's month."""
-    db.execute(
-        f"INSERT INTO usage_months SELECT ?, ?, ? WHERE {IS_TENANT} ON CONFLICT (tenant_id, month) DO UPDATE SET"
-        " num_tokens = num_tokens + excluded.num_tokens",
-        (tenant_id, month, num_tokens, tenant_id),
-    )
-
-
-def add_file_use(db: Connection, use: FileUse) -> None:
-    """Add a use of files to its tenant's usage; an operation is counted by its outcome."""
-    db.execute(
-        f"INSERT INTO usage SELECT ?, ?, ?, 0, 0, ?, ? WHERE {IS_TENANT} ON CONFLICT (tenant_id, kind) DO UPDATE SET"
-        " num_operations = num_operations + excluded.num_operations,"
-        " file_bytes = file_bytes + excluded.file_bytes, file_s = file_s + excluded.file_s",
-        (use.tenant_id, use.kind, 0 if use.is_operation else 1, use.num_bytes, use.seconds, use.tenant_id),
-    )
 
 
 class Sessions(Table[SessionRow]):

@@ -668,9 +668,9 @@ GUARDS = (
     ),
     Guard(
         name="usage of a tenant that is gone",
-        file="coordinator/storage/tenants.py",
-        before='        f" SELECT ?, ?, 1, ?, ? WHERE {IS_TENANT}"\n',
-        after='        " SELECT ?, ?, 1, ?, ? WHERE ? != 0"\n',
+        file="coordinator/storage/usage.py",
+        before='        f" SELECT ?, ?, 1, ?, ? WHERE {IS_TENANT} {_ADD}",\n',
+        after='        f" SELECT ?, ?, 1, ?, ? WHERE ? != 0 {_ADD}",\n',
         tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "usage"),
     ),
     Guard(

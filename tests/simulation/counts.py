@@ -48,12 +48,14 @@ def check_counts(core: Core) -> None:
         twice = "SELECT COUNT(*) - COUNT(DISTINCT target_id || seq) FROM history WHERE seq > 0 AND tenant_id = ?"
         if _number(core, twice, tenant_id):
             raise Mismatch(f"operations of {tenant.name} are in the history more than once")
-        tokens = [
+        months, days, used = [
             _number(core, f"SELECT SUM(num_tokens) FROM {table} WHERE tenant_id = ?", tenant_id)
-            for table in ("usage_months", "usage")
+            for table in ("usage_months", "usage_days", "usage")
         ]
-        if tokens[0] != tokens[1]:
-            raise Mismatch(f"{tenant.name} has {tokens[0]} tokens in its months, and used {tokens[1]}")
+        if months != used:
+            raise Mismatch(f"{tenant.name} has {months} tokens in its months, and used {used}")
+        if days != used and tenant.deletion_at is None:  # a deletion takes its days away first
+            raise Mismatch(f"{tenant.name} has {days} tokens in its days, and used {used}")
 
 
 def _state_bytes(core: Core, tenant_id: str) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, workers
+from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, top, usage, workers
 from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
@@ -35,6 +35,7 @@ HELP = "\n\n".join(
         "[bold]Try it on this machine[/bold]",
         "  [cyan]tinkerpool up[/cyan]       start a pool in the background; it prints a first program\n"
         "  [cyan]tinkerpool watch[/cyan]    see its cycles while the program runs\n"
+        "  [cyan]tinkerpool top[/cyan]      what each tenant and worker does now\n"
         "  [cyan]tinkerpool usage[/cyan]    tokens and engine time of each tenant\n"
         "  [cyan]tinkerpool down[/cyan]     stop it; everything is kept for the next [cyan]up[/cyan]",
         "[bold]Use a pool on another machine[/bold]",
@@ -80,7 +81,7 @@ def build() -> typer.Typer:
         entry_point.load()(app)
     for command in (pools.pools, pools.use):
         app.command(rich_help_panel=POOLS_PANEL)(command)
-    for command in (pool.status, pool.watch, history.why, history.history, pool.usage):
+    for command in (pool.status, top.top, pool.watch, history.why, history.history, usage.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
     app.add_typer(
         adapters.app,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, TypeVar
@@ -31,6 +33,8 @@ TIMEOUT_S = 20.0
 RETRY_S = 60.0
 """How long a call of many is tried again."""
 PAGE_SIZE = 1000
+CANCEL_AGAIN_S = 0.2
+"""Between two cancellations after Ctrl-C."""
 
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -70,6 +74,33 @@ def ask(target: Target, work: Callable[[Transport], Awaitable[T]]) -> T:
             return await work(transport)
 
     return asyncio.run(converse())
+
+
+def follow(target: Target, work: Callable[[Transport], Awaitable[None]]) -> None:
+    """Run the calls of a command that Ctrl-C ends. Raises CliError."""
+
+    async def until_ctrl_c(transport: Transport) -> None:
+        _end_at_ctrl_c()
+        await work(transport)
+
+    try:
+        ask(target, until_ctrl_c)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        show.note("")
+
+
+def _end_at_ctrl_c() -> None:
+    """Make Ctrl-C cancel the current task again and again: a stream that is being opened swallows the first time."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if not task.done():
+            task.cancel()
+            loop.call_later(CANCEL_AGAIN_S, cancel)
+
+    with contextlib.suppress(NotImplementedError):  # on Windows, where asyncio raises KeyboardInterrupt
+        loop.add_signal_handler(signal.SIGINT, cancel)
 
 
 def call(target: Target, method: Unary[RequestT, ResponseT], request: RequestT) -> ResponseT:

@@ -1,10 +1,7 @@
-"""`status`, `watch` and `usage`: the cycles of a pool, and the tokens and engine time of its tenants."""
+"""`status` and `watch`: the cycles of a pool, its queue, and what its tenants do."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Annotated
@@ -13,18 +10,18 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, ask, call
+from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, call, follow
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.limits import show_limits
 from tinkerpool.cli.workers import show_workers
-from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_TENANT_LIMITS, GET_USAGE, WATCH_CYCLES
+from tinkerpool.client.calls.methods import GET_POOL_STATUS, WATCH_CYCLES
 from tinkerpool.client.calls.transport import Transport
-from tinkerpool.v1 import limits_pb2, pool_pb2, probation_pb2
+from tinkerpool.history import kind_name, reason_of
+from tinkerpool.v1 import pool_pb2, probation_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this API key may not see."""
-CANCEL_AGAIN_S = 0.2
-"""Between two cancellations after Ctrl-C."""
+RUNNING_ROWS = 20
+"""Running adapters that `status` shows."""
 
 
 @calls_pool
@@ -46,14 +43,18 @@ def status(
         f"tinkerpool {response.version} at {target.url}, up {show.duration(response.uptime_seconds)}, "
         f"start {response.epoch} on its data"
     )
-    show.say(
-        f"{_plural(response.num_queued, 'operation')} queued, {response.num_running} running, "
-        f"{_plural(response.num_samples, 'sample request')} open, of {_plural(response.num_tenants, 'tenant')}"
-    )
+    show.say(queue_line(response))
+    show.say(tokens_line(response))
     if response.problem:
         show.say(f"Problem: {response.problem}")
     show.console.print()
     show_workers(response.workers)
+    if response.tenants:
+        show.console.print()
+        _show_tenants(response.tenants)
+    if response.running_adapters:
+        show.console.print()
+        _show_running(response)
     if response.probations:
         show.console.print()
         _show_probations(response.probations)
@@ -62,6 +63,71 @@ def status(
         _show_cycles(response.cycles)
     elif num_cycles:
         show.say("No cycle has run yet.")
+
+
+def queue_line(response: pool_pb2.GetPoolStatusResponse) -> str:
+    """Return in a sentence what waits and runs."""
+    return (
+        f"{_plural(response.num_queued, 'operation')} queued, {response.num_running} running, "
+        f"{_plural(response.num_samples, 'sample request')} open, of {_plural(response.num_tenants, 'tenant')}"
+    )
+
+
+def tokens_line(response: pool_pb2.GetPoolStatusResponse) -> str:
+    """Return in a sentence the tokens a second: those trained of all tenants, those sampled of tenants with a name."""
+    trained = sum(each.trained_tokens_per_second for each in response.tenants)
+    sampled = sum(each.sampled_tokens_per_second for each in response.tenants)
+    own = " for you" if any(not each.tenant for each in response.tenants) else ""
+    return f"{rate(trained)} tokens/s trained, {rate(sampled)} sampled{own}"
+
+
+def rate(tokens_per_second: float) -> str:
+    """Return tokens a second; small ones with a decimal."""
+    return f"{tokens_per_second:.1f}" if 0 < tokens_per_second < 10 else show.count(tokens_per_second)
+
+
+def tenant_cells(tenant: pool_pb2.TenantActivity) -> tuple[str | Text, ...]:
+    """Return what a tenant does, as cells of a table: name, queue, running, adapters, age, tokens a second, reasons."""
+    waiting = ", ".join(f"{reason_of(each.reason) or 'turn'} {each.num_operations:,}" for each in tenant.waiting)
+    return (
+        Text(tenant.tenant or OTHERS),
+        show.count(tenant.num_queued),
+        show.count(tenant.num_running),
+        show.count(tenant.num_running_adapters),
+        show.duration(tenant.oldest_seconds) if tenant.oldest_seconds else "",
+        rate(tenant.trained_tokens_per_second),
+        rate(tenant.sampled_tokens_per_second),
+        Text(waiting),
+    )
+
+
+def _show_tenants(tenants: Iterable[pool_pb2.TenantActivity]) -> None:
+    show.table(
+        "Tenants",
+        ("tenant", "queued", "running", "adapters", "oldest", "trained/s", "sampled/s", "waiting for"),
+        map(tenant_cells, tenants),
+        right="queued running adapters oldest trained/s sampled/s",
+    )
+
+
+def _show_running(response: pool_pb2.GetPoolStatusResponse) -> None:
+    shown = response.running_adapters[:RUNNING_ROWS]
+    show.table(
+        "Running adapters",
+        ("adapter", "tenant", "worker", "runs"),
+        (
+            (
+                each.adapter_id,
+                each.tenant,
+                each.worker_id,
+                f"{kind_name(each.kind)} {each.operation.rpartition(':')[2]}",
+            )
+            for each in shown
+        ),
+        whole=("adapter",),
+    )
+    if num_more := sum(each.num_running_adapters for each in response.tenants) - len(shown):
+        show.say(f"... and {num_more:,} more")
 
 
 def _show_probations(probations: Iterable[probation_pb2.Probation]) -> None:
@@ -112,8 +178,7 @@ def watch(
 ) -> None:
     """Show each cycle when it has committed, with its tenants. Ctrl-C ends it."""
 
-    async def follow(transport: Transport) -> None:
-        _end_at_ctrl_c()
+    async def look(transport: Transport) -> None:
         # A stream is silent until a cycle has run; this call fails at once if there is no pool.
         await transport.call(GET_POOL_STATUS, pool_pb2.GetPoolStatusRequest(num_cycles=1), timeout_s=TIMEOUT_S)
         if not json:
@@ -128,69 +193,7 @@ def watch(
             if num_seen == num_cycles:
                 return
 
-    try:
-        ask(target, follow)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        show.note("")
-
-
-def _end_at_ctrl_c() -> None:
-    """Make Ctrl-C cancel the current task again and again: a stream that is being opened swallows the first time."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def cancel() -> None:
-        if not task.done():
-            task.cancel()
-            loop.call_later(CANCEL_AGAIN_S, cancel)
-
-    with contextlib.suppress(NotImplementedError):  # on Windows, where asyncio raises KeyboardInterrupt
-        loop.add_signal_handler(signal.SIGINT, cancel)
-
-
-@calls_pool
-def usage(target: Target, json: JsonOption = False) -> None:
-    """Show tokens and engine time, by tenant and kind of operation, and the limits of your tenant.
-
-    An administrator's key shows the use of all tenants, any other key its own.
-    """
-    response = call(target, GET_USAGE, pool_pb2.GetUsageRequest())
-    limits = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
-    if json:
-        show.json_message(response, limits)
-        return
-    if response.rows:
-        _show_usage(response)
-    else:
-        show.say("Nothing has been used yet.")
-    show.console.print()
-    show_limits(limits.tenant, limits.limits)
-
-
-def _show_usage(response: pool_pb2.GetUsageResponse) -> None:
-    lines: list[tuple[str | Text, ...]] = []
-    for tenant in dict.fromkeys(row.tenant for row in response.rows):
-        rows = [row for row in response.rows if row.tenant == tenant]
-        total = pool_pb2.UsageRow(
-            tenant=tenant,
-            kind="all",
-            num_operations=sum(row.num_operations for row in rows),
-            num_tokens=sum(row.num_tokens for row in rows),
-            engine_seconds=sum(row.engine_seconds for row in rows),
-        )
-        lines += [_usage_line(row) for row in rows]
-        lines.append(tuple(Text(cell, "bold") for cell in _usage_line(total)))
-    show.table(
-        "Usage since the pool's data began",
-        ("tenant", "kind", "operations", "tokens", "engine time"),
-        lines,
-        right="operations tokens engine time",
-    )
-
-
-def _usage_line(row: pool_pb2.UsageRow) -> tuple[str, ...]:
-    numbers = show.count(row.num_operations), show.count(row.num_tokens), show.duration(row.engine_seconds)
-    return row.tenant, row.kind, *numbers
+    follow(target, look)
 
 
 def _line(cycle: pool_pb2.Cycle) -> str:

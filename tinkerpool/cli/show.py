@@ -110,7 +110,8 @@ def json_message(*messages: Message) -> None:
 
 def json_line(message: Message) -> None:
     """Print a message as one line of JSON."""
-    print(json.dumps(MessageToDict(message, preserving_proto_field_name=True)), flush=True)
+    fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    print(json.dumps(fields), flush=True)
 
 
 def duration(seconds: float) -> str:

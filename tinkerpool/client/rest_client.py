@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -293,9 +293,15 @@ class RestClient:
         request = pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles)
         return self._start(self._connection.call(methods.GET_POOL_STATUS, request))
 
-    def get_usage(self) -> APIFuture[pool_pb2.GetUsageResponse]:
-        """Return tokens, operations and engine seconds per tenant and kind of operation."""
-        return self._start(self._connection.call(methods.GET_USAGE, pool_pb2.GetUsageRequest()))
+    def get_usage(
+        self, since: str = "", group_by: Iterable[pool_pb2.UsageGroup.ValueType] = ()
+    ) -> APIFuture[pool_pb2.GetUsageResponse]:
+        """Return tokens, operations and engine seconds per tenant and kind of operation, or of other groups.
+
+        `since`: the first day to count, in UTC, as 2026-11-26; empty: since the beginning.
+        """
+        request = pool_pb2.GetUsageRequest(since=since, group_by=group_by)
+        return self._start(self._connection.call(methods.GET_USAGE, request))
 
     def watch_cycles(self) -> BackgroundStream[pool_pb2.Cycle]:
         """Yield every clock cycle when it has committed, from now on, without end: `for` or `async for`.

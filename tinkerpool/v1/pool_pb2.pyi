@@ -9,6 +9,8 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tinkerpool.v1 import history_pb2 as _history_pb2
+from tinkerpool.v1 import operations_pb2 as _operations_pb2
 from tinkerpool.v1 import probation_pb2 as _probation_pb2
 import builtins as _builtins
 import sys
@@ -57,6 +59,42 @@ WORKER_STATE_LOST: WorkerState.ValueType  # 5
 """It has ended or cannot be reached, and starts again."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _UsageGroup:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsageGroupEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageGroup.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_GROUP_UNSPECIFIED: _UsageGroup.ValueType  # 0
+    """Nothing."""
+    USAGE_GROUP_TENANT: _UsageGroup.ValueType  # 1
+    """The tenant."""
+    USAGE_GROUP_MODEL: _UsageGroup.ValueType  # 2
+    """The base model."""
+    USAGE_GROUP_ADAPTER: _UsageGroup.ValueType  # 3
+    """The adapter."""
+    USAGE_GROUP_KIND: _UsageGroup.ValueType  # 4
+    """The kind of operation."""
+    USAGE_GROUP_DAY: _UsageGroup.ValueType  # 5
+    """The day."""
+
+class UsageGroup(_UsageGroup, metaclass=_UsageGroupEnumTypeWrapper):
+    """What usage is summed by."""
+
+USAGE_GROUP_UNSPECIFIED: UsageGroup.ValueType  # 0
+"""Nothing."""
+USAGE_GROUP_TENANT: UsageGroup.ValueType  # 1
+"""The tenant."""
+USAGE_GROUP_MODEL: UsageGroup.ValueType  # 2
+"""The base model."""
+USAGE_GROUP_ADAPTER: UsageGroup.ValueType  # 3
+"""The adapter."""
+USAGE_GROUP_KIND: UsageGroup.ValueType  # 4
+"""The kind of operation."""
+USAGE_GROUP_DAY: UsageGroup.ValueType  # 5
+"""The day."""
+Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
+
 @_typing.final
 class Worker(_message.Message):
     """One worker."""
@@ -79,6 +117,11 @@ class Worker(_message.Message):
     LAST_LOSS_TIME_FIELD_NUMBER: _builtins.int
     LAST_LOSS_REASON_FIELD_NUMBER: _builtins.int
     START_PROBLEM_FIELD_NUMBER: _builtins.int
+    TRAINED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stays the same when the worker is replaced."""
     incarnation: _builtins.str
@@ -111,6 +154,20 @@ class Worker(_message.Message):
     """Why it was lost last, for people, on one line of at most 500 characters; empty without an administrator's key."""
     start_problem: _builtins.str
     """Why its process did not start at the last attempt, likewise; empty: it has started."""
+    trained_tokens_per_second: _builtins.float
+    """Of GetPoolStatus only: tokens a second that went through it in cycles, see TenantActivity; the caller's own without an
+    administrator's key.
+    """
+    sampled_tokens_per_second: _builtins.float
+    """Tokens a second that it drew in samples, likewise."""
+    num_samples: _builtins.int
+    """Samples that it runs, likewise."""
+    resident_bytes: _builtins.int
+    """Memory of its process, as of its last cycle; 0 without an administrator's key. Workers of a local pool without Ray share
+    one process.
+    """
+    device_bytes: _builtins.int
+    """Memory of its GPU that it has reserved, likewise; 0 on a CPU."""
     @_builtins.property
     def last_loss_time(self) -> _timestamp_pb2.Timestamp:
         """When it was lost last; unset: never."""
@@ -134,16 +191,144 @@ class Worker(_message.Message):
         last_loss_time: _timestamp_pb2.Timestamp | None = ...,
         last_loss_reason: _builtins.str = ...,
         start_problem: _builtins.str = ...,
+        trained_tokens_per_second: _builtins.float = ...,
+        sampled_tokens_per_second: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds", "last_loss_time", b"last_loss_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_slots", b"num_slots", "pid", b"pid", "start_problem", b"start_problem", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "device_bytes", b"device_bytes", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_samples", b"num_samples", "num_slots", b"num_slots", "pid", b"pid", "resident_bytes", b"resident_bytes", "sampled_tokens_per_second", b"sampled_tokens_per_second", "start_problem", b"start_problem", "state", b"state", "trained_tokens_per_second", b"trained_tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["host_leaves_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_leaves_in_seconds) -> _WhichOneofReturnType__host_leaves_in_seconds | None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """Operations that wait for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_OPERATIONS_FIELD_NUMBER: _builtins.int
+    reason: _history_pb2.WaitReason.ValueType
+    """What they wait for."""
+    num_operations: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        reason: _history_pb2.WaitReason.ValueType = ...,
+        num_operations: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_operations", b"num_operations", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class TenantActivity(_message.Message):
+    """What a tenant does at the moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_ADAPTERS_FIELD_NUMBER: _builtins.int
+    OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    TRAINED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name; empty: all other tenants together. Without an administrator's key there is at most one such row, behind the
+    caller's own, which has only what follows from the totals and from cycles: the first two numbers and the tokens
+    trained.
+    """
+    num_queued: _builtins.int
+    """Operations that wait, samples included."""
+    num_running: _builtins.int
+    """Operations that a worker has, and those that wait for their commit."""
+    num_running_adapters: _builtins.int
+    """Adapters with such operations."""
+    oldest_seconds: _builtins.float
+    """Seconds since the oldest of all these operations was accepted, or since the coordinator started, if it came before."""
+    trained_tokens_per_second: _builtins.float
+    """Tokens a second through the base model in cycles, passes without a gradient included: those of the cycles that have
+    committed in the last 9 to 10 seconds, or since the start, over that time. A cycle longer than that shows as a burst.
+    """
+    sampled_tokens_per_second: _builtins.float
+    """Tokens a second that were drawn in samples, without their prompts: those of the samples that have finished in that
+    time. A sample counts when it has finished.
+    """
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___Waiting]:
+        """What the waiting ones wait for, most first."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_queued: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_running_adapters: _builtins.int = ...,
+        oldest_seconds: _builtins.float = ...,
+        waiting: _abc.Iterable[Global___Waiting] | None = ...,
+        trained_tokens_per_second: _builtins.float = ...,
+        sampled_tokens_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_queued", b"num_queued", "num_running", b"num_running", "num_running_adapters", b"num_running_adapters", "oldest_seconds", b"oldest_seconds", "sampled_tokens_per_second", b"sampled_tokens_per_second", "tenant", b"tenant", "trained_tokens_per_second", b"trained_tokens_per_second", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantActivity: _TypeAlias = TenantActivity  # noqa: Y015
+
+@_typing.final
+class RunningAdapter(_message.Message):
+    """An adapter with a running operation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    """The adapter."""
+    tenant: _builtins.str
+    """The tenant's name."""
+    worker_id: _builtins.str
+    """The worker."""
+    operation: _builtins.str
+    """Name of the first operation that a worker has, or that waits for its commit."""
+    kind: _operations_pb2.OperationKind.ValueType
+    """What that operation does."""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        operation: _builtins.str = ...,
+        kind: _operations_pb2.OperationKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "kind", b"kind", "operation", b"operation", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningAdapter: _TypeAlias = RunningAdapter  # noqa: Y015
 
 @_typing.final
 class CycleEntry(_message.Message):
@@ -332,6 +517,8 @@ class GetPoolStatusResponse(_message.Message):
     NUM_TENANTS_FIELD_NUMBER: _builtins.int
     PROBATIONS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    RUNNING_ADAPTERS_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Operations that wait."""
     num_running: _builtins.int
@@ -360,6 +547,18 @@ class GetPoolStatusResponse(_message.Message):
     def probations(self) -> _containers.RepeatedCompositeFieldContainer[_probation_pb2.Probation]:
         """The tenants on probation, by name; with another key than an administrator's only its own tenant."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantActivity]:
+        """The tenants with operations that wait or run, or with tokens in the last seconds, by name; with another key than an
+        administrator's its own, and the others as one.
+        """
+
+    @_builtins.property
+    def running_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningAdapter]:
+        """The first 100 of the adapters with a running operation, by tenant and id; with another key than an
+        administrator's its own tenant's. TenantActivity has their numbers.
+        """
+
     def __init__(
         self,
         *,
@@ -374,10 +573,12 @@ class GetPoolStatusResponse(_message.Message):
         num_tenants: _builtins.int = ...,
         probations: _abc.Iterable[_probation_pb2.Probation] | None = ...,
         problem: _builtins.str = ...,
+        tenants: _abc.Iterable[Global___TenantActivity] | None = ...,
+        running_adapters: _abc.Iterable[Global___RunningAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "problem", b"problem", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "problem", b"problem", "running_adapters", b"running_adapters", "tenants", b"tenants", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -426,7 +627,7 @@ Global___WatchCyclesResponse: _TypeAlias = WatchCyclesResponse  # noqa: Y015
 
 @_typing.final
 class UsageRow(_message.Message):
-    """Use of one kind of operation by one tenant."""
+    """Use of one group: by default of one kind of operation by one tenant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -437,11 +638,14 @@ class UsageRow(_message.Message):
     ENGINE_SECONDS_FIELD_NUMBER: _builtins.int
     FILE_BYTES_FIELD_NUMBER: _builtins.int
     FILE_SECONDS_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    DAY_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """The tenant's name."""
+    """The tenant's name; empty: it is summed over tenants."""
     kind: _builtins.str
     """`forward_backward`, `sample`, ...; also `install`, `copy` (an adapter created from a checkpoint) and `export`, which
-    are no operations.
+    are no operations. Empty: it is summed over kinds.
     """
     num_operations: _builtins.int
     """Finished operations, failed ones included; or installs, copies, exports."""
@@ -455,6 +659,14 @@ class UsageRow(_message.Message):
     """Seconds in which it did so. Exact over crashes, except for exports: of those that ended in the last seconds before
     a crash, or had not ended, nothing is counted.
     """
+    base_model: _builtins.str
+    """Name of the base model; unset: it is summed over models. Empty: it is of before the pool counted by day."""
+    adapter_id: _builtins.str
+    """The adapter that was trained, sampled or read; unset: it is summed over adapters. Empty: none, as the bare base model
+    was sampled. `*`: several that are not told apart any more, see GetUsage.
+    """
+    day: _builtins.str
+    """The day in UTC, 2026-11-26; unset: it is summed over days. Empty: it was before the first day that is kept apart."""
     def __init__(
         self,
         *,
@@ -465,12 +677,26 @@ class UsageRow(_message.Message):
         engine_seconds: _builtins.float = ...,
         file_bytes: _builtins.int = ...,
         file_seconds: _builtins.float = ...,
+        base_model: _builtins.str | None = ...,
+        adapter_id: _builtins.str | None = ...,
+        day: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id", "_base_model", b"_base_model", "_day", b"_day", "adapter_id", b"adapter_id", "base_model", b"base_model", "day", b"day"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_seconds", b"engine_seconds", "file_bytes", b"file_bytes", "file_seconds", b"file_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id", "_base_model", b"_base_model", "_day", b"_day", "adapter_id", b"adapter_id", "base_model", b"base_model", "day", b"day", "engine_seconds", b"engine_seconds", "file_bytes", b"file_bytes", "file_seconds", b"file_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__adapter_id: _TypeAlias = _typing.Literal["adapter_id"]  # noqa: Y015
+    _WhichOneofArgType__adapter_id: _TypeAlias = _typing.Literal["_adapter_id", b"_adapter_id"]  # noqa: Y015
+    _WhichOneofReturnType__base_model: _TypeAlias = _typing.Literal["base_model"]  # noqa: Y015
+    _WhichOneofArgType__base_model: _TypeAlias = _typing.Literal["_base_model", b"_base_model"]  # noqa: Y015
+    _WhichOneofReturnType__day: _TypeAlias = _typing.Literal["day"]  # noqa: Y015
+    _WhichOneofArgType__day: _TypeAlias = _typing.Literal["_day", b"_day"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_id) -> _WhichOneofReturnType__adapter_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_model) -> _WhichOneofReturnType__base_model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__day) -> _WhichOneofReturnType__day | None: ...
 
 Global___UsageRow: _TypeAlias = UsageRow  # noqa: Y015
 
@@ -480,12 +706,23 @@ class GetUsageRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SINCE_FIELD_NUMBER: _builtins.int
+    GROUP_BY_FIELD_NUMBER: _builtins.int
+    since: _builtins.str
+    """The first day to count, in UTC, as 2026-11-26; empty: since the beginning."""
+    @_builtins.property
+    def group_by(self) -> _containers.RepeatedScalarFieldContainer[Global___UsageGroup.ValueType]:
+        """What to sum by; none: tenant and kind."""
+
     def __init__(
         self,
+        *,
+        since: _builtins.str = ...,
+        group_by: _abc.Iterable[Global___UsageGroup.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_by", b"group_by", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,20 +735,28 @@ class GetUsageResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    START_DAY_FIELD_NUMBER: _builtins.int
+    start_day: _builtins.str
+    """The first day, in UTC, that is in `rows`; unset: they have everything since the beginning. Later than the day that
+    was asked for if the pool did not count by day then, or does not keep that day apart any more.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageRow]:
-        """Sorted by tenant and kind."""
+        """Sorted by the groups in the order of the request; by default by tenant and kind."""
 
     def __init__(
         self,
         *,
         rows: _abc.Iterable[Global___UsageRow] | None = ...,
+        start_day: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_day", b"_start_day", "start_day", b"start_day"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_day", b"_start_day", "rows", b"rows", "start_day", b"start_day"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__start_day: _TypeAlias = _typing.Literal["start_day"]  # noqa: Y015
+    _WhichOneofArgType__start_day: _TypeAlias = _typing.Literal["_start_day", b"_start_day"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_day) -> _WhichOneofReturnType__start_day | None: ...
 
 Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 

@@ -73,7 +73,7 @@ class PoolServiceServicer(object):
     """
 
     def GetPoolStatus(self, request, context):
-        """Workers, slots, queues, and the last cycles with who was in them. Reads only.
+        """Workers, slots, queues and tokens a second by tenant, and the last cycles with who was in them. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,8 +88,14 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
-        key than an administrator's sees its own tenant.
+        """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
+        by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+        All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
+        what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+        adapters make more than 10,000 sums keeps those of its newest days by adapter.
+
+        INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

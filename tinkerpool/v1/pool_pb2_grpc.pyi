@@ -38,14 +38,20 @@ class PoolServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PoolServiceAsyncStub: ...
     GetPoolStatus: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatusRequest, _pool_pb2.GetPoolStatusResponse]
-    """Workers, slots, queues, and the last cycles with who was in them. Reads only."""
+    """Workers, slots, queues and tokens a second by tenant, and the last cycles with who was in them. Reads only."""
     WatchCycles: _grpc.UnaryStreamMultiCallable[_pool_pb2.WatchCyclesRequest, _pool_pb2.WatchCyclesResponse]
     """Streams every cycle when it has committed, from now on. At most once: a reader that is too slow misses some, as the
     cycle ids show. UNAVAILABLE: shutting down; connect again.
     """
     GetUsage: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetUsageRequest, _pool_pb2.GetUsageResponse]
-    """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
-    key than an administrator's sees its own tenant.
+    """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
+    by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
+    what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+    adapters make more than 10,000 sums keeps those of its newest days by adapter.
+
+    INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_pool_pb2.DrainWorkerRequest, _pool_pb2.DrainWorkerResponse]
     """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
@@ -72,14 +78,20 @@ class PoolServiceAsyncStub(PoolServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPoolStatus: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatusRequest, _pool_pb2.GetPoolStatusResponse]  # type: ignore[assignment]
-    """Workers, slots, queues, and the last cycles with who was in them. Reads only."""
+    """Workers, slots, queues and tokens a second by tenant, and the last cycles with who was in them. Reads only."""
     WatchCycles: _aio.UnaryStreamMultiCallable[_pool_pb2.WatchCyclesRequest, _pool_pb2.WatchCyclesResponse]  # type: ignore[assignment]
     """Streams every cycle when it has committed, from now on. At most once: a reader that is too slow misses some, as the
     cycle ids show. UNAVAILABLE: shutting down; connect again.
     """
     GetUsage: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetUsageRequest, _pool_pb2.GetUsageResponse]  # type: ignore[assignment]
-    """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
-    key than an administrator's sees its own tenant.
+    """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
+    by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+    All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
+    what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+    adapters make more than 10,000 sums keeps those of its newest days by adapter.
+
+    INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_pool_pb2.DrainWorkerRequest, _pool_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes a worker out of work, also over restarts: it gets nothing new, its adapters go on on other workers with the same
@@ -109,7 +121,7 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.GetPoolStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.GetPoolStatusResponse, _abc.Awaitable[_pool_pb2.GetPoolStatusResponse]]:
-        """Workers, slots, queues, and the last cycles with who was in them. Reads only."""
+        """Workers, slots, queues and tokens a second by tenant, and the last cycles with who was in them. Reads only."""
 
     @_abc_1.abstractmethod
     def WatchCycles(
@@ -127,8 +139,14 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.GetUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.GetUsageResponse, _abc.Awaitable[_pool_pb2.GetUsageResponse]]:
-        """Tokens, operations and engine seconds per tenant and kind of operation, since the beginning. Reads only. Another
-        key than an administrator's sees its own tenant.
+        """Tokens, operations and engine seconds: per tenant and kind of operation since the beginning, or from a day on, and
+        by other groups. Reads only. Another key than an administrator's sees its own tenant.
+
+        All sums are exact: a day's are written in the transaction that counts the total. The last 400 days of use are kept apart;
+        what was before, and what was before the pool counted by day, is in sums without adapter and day. A tenant whose
+        adapters make more than 10,000 sums keeps those of its newest days by adapter.
+
+        INVALID_ARGUMENT: a day of another form, or groups that make more than 10,000 rows.
         """
 
     @_abc_1.abstractmethod

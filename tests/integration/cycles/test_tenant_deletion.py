@@ -12,7 +12,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.rows import FileUse
 from coordinator.storage.sqlite import DiskFullError
-from coordinator.storage.tenants import add_file_use, add_month, add_usage
+from coordinator.storage.usage import add_file_use, add_month, add_usage
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, refusal, running_pool
@@ -199,11 +199,11 @@ async def test_a_tenant_that_is_gone_before_a_change_of_it_is_written_is_not_fou
 
 
 async def test_usage_that_is_counted_after_its_tenant_is_gone_harms_no_commit(tmp_path: Path, pool: ToyPool) -> None:
-    use = FileUse(adapter_id="a", tenant_id="gone", kind="export", num_bytes=1, seconds=1.0)
+    use = FileUse(adapter_id="a", base_model="toy", tenant_id="gone", kind="export", num_bytes=1, seconds=1.0)
     for write in (
-        lambda db: add_usage(db, "gone", "sample", 1, 1.0),
+        lambda db: add_usage(db, "gone", "s", "sample", 20261126, num_tokens=1, engine_s=1.0),
         lambda db: add_month(db, "gone", 1, 1),
-        lambda db: add_file_use(db, use),
+        lambda db: add_file_use(db, use, 20261126),
     ):
         await pool.store.database.write(write)
     assert rows_of(tmp_path, "gone") == {}

@@ -86,6 +86,28 @@ def pool_status() -> pool_pb2.GetPoolStatusResponse:
         epoch=3,
         num_tenants=3,
         uptime_seconds=200,
+        tenants=[
+            pool_pb2.TenantActivity(
+                tenant="alice",
+                num_queued=1,
+                num_running=2,
+                num_running_adapters=1,
+                oldest_seconds=12,
+                waiting=[pool_pb2.Waiting(reason=history_pb2.WAIT_REASON_BUDGET, num_operations=1)],
+                trained_tokens_per_second=1000,
+                sampled_tokens_per_second=5.6,
+            ),
+            pool_pb2.TenantActivity(trained_tokens_per_second=234),
+        ],
+        running_adapters=[
+            pool_pb2.RunningAdapter(
+                adapter_id="s1:train:0",
+                tenant="alice",
+                worker_id="w0",
+                operation="s1:train:0:12",
+                kind=operations_pb2.OPERATION_KIND_OPTIM_STEP,
+            )
+        ],
     )
 
 
@@ -96,6 +118,11 @@ def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, ser
     assert "tinkerpool 9.9" in done.out
     assert "up 3.3 min" in done.out
     assert "1 operation queued, 2 running, 0 sample requests open, of 3 tenants" in done.out
+    assert "1,234 tokens/s trained, 5.6 sampled for you" in done.out
+    rows = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert "alice 1 2 1 12 s 1,000 5.6 budget 1" in rows
+    assert "(others) 0 0 0 234 0" in rows
+    assert "s1:train:0 alice w0 optim_step 12" in rows
     assert "lost, being replaced" in done.out
     assert "alice x2 +step, (others) x2" in done.out
     assert "2,400" in done.out
@@ -293,6 +320,63 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
         ["alice", "all", "4", "3,000", "3.0", "min"],
     ]
     assert ["adapters_max", "1,200", "2000", "for", "this", "tenant"] in [line.split() for line in lines[5:]]
+
+
+def test_usage_by_groups_shows_their_sums_from_a_day_on_without_limits(run: Run, service: FakeService) -> None:
+    rows = [
+        pool_pb2.UsageRow(base_model="toy", adapter_id=each, num_operations=2, num_tokens=1500, engine_seconds=90)
+        for each in ("", "*", "s:train:0")
+    ]
+    response = pool_pb2.GetUsageResponse(rows=rows, start_day="2026-11-20")
+    service.responses["get_usage"] = response
+    done = run("usage", "--since", "2026-11-20", "--by", "model,adapter")
+    assert done.code == 0, done.err
+    assert [" ".join(line.split()) for line in done.out.splitlines()] == [
+        "Usage since 2026-11-20 (UTC)",
+        "model adapter operations tokens engine time",
+        "toy (base model) 2 1,500 1.5 min",
+        "toy (several) 2 1,500 1.5 min",
+        "toy s:train:0 2 1,500 1.5 min",
+        "all 6 4,500 4.5 min",
+    ]
+    assert done.err == ""
+    [(_, _, request)] = service.calls
+    groups = [pool_pb2.USAGE_GROUP_MODEL, pool_pb2.USAGE_GROUP_ADAPTER]
+    assert request == pool_pb2.GetUsageRequest(since="2026-11-20", group_by=groups)
+    earlier = run("usage", "--since", "2026-11-01", "--by", "adapter", "--json")
+    assert "The pool keeps days apart since 2026-11-20" in earlier.err
+    assert [row["adapter_id"] for row in json.loads(earlier.out)["rows"]] == ["", "*", "s:train:0"]
+
+
+def test_usage_as_csv_has_a_header_and_plain_numbers(run: Run, service: FakeService) -> None:
+    row = pool_pb2.UsageRow(
+        tenant="alice", day="2026-11-26", num_operations=1200, num_tokens=10**12, engine_seconds=1e-7, file_bytes=5
+    )
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse(rows=[row])
+    assert run("usage", "--by", "tenant,day", "--csv").out.splitlines() == [
+        "tenant,day,num_operations,num_tokens,engine_seconds,file_bytes,file_seconds",
+        "alice,2026-11-26,1200,1000000000000,0.000000,5,0.000000",
+    ]
+    assert run("usage", "--csv").out.startswith("tenant,kind,num_operations")
+    assert service.calls[-1][2] == pool_pb2.GetUsageRequest()
+
+
+def test_a_duration_before_now_is_a_day_in_utc(run: Run, service: FakeService) -> None:
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse()
+    before = time.time()
+    assert run("usage", "--since", "7d").out == "Nothing was used in this time.\n"
+    request = service.calls[-1][2]
+    assert isinstance(request, pool_pb2.GetUsageRequest)
+    days = [time.strftime("%Y-%m-%d", time.gmtime(now - 7 * 86_400)) for now in (before, time.time())]
+    assert request.since in days
+    assert list(request.group_by) == [pool_pb2.USAGE_GROUP_TENANT, pool_pb2.USAGE_GROUP_KIND]
+
+
+def test_usage_refuses_groups_days_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
+    assert "--by takes some of tenant,model,adapter,kind,day" in run("usage", "--by", "tenant,gpu").err
+    assert "expected a duration such as 90d" in run("usage", "--since", "yesterday").err
+    assert "two formats" in run("usage", "--csv", "--json").err
+    assert service.calls == []
 
 
 def limits_of_bob() -> limits_pb2.GetTenantLimitsResponse:
@@ -663,7 +747,7 @@ def test_help_lists_every_command_in_its_group(run: Run) -> None:
     )
     groups = (
         ("serve", "up", "down", "logs"),
-        ("status", "watch", "why", "history", "usage"),
+        ("status", "top", "watch", "why", "history", "usage"),
         ("adapter", "checkpoint"),
         ("key", "tenant", "version"),
     )

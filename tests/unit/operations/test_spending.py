@@ -2,7 +2,7 @@
 
 import calendar
 
-from coordinator.base.time import month_of
+from coordinator.base.time import day_of, month_of
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Kind, Operation, Usage, decided_row, new_row
 from coordinator.operations.spending import Spending
@@ -60,9 +60,9 @@ class Bench:
 
 
 def test_a_month_is_of_the_calendar_in_utc() -> None:
-    assert month_of(at(2026, 11, 23)) == 202611
-    assert month_of(at(2026, 12, 1) - 1) == 202611
-    assert month_of(at(2027, 1, 1)) == 202701
+    assert month_of(day_of(at(2026, 11, 23))) == 202611
+    assert month_of(day_of(at(2026, 12, 1) - 1)) == 202611
+    assert month_of(day_of(at(2027, 1, 1))) == 202701
 
 
 async def test_tokens_of_a_month_are_the_same_after_a_restart_and_begin_again_in_the_next(store: Store) -> None:

@@ -112,6 +112,29 @@ async def test_a_migration_keeps_the_rows(old: Path) -> None:
     assert (keys["k2"].role, keys["k2"].revoked_at, keys["k2"].tenant_name) == ("member", 7.0, "alice")
 
 
+async def test_usage_before_a_migration_counts_for_no_day(old: Path) -> None:
+    db = sqlite3.connect(old)
+    db.execute("INSERT INTO usage VALUES ('t', 'sample', 3, 40, 0.5, 6, 0.25)")
+    db.commit()
+    db.close()
+    store = Store(old, FakeTime(), Failure())
+    [total], first_day = store.usage.of("t"), store.usage.first_day()
+    rows = list(store.usage.by(("day", "model", "adapter", "kind"), "t", 0))
+    since = list(store.usage.by(("kind",), "t", first_day))
+    await store.close()
+    assert [(row.day, row.base_model, row.adapter_id) for row in rows] == [(0, "", "*")]
+    assert (total.num_operations, total.num_tokens, total.engine_s, total.file_bytes, total.file_s) == (
+        *(3, 40, 0.5),
+        *(6, 0.25),
+    )
+    assert (rows[0].num_operations, rows[0].num_tokens, rows[0].engine_s, rows[0].file_bytes, rows[0].file_s) == (
+        *(3, 40, 0.5),
+        *(6, 0.25),
+    )
+    assert since == []
+    assert first_day > 20260101, "the day of the migration"
+
+
 async def test_an_adapter_of_before_has_no_name_and_counts_as_used_at_the_migration(old: Path) -> None:
     db = sqlite3.connect(old)
     db.execute(
