@@ -27,6 +27,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind
 from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.planner import PassPlan, Planning
+from tinkerpool.v1 import history_pb2
 from workers.contract.logs import about
 from workers.contract.messages import AdapterState, PassItem
 
@@ -120,6 +121,8 @@ class Phases:
         for log, may_begin in due:
             if num_operations := num_planned.get(log.adapter_id, 0):
                 await self._add_steps(cycle, log, may_begin, num_operations, residents, work)
+            else:
+                log.waits.switch(history_pb2.WAIT_REASON_BUDGET, cycle.pass_ended)
         await self._run(cycle, work)
         self._planning.ready.ran(cycle.entries)
 

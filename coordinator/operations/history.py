@@ -76,10 +76,15 @@ class Entries:
         entry.position = position
         if remaining_s is not None:
             entry.remaining_seconds = remaining_s
-        if clock is not None:
+        timeline, now = operation.timeline, self._time.monotonic()
+        if clock is not None and clock.reason == pb.WAIT_REASON_SEQUENCE:
+            entry.waits_for = clock.reason
+            if timeline.arrived is not None:  # the adapter's clock does not know of the gap
+                _set_waits(entry, {clock.reason: now - timeline.arrived})
+        elif clock is not None:
             entry.waits_for = pb.WAIT_REASON_ORDER if position else clock.reason
-            if operation.timeline.begun is None:
-                _set_waits(entry, operation.timeline.waits_until(clock, self._time.monotonic()))
+            if timeline.begun is None:
+                _set_waits(entry, timeline.waits_until(clock, now))
         return entry
 
     def reported(self, report: pb.ReportMetricsRequest) -> bytes:

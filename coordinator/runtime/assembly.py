@@ -64,9 +64,7 @@ def make_runners(
     time, quarantines, states = context.time, scheduling.quarantines, saver.states
     cycles = make_loops(context, pool, store, fleet, registers, saver, scheduling)
     samples = make_sample_scheduler(context, pool, store, fleet, registers, states, scheduling)
-    deletions = Deletions(
-        store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
-    )
+    deletions = Deletions(store, registers, states, fleet, cycles.by_model, quarantines, time)
     drained = [row.worker_id for row in store.drained_workers.all()]
     housekeeping = Housekeeping(context.config, time, store, registers, states, samples, scheduling.accounts)
     return Runners(

@@ -16,9 +16,8 @@ from coordinator.checkpoints.states import States
 from coordinator.cycle.loop import CycleLoop
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.epoch import Registers
 from coordinator.operations.operation import Operation, decided_row
-from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.windows import window_of
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.storage.sqlite import StorageError
@@ -32,8 +31,7 @@ class Deletions:
     def __init__(
         self,
         store: Store,
-        registry: AdapterRegistry,
-        in_flight: InFlightTable,
+        registers: Registers,
         states: States,
         fleet: Fleet,
         loops: Mapping[str, CycleLoop],
@@ -41,8 +39,9 @@ class Deletions:
         time: Time,
     ) -> None:
         self._store = store
-        self._registry = registry
-        self._in_flight = in_flight
+        self._registry = registers.registry
+        self._in_flight = registers.in_flight
+        self._entries = registers.entries
         self._states = states
         self._fleet = fleet
         self._loops = loops
@@ -65,7 +64,7 @@ class Deletions:
                 operation.fail(error, log.copy.usage(operation))
         try:
             await publishing.until_written(log.adapter_id)
-            rows = [decided_row(operation) for operation in unfinished]
+            rows = [decided_row(each, self._entries.finished(each)) for each in unfinished]
             folder = await self._store.adapters.delete(log.adapter_id, rows, self._time.wall())
         except StorageError:
             self._put_back(log, unfinished)
@@ -75,6 +74,7 @@ class Deletions:
         for operation in unfinished:
             if operation.is_durable:  # if its append failed meanwhile, its caller got that error
                 self._in_flight.finish(operation)
+                self._entries.committed(operation)
                 operation.retire()
         if folder is not None:
             self._states.folders.snapshots.remove(folder)

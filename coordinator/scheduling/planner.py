@@ -372,7 +372,7 @@ class Planning:
 
     def waits(self, plan: PassPlan) -> Iterator[tuple[AdapterLog, Reason]]:
         """Yield the adapters with something to run that are not in the pass, each with what it waits for."""
-        yield from self.ready.held_back()
+        yield from self.ready.waiting()
         for log in self.ready.allowed():
             if log.adapter_id not in plan.num_chunks:
                 if log.adapter_id in plan.without_slot:

@@ -142,7 +142,7 @@ class ReadySet:
             if self._wait(log) is None:
                 yield log
 
-    def held_back(self) -> Iterator[tuple[AdapterLog, Reason]]:
+    def waiting(self) -> Iterator[tuple[AdapterLog, Reason]]:
         """Yield the adapters with something to run that may not run now, each with what it waits for."""
         away, held, moving = self._memory.away, self._held_back, self._memory.leaving
         for log in self._group.dirty.values():

@@ -102,7 +102,9 @@ class UseCases:
         log = self._core.registry.get(operation.target_id)
         if log is None:
             return None
-        return WaitClock(WAIT_REASON_SEQUENCE) if log.missing_seq() is not None else log.waits
+        missing = log.missing_seq()
+        is_behind_gap = missing is not None and missing < operation.seq
+        return WaitClock(WAIT_REASON_SEQUENCE) if is_behind_gap else log.waits
 
     def _live_session(self, principal: Principal, session_id: str) -> Session:
         session = self._core.sessions.get(session_id)

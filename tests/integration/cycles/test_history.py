@@ -79,6 +79,7 @@ async def test_an_operation_behind_a_seq_that_had_not_arrived_waited_for_that(tm
         await asyncio.sleep(0.05)
         now = await entry_of(pool, behind)
         assert (now.state, now.waits_for) == (ops_pb.OPERATION_STATE_QUEUED, pb.WAIT_REASON_SEQUENCE)
+        assert 0.05 <= waits(now)[pb.WAIT_REASON_SEQUENCE] < 60
         await pool.wait(await pool.forward_backward(adapter, 1, 5), behind)
         assert waits(await entry_of(pool, behind))[pb.WAIT_REASON_SEQUENCE] >= 0.05
 
@@ -138,6 +139,15 @@ async def test_a_failed_operation_has_its_reason_and_a_discard_no_worker(tmp_pat
         assert [each.operation for each in entries] == names
         assert (entries[0].state, entries[0].error_reason) == (ops_pb.OPERATION_STATE_FAILED, failed.error.reason)
         assert (entries[1].worker_id, entries[1].num_begins, entries[1].cycle_id) == ("", 0, 0)
+
+
+async def test_what_ends_with_its_adapter_has_an_entry_too(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        name = await pool.forward_backward(adapter, 2, 5)  # seq 1 never comes
+        await pool.delete_adapter(adapter)
+        entry = await entry_of(pool, name)
+        assert (entry.state, entry.error_reason) == (ops_pb.OPERATION_STATE_FAILED, "ADAPTER_DELETED")
 
 
 async def test_the_history_is_listed_by_pages_in_the_order_of_commits_with_reported_metrics(tmp_path: Path) -> None:
