@@ -105,6 +105,9 @@ DATABASE_COMMIT_SECONDS = Histogram(
     registry=REGISTRY,
 )
 DATABASE_WRITES = Counter("tinkerpool_database_writes", "Writes in these group commits.", registry=REGISTRY)
+DATABASE_BYTES = Counter(
+    "tinkerpool_database_bytes", "Bytes of requests, results and history that were written.", registry=REGISTRY
+)
 INSTALLS = Counter("tinkerpool_adapter_installs", "Copies of adapters that were sent to workers.", registry=REGISTRY)
 REPLAYS = Counter(
     "tinkerpool_replayed_operations", "Finished operations that ran again on a new copy.", registry=REGISTRY

@@ -7,6 +7,7 @@ the operator names how many are shown.
 from __future__ import annotations
 
 import heapq
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.fleet.fleet import Incarnation
 from coordinator.runtime.core import Core
+from coordinator.storage.identity import DATABASE
 
 Values: TypeAlias = list[tuple[tuple[str, ...], float]]
 """Values by labels."""
@@ -36,6 +38,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "worker_device_bytes": ("Memory of its GPU that a worker has reserved, as of its last cycle.", OF_WORKER),
     "worker_cache_blocks": ("Key-value blocks that a worker has.", OF_WORKER),
     "worker_cache_blocks_used": ("Those of them that running samples have, as of its last cycle.", OF_WORKER),
+    "data_bytes": ("Size of the database, with its write-ahead log.", ()),
+    "disk_free_bytes": ("Room on the disk of the data directory.", ()),
     "cycle_budget_tokens": ("Tokens that a cycle may take of a worker.", ("base_model",)),
     "limit_used_ratio": ("The part of a limit that is in use, by the tenant that uses the most of its.", ("limit",)),
 }
@@ -64,6 +68,7 @@ class PoolGauges(Collector):
         """Yield every gauge with its present values. Call it on the event loop."""
         values = self._operations() | self._workers() | self._limits()
         values["info"] = [((version("tinkerpool"),), 1.0)]
+        values["data_bytes"], values["disk_free_bytes"] = self._disk()
         values["healthy"] = [((), float(self._core.is_healthy()))]
         for name, (text, labels) in GAUGES.items():
             family = GaugeMetricFamily(f"tinkerpool_{name}", text, labels=labels)
@@ -117,6 +122,11 @@ class PoolGauges(Collector):
             "worker_slot_evictions": [(key, each.use.num_evictions) for key, each in workers.items()],
             "cycle_budget_tokens": [((name,), loop.planning.budget.tokens) for name, loop in core.loops.items()],
         }
+
+    def _disk(self) -> tuple[Values, Values]:
+        folder = self._core.config.data_dir
+        num_bytes = sum(each.stat().st_size for each in folder.glob(f"{DATABASE}*"))
+        return [((), num_bytes)], [((), shutil.disk_usage(folder).free)]
 
     def _limits(self) -> dict[str, Values]:
         """Return how full each limit is; of tenants that did something since the start."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.observe.metrics import DATABASE_BYTES
 from coordinator.storage.checkpoints import delete_checkpoint, put_snapshot
 from coordinator.storage.database import Database
 from coordinator.storage.operations import finish, lost_targets
@@ -124,6 +125,7 @@ class Cycles:
         failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
         effect of that operation. The commit is queued behind the appends, so it is never durable before them.
         """
+        DATABASE_BYTES.inc(sum(len(each.outcome) + len(each.history) for each in commit.finished))
         now, day = self._database.service_time(), self._database.day()
 
         def write(db: Connection) -> frozenset[str]:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from coordinator.base.time import month_of
+from coordinator.observe.metrics import DATABASE_BYTES
 from coordinator.storage.database import Database
 from coordinator.storage.history import put_entry
 from coordinator.storage.records import renew_records
@@ -62,7 +63,9 @@ class Operations(Table[OperationRow]):
         """
         rows = list(rows)
         now, day = self._database.service_time(), self._database.day()
-        self._database.expect_bytes(sum(len(row.payload) for row in rows))
+        num_bytes = sum(len(row.payload) for row in rows)
+        self._database.expect_bytes(num_bytes)
+        DATABASE_BYTES.inc(num_bytes)
 
         def write(db: Connection) -> None:
             for row in rows:

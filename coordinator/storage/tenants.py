@@ -33,6 +33,7 @@ DELETED_AT_ONCE = 200
 DELETE_SOME = (
     "DELETE FROM usage_days WHERE (tenant_id, day, base_model, adapter_id, kind) IN"
     " (SELECT tenant_id, day, base_model, adapter_id, kind FROM usage_days WHERE tenant_id = :tenant LIMIT :limit)",
+    "DELETE FROM history WHERE entry_id IN (SELECT entry_id FROM history WHERE tenant_id = :tenant LIMIT :limit)",
     "DELETE FROM sample_records WHERE (target_id, seq) IN"
     " (SELECT target_id, seq FROM sample_records WHERE tenant_id = :tenant LIMIT :limit)",
     "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations WHERE target_id IN"

@@ -85,6 +85,9 @@ async def test_what_a_pool_does_is_counted(tmp_path: Path) -> None:
         assert risen(before, after, "operation_wait_seconds_total", reason="order") > 0
         assert risen(before, after, "adapter_installs_total") == 1
         assert risen(before, after, "database_commit_seconds_count") > 0
+        assert risen(before, after, "database_bytes_total") > 100
+        assert after["tinkerpool_data_bytes", ()] > 10_000
+        assert after["tinkerpool_disk_free_bytes", ()] > 0
         assert after["tinkerpool_worker_adapters", (("worker", "w0"),)] == 1
         assert after["tinkerpool_workers", (("base_model", "toy"), ("state", "ready"))] == 1
 
