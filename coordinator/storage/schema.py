@@ -102,7 +102,7 @@ CREATE TABLE usage_days (
     file_s REAL NOT NULL,
     PRIMARY KEY (tenant_id, day, base_model, adapter_id, kind)
 ) WITHOUT ROWID;
-CREATE TABLE used_days (day INTEGER PRIMARY KEY); -- of any tenant
+CREATE TABLE used_days (day INTEGER PRIMARY KEY);
 CREATE TRIGGER usage_days_note_day AFTER INSERT ON usage_days WHEN NEW.day != 0
 BEGIN INSERT INTO used_days SELECT NEW.day WHERE NOT EXISTS (SELECT 1 FROM used_days WHERE day = NEW.day); END;
 CREATE TRIGGER usage_days_count_insert AFTER INSERT ON usage_days WHEN NEW.adapter_id NOT IN ('', '*')
