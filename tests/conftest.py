@@ -25,6 +25,8 @@ os.environ |= {
 }
 # A Ray address in the environment would make tests join that cluster.
 os.environ.pop("RAY_ADDRESS", None)
+# The width of a terminal in the environment would change tables.
+os.environ.pop("COLUMNS", None)
 
 # The tests' pools sync their files thousands of times, 5 to 20 ms each on a disk. No test here cuts the power.
 IN_MEMORY, IN_MEMORY_BYTES = Path("/dev/shm"), 2 << 30

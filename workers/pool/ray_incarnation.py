@@ -19,6 +19,8 @@ from workers.pool.processes import Process
 from workers.pool.ray_calls import Ended, kill, reason, reply
 from workers.pool.ray_host import RayHost
 
+REPLY_S = 5.0
+"""Seconds for the ping after the end of a stream of events."""
 KILL_GRACE_S = 1.0
 """Seconds that Ray has to end a process before the pool kills it: Ray takes long to end a process that is stopped."""
 
@@ -84,7 +86,18 @@ class Incarnation:
         except RayError as error:
             self._fail(error)
         else:
-            self.end("its stream of events ended")
+            await self._find_end()
+
+    async def _find_end(self) -> None:
+        """End after the stream of events; the reply to a ping tells whether another coordinator has the worker."""
+        try:
+            async with asyncio.timeout(REPLY_S):
+                await self._actor.ping.options(concurrency_group="ping").remote(self.info.incarnation)
+        except RayError as error:
+            self._fail(error)
+        except TimeoutError:
+            pass
+        self.end("its stream of events ended")
 
     def _fail(self, error: RayError) -> None:
         if not self._ended.done():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,31 +14,14 @@ from coordinator.base.config import MetricsConfig
 from coordinator.base.errors import invalid
 from coordinator.doors.door import DoorError, to_refusal
 from coordinator.doors.metrics import MetricsDoor
-from coordinator.runtime.gauges import GAUGES, REST, PoolGauges
+from coordinator.runtime.gauges import GAUGES, REST
+from tests.support.metrics import fetch, served
 from tests.support.toy_engine import POISON_TOKEN
-from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.toy_pool import running_pool
 from tests.support.waiting import until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@asynccontextmanager
-async def served(pool: ToyPool, *, num_tenants: int = 0) -> AsyncIterator[str]:
-    """Serve the metrics of a pool; yield their address."""
-    door = MetricsDoor(MetricsConfig(port=0, num_tenants=num_tenants))
-    door.bind()
-    await door.start(PoolGauges(pool.core, num_tenants))
-    try:
-        yield door.url
-    finally:
-        await door.stop()
-
-
-def fetch(url: str, accept: str) -> tuple[str, str]:
-    request = urllib.request.Request(url, headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return response.headers["Content-Type"], response.read().decode()
 
 
 async def scrape(url: str) -> Samples:

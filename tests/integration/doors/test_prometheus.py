@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.doors.test_metrics import fetch, served
+from tests.support.metrics import fetch, served
 from tests.support.toy_pool import running_pool
 
 ROOT = Path(__file__).resolve().parents[3]

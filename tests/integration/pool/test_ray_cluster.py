@@ -238,7 +238,8 @@ def engine_of_some_nodes(settings: EngineSettings) -> EngineFactory:
     return make
 
 
-async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster) -> None:
+@pytest.mark.parametrize("notices", ["by a call", "by its events"])
+async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster, notices: str) -> None:
     pool = new_pool(cluster, num_workers=1)
     try:
         await pool.start(OWNER)
@@ -246,6 +247,8 @@ async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(clu
         actor = ray.get_actor(info.incarnation, f"tinkerpool-{OWNER.pool_id}")
         terms, version = pool._starts.terms("w0"), running_version()  # private: there is one pool in a process
         assert ray.get(actor.adopt.remote(terms, version, 2, "w0-of-another"))
+        if notices == "by its events":
+            await asyncio.wait_for(pool._incarnation("w0")._ended, 30)
         with pytest.raises(TakenOver, match="another coordinator has taken over w0-"):
             await pool.ping("w0")
         with pytest.raises(TakenOver):

@@ -1,6 +1,7 @@
 """Parts of the recipes that need no pool: options, folders, tables, losses and advantages."""
 
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -124,6 +125,7 @@ def test_at_a_terminal_rows_are_printed_above_a_bar_that_has_tokens_a_second_and
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
+    importlib.import_module("tinkerpool.cli.show")  # its console takes the width of its first import
     monkeypatch.setenv("COLUMNS", "120")
     with Progress(tmp_path, 0, 2) as progress:
         progress.report(1, POOL_METRICS | {"loss": 2.0})
