@@ -124,8 +124,8 @@ class CoordinatorConfig:
     history_rows: int = 20_000
     """Entries of a tenant's history that are kept: what its operations waited for, and their metrics. 0: none are
     written."""
-    history_retention_s: float = 30 * 86400.0
-    """Seconds of service time for which an entry of the history is kept at most."""
+    history_days: float = 30.0
+    """Days of service time for which an entry of the history is kept at most."""
     ended_retention_s: float = 86400.0
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
@@ -143,11 +143,12 @@ class CoordinatorConfig:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
         waits = ("linger_s", "session_timeout_s", "gap_timeout_s", "class_wait_s", "probation_s", "stop_s_max")
         retentions = ("result_retention_s", "fetched_retention_s", "record_retention_s", "ended_retention_s")
-        for name in ("replay_s_max", "history_retention_s", *waits, *retentions):
+        for name in ("replay_s_max", *waits, *retentions):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
-        if self.history_rows < 0:
-            raise ValueError(f"history_rows must be 0 or more, got {self.history_rows}")
+        for name in ("history_rows", "history_days"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.disk_free_bytes_min < 0:
             raise ValueError(f"disk_free_bytes_min must be 0 or more, got {self.disk_free_bytes_min}")
         _check_positive(self, "cycle_s_max", "ping_interval_s", "ping_timeout_s", "sweep_interval_s")

@@ -230,6 +230,7 @@ _OPTIONS = (
     _Option(flag="--ping-timeout", setting=(CoordinatorConfig, "ping_timeout_s"), form={"min": 0.1}),
     _Option(flag="--class-wait", setting=(CoordinatorConfig, "class_wait_s"), form={"min": 0, "metavar": "SECONDS"}),
     _Option(flag="--history-rows", setting=(CoordinatorConfig, "history_rows"), form={"min": 0}),
+    _Option(flag="--history-days", setting=(CoordinatorConfig, "history_days"), form={"min": 0}),
     _Option(
         flag="--disk-free-min",
         setting=(CoordinatorConfig, "disk_free_bytes_min"),

@@ -74,7 +74,7 @@ class Housekeeping:
                 )
                 await self._store.records.drop_unused(now - self._config.record_retention_s)
                 await self._store.usage.merge(DAYS_KEPT, ADAPTER_ROWS_MAX)
-                await self._store.history.drop(now - self._config.history_retention_s, self._config.history_rows)
+                await self._store.history.drop(now - self._config.history_days * 86400, self._config.history_rows)
                 await self._delete_leftovers(now - self._config.ended_retention_s)
             except StorageError as error:
                 logger.warning("the database refuses writes: %s; retrying later", error)
