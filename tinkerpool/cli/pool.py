@@ -104,7 +104,7 @@ def tenant_cells(tenant: pool_pb2.TenantActivity) -> tuple[str | Text, ...]:
 def _show_tenants(tenants: Iterable[pool_pb2.TenantActivity]) -> None:
     show.table(
         "Tenants",
-        ("tenant", "queued", "running", "adapters", "oldest", "trained/s", "sampled/s", "waiting for"),
+        ("tenant", "queued", "running", "adapters", "oldest", "trained/s", "sampled/s", "waits for"),
         map(tenant_cells, tenants),
         right="queued running adapters oldest trained/s sampled/s",
     )
@@ -124,7 +124,8 @@ def _show_running(response: pool_pb2.GetPoolStatusResponse) -> None:
             )
             for each in shown
         ),
-        whole=("adapter",),
+        whole=("adapter", "runs"),
+        spare=("worker", "tenant"),
     )
     if num_more := sum(each.num_running_adapters for each in response.tenants) - len(shown):
         show.say(f"... and {num_more:,} more")

@@ -33,7 +33,7 @@ REPLY_S = 5.0
 """Deadline of a call: a pool that takes longer is said not to reply."""
 WIDE = 100
 """Columns of a terminal from which on tables are spaced out."""
-NAME_WIDTH, NAME_WIDTH_WIDE = 20, 32
+NAME_WIDTH, NAME_WIDTH_WIDE = 18, 32
 """Characters of a name in a table's first column."""
 QUEUE_ROWS = 4
 """Reasons that are shown however many workers and tenants there are."""
@@ -130,7 +130,7 @@ def _screen(status: Status, target: Target, height: int | None = None) -> list[R
     if status.tenants:
         parts += ["", *_tenants(status.tenants, for_tenants)]
     if reasons:
-        parts += ["", *_table(("queued", "waiting for", ""), reasons, for_reasons, right="queued")]
+        parts += ["", *_table(("queued", "waits for", ""), reasons, for_reasons, right="queued")]
     return parts
 
 
@@ -170,7 +170,7 @@ def _workers(workers: Sequence[pool_pb2.Worker], num_rows: int) -> list[Renderab
 
 def _tenants(tenants: Sequence[pool_pb2.TenantActivity], num_rows: int) -> list[RenderableType]:
     kept = _kept(tenants, num_rows, lambda each: (each.num_queued + each.num_running, _tokens(each)))
-    columns = ("tenant", "queued", "running", "adapters", "oldest", "trained/s", "sampled/s", "waiting for")
+    columns = ("tenant", "queued", "running", "adapters", "oldest", "trained/s", "sampled/s", "waits for")
     rows = [tenant_cells(each) for each in kept]
     right = "queued running adapters oldest trained/s sampled/s"
     return _table(columns, rows, num_rows, num_left_out=len(tenants) - len(kept), right=right)

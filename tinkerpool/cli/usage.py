@@ -118,6 +118,7 @@ def _show_groups(response: pool_pb2.GetUsageResponse, groups: list[str]) -> None
         (*groups, "operations", "tokens", "engine time"),
         lines,
         right="operations tokens engine time",
+        whole=("adapter",),
     )
 
 
