@@ -38,19 +38,19 @@ class History(Table[HistoryRow]):
 
     async def drop(self, before: float, rows_max: int) -> None:
         """Drop the entries from before this moment of service time, and each tenant's oldest beyond `rows_max`."""
-        while await self._drop("WHERE at_service_s < ? LIMIT ?", before, DROPPED_MAX) == DROPPED_MAX:
-            pass
+        oldest = "(SELECT * FROM history ORDER BY entry_id LIMIT ?)"  # entries are in the order of their age
+        sql = f"DELETE FROM history WHERE entry_id IN (SELECT entry_id FROM {oldest} WHERE at_service_s < ?)"  # noqa: S608
+        while (first := self._one("ORDER BY entry_id LIMIT 1")) is not None and first.at_service_s < before:
+            await self._database.execute(sql, (DROPPED_MAX, before), is_deletion=True)
         sql = "SELECT tenant_id, history_rows FROM tenants WHERE history_rows > ?"
         for row in self._database.read(sql, (rows_max,)):
             num_left = row["history_rows"] - rows_max
             while num_left > 0:
                 num = min(num_left, DROPPED_MAX)
-                await self._drop("WHERE tenant_id = ? ORDER BY entry_id LIMIT ?", row["tenant_id"], num)
+                of_tenant = "SELECT entry_id FROM history WHERE tenant_id = ? ORDER BY entry_id LIMIT ?"
+                sql = f"DELETE FROM history WHERE entry_id IN ({of_tenant})"  # noqa: S608
+                await self._database.execute(sql, (row["tenant_id"], num), is_deletion=True)
                 num_left -= num
-
-    async def _drop(self, condition: str, value: object, num_max: int) -> int:
-        sql = f"DELETE FROM history WHERE entry_id IN (SELECT entry_id FROM history {condition})"  # noqa: S608
-        return await self._database.execute(sql, (value, num_max), is_deletion=True)
 
 
 def put_entry(db: Connection, tenant_id: str, target_id: str, seq: int, entry: bytes, now: float) -> None:

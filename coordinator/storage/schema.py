@@ -285,7 +285,7 @@ CREATE TABLE sequence_records (           -- apart: a use rewrites the row above
 """The records of sampled sequences, also for databases that a migration gives them."""
 
 HISTORY = f"""CREATE TABLE history (
-    entry_id INTEGER PRIMARY KEY,         -- in the order of the commits
+    entry_id INTEGER PRIMARY KEY AUTOINCREMENT, -- in the order of the commits; none is used twice: it is a page token
     tenant_id TEXT NOT NULL REFERENCES tenants ON DELETE CASCADE,
     target_id TEXT NOT NULL,              -- an adapter or a sampler, which may be gone
     seq INTEGER NOT NULL,                 -- of the operation; 0: metrics that a user reported
@@ -294,7 +294,6 @@ HISTORY = f"""CREATE TABLE history (
 );
 CREATE INDEX history_by_target ON history (target_id, seq);
 CREATE INDEX history_by_tenant ON history (tenant_id, entry_id);
-CREATE INDEX history_by_age ON history (at_service_s);
 {_counting("history", f"{ROW_BYTES} + length(R.entry)", "history_rows")}"""
 """What became of operations, also for databases that a migration gives it: entries begin with it."""
 
