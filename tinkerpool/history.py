@@ -128,6 +128,7 @@ def progress_of(message: pb.HistoryEntry) -> str:
     """Return in a sentence where an unfinished operation is: position, reason, estimate; empty if it is finished."""
     if message.state == ops_pb.OPERATION_STATE_RUNNING:
         where = f"runs on {message.worker_id}" if message.worker_id else "runs"
+        where += f" in cycle {message.cycle_id}" if message.cycle_id else ""
     elif message.state == ops_pb.OPERATION_STATE_QUEUED:
         where = f"waits {WAITS.get(message.waits_for, 'for its turn')}"
         where += f" ({message.position} before it)" if message.position else ""

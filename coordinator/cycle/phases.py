@@ -93,7 +93,7 @@ class Phases:
             if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
                 extra_tokens, now = unsent.pop(adapter_id), self._time.monotonic()
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
-                    log.start(operation, now)
+                    log.start(operation, now, cycle.cycle_id)
                     work.add(log.home, log, operation, item)
                     extra_tokens -= item.num_tokens
                 work.weigh(log.home, extra_tokens)
@@ -156,7 +156,7 @@ class Phases:
             return
         now = self._time.monotonic()
         for operation, item in items:
-            log.start(operation, now)
+            log.start(operation, now, cycle.cycle_id)
             work.add(log.home, log, operation, item)
 
     async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:

@@ -1,6 +1,6 @@
 """The counters and histograms of this process, for Prometheus.
 
-Rooms count here what they do; nobody reads it back but `/metrics`. Names, units and types follow Prometheus's
+Rooms count here what they do; only `/metrics` reads it. Names, units and types follow Prometheus's
 conventions. Every label has a bounded set of values: no label has the id of an adapter, an operation or a tenant.
 Gauges, which are read when they are asked for, are in `coordinator.runtime.gauges`.
 
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from coordinator.observe.timeline import Seconds
 from tinkerpool.v1 import history_pb2, pool_pb2
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series with the start of each counter, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no second series with the start of each counter
 REGISTRY = CollectorRegistry()
 """Everything that `/metrics` shows."""
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

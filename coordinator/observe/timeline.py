@@ -54,6 +54,8 @@ class Timeline:
     worker_id: str = ""
     """The worker that it was first sent to."""
     num_begins: int = 0
+    cycle_id: int = 0
+    """The cycle in which it was last sent to a worker; 0: none."""
     waits: Seconds = field(default_factory=lambda: NOTHING)
     """What it waited for until it began."""
     _before: Seconds = field(default_factory=lambda: NOTHING)
@@ -67,9 +69,10 @@ class Timeline:
         """Record that a seq before it has arrived only now."""
         self.unblocked, self._before = now, clock.read(now)
 
-    def begin(self, clock: WaitClock, worker_id: str, now: float) -> None:
-        """Record that the operation is sent to a worker, for the first time or again."""
+    def begin(self, clock: WaitClock, worker_id: str, now: float, cycle_id: int = 0) -> None:
+        """Record that the operation is sent to a worker, for the first time or again. `cycle_id`: 0 for a sample."""
         self.num_begins += 1
+        self.cycle_id = cycle_id
         if self.begun is None:
             self.begun, self.worker_id, self.waits = now, worker_id, self.waits_until(clock, now)
 

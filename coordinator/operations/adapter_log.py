@@ -191,11 +191,11 @@ class AdapterLog:
 
     # ---- the copy
 
-    def start(self, operation: Operation, now: float) -> None:
+    def start(self, operation: Operation, now: float, cycle_id: int) -> None:
         """Record that an operation is about to be sent to the copy's worker; what is behind it waits for it."""
         self.copy.start(operation)
         if not operation.is_final:
-            operation.timeline.begin(self.waits, self.home, now)
+            operation.timeline.begin(self.waits, self.home, now, cycle_id)
         self.waits.switch(history_pb2.WAIT_REASON_ORDER, now)
 
     def lose_copy(self) -> None:

@@ -77,6 +77,8 @@ class Entries:
         if remaining_s is not None:
             entry.remaining_seconds = remaining_s
         timeline, now = operation.timeline, self._time.monotonic()
+        if clock is None:
+            entry.cycle_id = timeline.cycle_id
         if clock is not None and clock.reason == pb.WAIT_REASON_SEQUENCE:
             entry.waits_for = clock.reason
             if timeline.arrived is not None:  # the adapter's clock does not know of the gap

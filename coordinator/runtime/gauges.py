@@ -41,7 +41,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "data_bytes": ("Size of the database, with its write-ahead log.", ()),
     "disk_free_bytes": ("Room on the disk of the data directory.", ()),
     "cycle_budget_tokens": ("Tokens that a cycle may take of a worker.", ("base_model",)),
-    "limit_used_ratio": ("The part of a limit that is in use, by the tenant that uses the most of its.", ("limit",)),
+    "limit_used_ratio": ("The part of a limit that is in use, by the tenant that uses the most of it.", ("limit",)),
 }
 """Every gauge, without the prefix `tinkerpool_`: what it says, and its labels."""
 COUNTERS: Mapping[str, str] = {

@@ -172,7 +172,7 @@ class HistoryEntry(_message.Message):
     num_begins: _builtins.int
     """How often it was begun: more than once after a loss of its worker, or if its chunks ran in several cycles."""
     cycle_id: _builtins.int
-    """The cycle that decided it; 0 for samples and what no worker ran."""
+    """The cycle that decided it, or of an unfinished operation that runs: that has it. 0 for samples and what no worker ran."""
     pass_seconds: _builtins.float
     """Seconds of that cycle's pass."""
     step_seconds: _builtins.float

@@ -16,6 +16,7 @@ from tests.support.database import query
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tests.support.waiting import until
+from tinkerpool.history import progress_of
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
@@ -95,6 +96,8 @@ async def test_an_operation_waits_for_the_budget_while_others_have_their_turn(tm
         assert (waiting.state, waiting.position, waiting.waits_for) == (ops_pb.OPERATION_STATE_QUEUED, 1, ORDER)
         running = await entry_of(pool, names[0])
         assert (running.state, running.waits_for) == (ops_pb.OPERATION_STATE_RUNNING, 0)
+        assert running.cycle_id == 1
+        assert progress_of(running) == f"{names[0]} (forward_backward) runs on w0 in cycle 1"
         await pool.release()
         await pool.wait(*names)
         await pool.wait(other, tenant="bob")
