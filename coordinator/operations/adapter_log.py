@@ -56,6 +56,9 @@ class AdapterLog:
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
     """Bytes of the payloads that add to the pending gradient, since the last operation that ends a window."""
+    has_lost_append: bool = False
+    """Its last append failed. Until one succeeds, operations begin when they are durable, and not while they are being
+    appended: one that ends its workers would else end one at each attempt, and be forgotten each time."""
     gap_since: float | None = None
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
@@ -122,6 +125,11 @@ class AdapterLog:
         has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
         return bool(self.home) and has_run
 
+    @property
+    def waits_for_append(self) -> bool:
+        """Whether nothing may begin before the append of an operation has succeeded; see `has_lost_append`."""
+        return self.has_lost_append and not all(each.is_durable for each in self.operations.values())
+
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
         is_gap = self.snapshot_seq < seq < self.next_seq and seq not in self.operations
@@ -162,6 +170,7 @@ class AdapterLog:
         It did arrive: the time that its client has to send it again begins anew.
         """
         self.gap_since = None
+        self.has_lost_append = True
         has_begun = operation.seq in self.copy.progress
         operation.withdraw()
         if self.operations.get(operation.seq) is not operation:
@@ -175,6 +184,11 @@ class AdapterLog:
             self.window_bytes = max(0, self.window_bytes - operation.num_bytes)
         if has_begun or operation.seq <= self.copy.cursor:
             self.lose_copy()
+
+    def accepted(self) -> bool:
+        """Record that an append is durable; return whether its operations waited for that."""
+        has_waited, self.has_lost_append = self.has_lost_append, False
+        return has_waited
 
     def restore(self, next_seq: int) -> None:
         """Continue the numbering of the last epoch, in a recovery."""

@@ -400,8 +400,10 @@ class Admission:
         if error is None and is_record:
             for operation in operations:
                 self._in_flight.finish(operation)
-        if log is not None and (error is not None or any(operation.is_final for operation in operations)):
-            self._registry.group_of(log).mark_dirty(log)
+        if log is not None:
+            has_waited = error is None and log.accepted()
+            if error is not None or has_waited or any(operation.is_final for operation in operations):
+                self._registry.group_of(log).mark_dirty(log)
         if error is None:
             appended.set_result(None)
         else:

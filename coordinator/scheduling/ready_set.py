@@ -167,11 +167,12 @@ class ReadySet:
         return None if leaves_room else history_pb2.WAIT_REASON_QUARANTINE
 
     def ahead(self, log: AdapterLog) -> Ahead:
-        """Return what a worker may run next for the adapter; no operation begins during a stop or a suspension."""
+        """Return what a worker may run next; see `_may_begin`."""
         return log.ahead(may_begin=self._may_begin(log))
 
     def _may_begin(self, log: AdapterLog) -> bool:
-        return not self._is_stopping and not self._is_held(log.tenant_id)
+        """Return whether operations may begin: not in a stop or a suspension, nor before a doubtful append ends."""
+        return not self._is_stopping and not self._is_held(log.tenant_id) and not log.waits_for_append
 
     def _can_run(self, log: AdapterLog) -> bool:
         return self._wait(log) is None
@@ -183,7 +184,9 @@ class ReadySet:
             return history_pb2.WAIT_REASON_FILE
         if not (log.copy.home or self._has_room(log)):
             return history_pb2.WAIT_REASON_MEMORY
-        return None if may_begin or self._must_go_on(log) else history_pb2.WAIT_REASON_HELD
+        if may_begin or self._must_go_on(log):
+            return None
+        return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
 
     def _must_go_on(self, log: AdapterLog) -> bool:
         """Return whether the adapter has something to run although no operation may begin."""
@@ -327,7 +330,7 @@ class ReadySet:
         return is_loading or (is_unsettled and not log.home)
 
     def _release_survivors(self) -> None:
-        """Release quarantined adapters that ran their quarantined operations, became idle, or are of a held tenant."""
+        """Release quarantined adapters that ran their quarantined operations, are idle, or may begin nothing."""
         while survivors := [log for name in self._quarantine.group if (log := self._survivor(name)) is not None]:
             for log in survivors:
                 log.release()
@@ -338,6 +341,6 @@ class ReadySet:
         if log is None:
             return None  # a sample
         has_run = log.copy.cursor >= log.quarantined[1]
-        # A held tenant's adapter does not run, and the others of its group would wait for it.
-        is_idle = name not in self._group.dirty or self._is_held(log.tenant_id)
+        # One that may begin nothing does not run, and the others of its group would wait for it.
+        is_idle = name not in self._group.dirty or self._is_held(log.tenant_id) or log.waits_for_append
         return log if has_run or is_idle else None

@@ -306,6 +306,13 @@ GUARDS = (
         tests=("tests/integration/doors/test_listings.py", "-k", "clients_that_have_left"),
     ),
     Guard(
+        name="after an append that failed, operations begin once they are durable",
+        file="coordinator/scheduling/ready_set.py",
+        before=" and not log.waits_for_append\n",
+        after="\n",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "append_fails"),
+    ),
+    Guard(
         name="a sample that was logged before log-probabilities were scaled keeps its promise",
         file="coordinator/payloads/samples.py",
         before="scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED",

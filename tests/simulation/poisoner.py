@@ -25,7 +25,8 @@ from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import Batch
 
 PASSES_MAX = 5
-POLL_S = 0.2
+POLL_S, POLL_S_MAX = 0.2, 5.0
+"""Longest pauses between two questions for a result: of the first, and of each after many. A back-off takes long."""
 NOTICED_S = 4.0
 """Seconds after which a coordinator has noticed a silence: it pings every 2 s, and a reply is late after 1 s."""
 
@@ -73,13 +74,15 @@ class Poisoner:
             self._num_done += 1
 
     async def _ended(self, name: str) -> ops_pb.Operation:
+        pause_s = POLL_S
         while True:
             found: ops_pb.Operation = (
                 await self.client.call("get_operation", ops_pb.GetOperationRequest(name=name))
             ).operation
             if found.state in FINAL:
                 return found
-            await asyncio.sleep(self._random.uniform(0, POLL_S))
+            await asyncio.sleep(self._random.uniform(0, pause_s))
+            pause_s = min(POLL_S_MAX, 1.2 * pause_s)
 
 
 @dataclass(slots=True)

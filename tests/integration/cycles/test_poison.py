@@ -3,13 +3,18 @@
 import asyncio
 import random
 import threading
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.base.errors import ServiceError
 from coordinator.runtime import supervision
 from coordinator.scheduling import cost_model, probation
+from coordinator.storage.rows import NewOperation
+from coordinator.storage.sqlite import LockedError
 from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import running_pool
 from tests.support.waiting import until
@@ -255,3 +260,38 @@ async def test_a_poison_takes_each_of_two_workers_at_most_once_before_they_are_r
         may_replace.set()
         [done] = await asyncio.wait_for(pool.wait(poison), 60)
         assert done.error.reason == "WORKER_DIED"
+
+
+async def test_a_poison_whose_append_fails_ends_no_worker_when_it_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation begins while it is appended; if that fails it is forgotten, and so are the workers that it ended."""
+    async with running_pool(tmp_path) as pool:
+        poisoned, neighbour = await pool.adapter(), await pool.adapter("bob")
+        append, appends = pool.core.store.operations.append, deque[asyncio.Future[None]]()
+
+        def hold_back(rows: Sequence[NewOperation]) -> asyncio.Future[None]:
+            if rows[0].target_id != poisoned:
+                return append(rows)
+            appends.append(asyncio.get_running_loop().create_future())
+            return appends[-1]
+
+        num_engines = []
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.core.store.operations, "append", hold_back)
+            for attempt in range(3):
+                sent = asyncio.ensure_future(pool.forward_backward(poisoned, 1, 5, token=KILL_TOKEN))
+                await until(lambda: bool(appends))
+                if not attempt:
+                    await until(lambda: not pool.core.fleet.is_live("w0"))
+                else:
+                    await pool.wait(await pool.forward_backward(neighbour, attempt, 5, tenant="bob"), tenant="bob")
+                appends.popleft().set_exception(LockedError("database is locked"))
+                with pytest.raises(ServiceError, match="locked"):
+                    await sent
+                await until(lambda: pool.core.fleet.is_live("w0"))
+                num_engines.append(len(pool.engines["w0"]))
+        assert num_engines[0] > 1
+        assert set(num_engines) == {num_engines[0]}, "no attempt but the first began"
+        [done] = await asyncio.wait_for(pool.wait(await pool.forward_backward(poisoned, 1, 5)), 60)
+        assert done.state == SUCCEEDED, "it began when it was durable"
