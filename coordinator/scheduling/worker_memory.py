@@ -120,9 +120,10 @@ class WorkerMemory:
             wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
             most = worker.info.model.host_bytes_max
             if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
-                num_due, dropped = len(self._due), self._relieve(worker, excess)
-                has_dropped |= dropped
-                if wanted and worker.is_outdated and not dropped and len(self._due) == num_due:
+                num_due = len(self._due)
+                has_dropped |= self._relieve(worker, excess)
+                lacks_room = wanted > 0 and worker.held_bytes + wanted > most
+                if lacks_room and worker.is_outdated and len(self._due) == num_due:
                     self._asked.add(worker.info.worker_id)
         return has_dropped
 

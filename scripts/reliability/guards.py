@@ -313,6 +313,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "append_fails"),
     ),
     Guard(
+        name="a worker that did not give up enough is asked what it holds",
+        file="coordinator/scheduling/worker_memory.py",
+        before="lacks_room = wanted > 0 and worker.held_bytes + wanted > most",
+        after="lacks_room = wanted > 0 and worker.held_bytes + wanted > most and not has_dropped",
+        tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "not_make_enough_room"),
+    ),
+    Guard(
         name="a sample that was logged before log-probabilities were scaled keeps its promise",
         file="coordinator/payloads/samples.py",
         before="scales_logprobs=request.logprobs_version == sampling_pb2.LOGPROBS_VERSION_SCALED",

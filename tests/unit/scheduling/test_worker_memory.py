@@ -157,6 +157,18 @@ def test_a_worker_whose_report_is_outdated_is_asked_if_nothing_else_makes_room()
     assert not bench.memory.needs_cycle, "the report is new"
 
 
+def test_a_worker_whose_report_is_outdated_is_asked_if_what_leaves_it_does_not_make_enough_room() -> None:
+    """Nothing else may ever wake the clock again: the client waits for this adapter."""
+    bench = Bench(1)
+    worker = bench.fleet.worker("w0")
+    bench.put("lost").lose_copy()
+    worker.hold("v:1", VERSION)
+    worker.sent(VERSION)
+    assert bench.waits("new", "w0")
+    assert bench.memory.make_room(), "the version leaves"
+    assert bench.memory.take_asked() == {"w0"}, "the lost copy still counts"
+
+
 def test_a_copy_that_was_lost_while_its_worker_lives_is_dropped_there_unless_another_is_installed() -> None:
     bench = Bench(2)
     worker = bench.fleet.worker("w0")
