@@ -127,7 +127,7 @@ class Kills:
         assert self._coordinator is not None
         if worker_id in self._coordinator.core.fleet.leaving and not self._coordinator.core.fleet.is_live(worker_id):
             return  # its host leaves: the coordinator has given it up
-        self._check_taken(worker_id, set(self._coordinator.core.fleet.worker_ids()) - {worker_id})
+        self._check_taken(worker_id)
         tenant_id = self._poisoner.client.principal.tenant_id
         if not self._coordinator.core.probation.has(tenant_id):
             return
@@ -148,8 +148,17 @@ class Kills:
                 raise ContractViolation(f"{pause_s:.3f} s after a kill that cost {cost_s:.3f} s came another one")
         self._last = {worker_id: _Kill(sent_s, incarnation)}
 
-    def _check_taken(self, worker_id: str, others: set[str]) -> None:
-        """Raise ContractViolation if a poison has taken the last of three workers, or one of two twice."""
+    def _check_taken(self, worker_id: str) -> None:
+        """Raise ContractViolation if a poison has taken the last of three workers, or one of two twice.
+
+        One that is drained and ends counts for neither: it is not replaced, so nobody waits for it.
+        """
+        assert self._coordinator is not None
+        fleet = self._coordinator.core.fleet
+        others = {each for each in fleet.worker_ids() if each != worker_id and not fleet.worker(each).is_ending}
+        self._missing &= others | {worker_id}
+        if not self._missing:
+            self._taken.clear()
         if self._missing and worker_id in self._taken and others <= self._missing:
             raise ContractViolation(f"a poison took {worker_id} twice while {sorted(self._missing)} were missing")
         if len(others) >= 2 and others <= self._missing:
