@@ -28,6 +28,9 @@ class Keys(Protocol):
     def admit(self, key: str, caller: Caller, least: Role) -> Principal:
         """Return the principal of a call that needs at least a role; the key may be empty. Raises ServiceError."""
 
+    def admit_holder(self, key_id: str, caller: Caller, least: Role) -> Principal:
+        """Return what `admit` returns, for the id of a key that the caller has shown before. Raises ServiceError."""
+
     def while_valid(self, principal: Principal) -> AbstractContextManager[None]:
         """Return a block that raises ServiceError UNAUTHENTICATED when the caller's key ends meanwhile."""
 

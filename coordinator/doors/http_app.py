@@ -1,8 +1,9 @@
 """The ASGI application: the handler of each path, and the rules for every call.
 
 Every call is authenticated before its body is read, and every response has an id and a JSON body, errors too. Liveness
-(`/healthz`) and readiness (`/readyz`) need no key. Other paths are those of the Tinker and OpenAI protocols. Ids in
-paths contain colons; a checkpoint's id contains a slash.
+(`/healthz`), readiness (`/readyz`) and the files of the page for browsers need no key. Other paths are those of the
+Tinker and OpenAI protocols, and the contract's RPCs in JSON. Ids in paths contain colons; a checkpoint's id contains a
+slash.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from coordinator.doors.http.request_ids import RequestIds
 from coordinator.doors.http.responses import ReadResponse, Streamed, num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
+from coordinator.doors.rpcs import use_case_name
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
+from coordinator.doors.web import page
+from coordinator.doors.web import rpcs as web
 from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.service.roles import LEAST_ROLES
-from coordinator.tenants.principals import Role
+from coordinator.tenants.principals import Principal, Role
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
@@ -96,7 +100,7 @@ def make_app(door: DoorContext) -> ASGIApp:
     for_openai = _openai_routes(door)
     mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
     app = Starlette(
-        routes=[healthz, Route("/readyz", _readyz(door)), *mounts, *routes[-1:]],
+        routes=[healthz, Route("/readyz", _readyz(door)), *mounts, *_web_routes(door), *page.files(), *routes[-1:]],
         exception_handlers={Exception: _fault},
     )
     return RequestIds(WhileConnected(app))
@@ -114,6 +118,19 @@ def _openai_routes(door: DoorContext) -> list[BaseRoute]:
     return [
         Route(path, _Guarded(handler, door, LEAST_ROLES[use_case], openai_error_response), methods=methods)
         for methods, path, handler, use_case in handlers
+    ]
+
+
+def _web_routes(door: DoorContext) -> list[BaseRoute]:
+    handlers: list[tuple[str, str, Handler, str]] = [
+        ("POST", "/ui/sign-in", page.sign_in, "get_capabilities"),
+        ("POST", "/ui/sign-out", page.sign_out, "get_capabilities"),
+        ("GET", web.CYCLES, web.watch_cycles, "watch_cycles"),
+    ]
+    handlers += [("POST", path, web.handler_of(rpc), use_case_name(rpc)) for path, rpc in web.unary().items()]
+    return [
+        Route(path, _Guarded(handler, door, LEAST_ROLES[use_case], web.error_response), methods=[method])
+        for method, path, handler, use_case in handlers
     ]
 
 
@@ -139,18 +156,23 @@ class _Guarded:
                 response = self.to_response(error, name, num_retries(request))
             await response(scope, receive, send)
 
+    def _admitted(self, request: Request) -> Principal:
+        keys, caller = self.door.backend.authenticator, caller_of(request, self.door.config.host)
+        if key := api_key(request):
+            return keys.admit(key, caller, self.least)
+        if key_id := self.door.sign_ins.key_id(request):
+            return keys.admit_holder(key_id, caller, self.least)
+        raise ServiceError(
+            Code.UNAUTHENTICATED,
+            "API_KEY_MISSING",
+            "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key or as a "
+            "bearer token",
+        )
+
     async def _respond(self, request: Request, held: ExitStack) -> Response:
         door = self.door
         door.gate.check_open()
-        key = api_key(request)
-        if not key:
-            raise ServiceError(
-                Code.UNAUTHENTICATED,
-                "API_KEY_MISSING",
-                "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key or as "
-                "a bearer token",
-            )
-        principal = door.backend.authenticator.admit(key, caller_of(request, door.config.host), self.least)
+        principal = self._admitted(request)
         request.scope[WITH_KEY] = True
         held.enter_context(door.running.holding(principal.tenant_id))
         room = held.enter_context(door.backend.responses.room(principal.tenant_id))

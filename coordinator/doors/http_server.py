@@ -24,6 +24,7 @@ from coordinator.doors.http.calls import DoorContext, Gate, RunningCalls
 from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Places
+from coordinator.doors.http.sign_ins import SignIns
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
 from coordinator.doors.tls import TlsFiles
@@ -87,6 +88,7 @@ class HttpDoor:
             config=config,
             gate=self._gate,
             downloads=Downloads(self._time),
+            sign_ins=SignIns(self._time, is_tls=config.is_tls),
             polls=Polls(max(1, num_max // POLLS_DIVISOR), backend.limits["streams_max"].maximum),
             running=RunningCalls(num_max),
             bodies=Bodies(config),

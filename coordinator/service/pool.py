@@ -17,6 +17,7 @@ from coordinator.fleet.fleet import Incarnation
 from coordinator.observe.throughput import by_worker
 from coordinator.service.access import streamed, uninterrupted
 from coordinator.service.activity import ActivityUseCases
+from coordinator.service.problems import problems
 from coordinator.storage.rows import DrainedWorkerRow, UsageRow
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
@@ -46,7 +47,7 @@ class PoolUseCases(ActivityUseCases):
         recent = core.journal.recent
         num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
         cycles = list(recent)[len(recent) - num_cycles :]
-        return pb.GetPoolStatusResponse(
+        status = pb.GetPoolStatusResponse(
             workers=self._workers(principal),
             num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
@@ -61,6 +62,8 @@ class PoolUseCases(ActivityUseCases):
             tenants=self._tenants(principal, queues),
             running_adapters=self._running_adapters(principal, queues),
         )
+        status.problems.extend(problems(status, is_admin=principal.is_admin))
+        return status
 
     @streamed
     async def watch_cycles(

@@ -56,6 +56,9 @@ class SessionUseCases(UseCases):
             loss_functions=list(LOSS_RULES),
             max_message_bytes=limits.message_bytes_max,
             max_datums=limits.datums_max,
+            tenant=principal.tenant_name,
+            role=principal.role,
+            key_id=principal.key_id,
         )
 
     async def get_tokenizer(self, principal: Principal, request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.grpc.calls import SERVICES
 from coordinator.doors.http_app import HANDLERS
+from coordinator.doors.rpcs import SERVICES
 from coordinator.doors.tinker import schemas
 from scripts.reliability.fuzz.bodies import Bodies
 from scripts.reliability.fuzz.messages import PLAIN, Messages

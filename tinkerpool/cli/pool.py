@@ -45,8 +45,8 @@ def status(
     )
     show.say(queue_line(response))
     show.say(tokens_line(response))
-    if response.problem:
-        show.say(f"Problem: {response.problem}")
+    for problem in response.problems:
+        show.say(f"Problem: {problem.text}" + (f" ({problem.command})" if problem.command else ""))
     show.console.print()
     show_workers(response.workers)
     if response.tenants:

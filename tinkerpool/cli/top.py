@@ -114,8 +114,7 @@ def _screen(status: Status, target: Target, height: int | None = None) -> list[R
         _line(queue_line(status)),
         _line(tokens_line(status) + _last_cycle(status)),
     ]
-    if status.problem:
-        lines.append(_line(f"Problem: {status.problem}", "red"))
+    lines += [_line(f"Problem: {each.text}", "red" if each.is_severe else "yellow") for each in status.problems]
     waiting: Counter[WaitReason.ValueType] = Counter()
     for tenant in status.tenants:
         waiting.update({each.reason: each.num_operations for each in tenant.waiting})

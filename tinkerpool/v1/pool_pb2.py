@@ -28,7 +28,7 @@ from tinkerpool.v1 import operations_pb2 as tinkerpool_dot_v1_dot_operations__pb
 from tinkerpool.v1 import probation_pb2 as tinkerpool_dot_v1_dot_probation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1btinkerpool/v1/history.proto\x1a\x1etinkerpool/v1/operations.proto\x1a\x1dtinkerpool/v1/probation.proto\"\xaa\x04\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12)\n\x05state\x18\n \x01(\x0e\x32\x1a.tinkerpool.v1.WorkerState\x12\x12\n\nheld_bytes\x18\x0b \x01(\x03\x12#\n\x16host_leaves_in_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nnum_losses\x18\r \x01(\x05\x12\x32\n\x0elast_loss_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10last_loss_reason\x18\x0f \x01(\t\x12\x15\n\rstart_problem\x18\x10 \x01(\t\x12!\n\x19trained_tokens_per_second\x18\x11 \x01(\x01\x12!\n\x19sampled_tokens_per_second\x18\x12 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x13 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x14 \x01(\x03\x12\x14\n\x0c\x64\x65vice_bytes\x18\x15 \x01(\x03\x42\x19\n\x17_host_leaves_in_seconds\"L\n\x07Waiting\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.tinkerpool.v1.WaitReason\x12\x16\n\x0enum_operations\x18\x02 \x01(\x03\"\xee\x01\n\x0eTenantActivity\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x1c\n\x14num_running_adapters\x18\x04 \x01(\x03\x12\x16\n\x0eoldest_seconds\x18\x05 \x01(\x01\x12\'\n\x07waiting\x18\x06 \x03(\x0b\x32\x16.tinkerpool.v1.Waiting\x12!\n\x19trained_tokens_per_second\x18\x07 \x01(\x01\x12!\n\x19sampled_tokens_per_second\x18\x08 \x01(\x01\"\x86\x01\n\x0eRunningAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x11\n\toperation\x18\x04 \x01(\t\x12*\n\x04kind\x18\x05 \x01(\x0e\x32\x1c.tinkerpool.v1.OperationKind\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xfb\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\x12,\n\x07workers\x18\x08 \x03(\x0b\x32\x1b.tinkerpool.v1.WorkerPhases\"\x8c\x01\n\x0cWorkerPhases\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x39\n\x07seconds\x18\x02 \x03(\x0b\x32(.tinkerpool.v1.WorkerPhases.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\x98\x03\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bnum_tenants\x18\n \x01(\x03\x12,\n\nprobations\x18\t \x03(\x0b\x32\x18.tinkerpool.v1.Probation\x12\x0f\n\x07problem\x18\x0b \x01(\t\x12.\n\x07tenants\x18\x0c \x03(\x0b\x32\x1d.tinkerpool.v1.TenantActivity\x12\x37\n\x10running_adapters\x18\r \x03(\x0b\x32\x1d.tinkerpool.v1.RunningAdapter\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"\x80\x02\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\x12\x12\n\nfile_bytes\x18\x06 \x01(\x03\x12\x14\n\x0c\x66ile_seconds\x18\x07 \x01(\x01\x12\x17\n\nbase_model\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nadapter_id\x18\t \x01(\tH\x01\x88\x01\x01\x12\x10\n\x03\x64\x61y\x18\n \x01(\tH\x02\x88\x01\x01\x42\r\n\x0b_base_modelB\r\n\x0b_adapter_idB\x06\n\x04_day\"M\n\x0fGetUsageRequest\x12\r\n\x05since\x18\x01 \x01(\t\x12+\n\x08group_by\x18\x02 \x03(\x0e\x32\x19.tinkerpool.v1.UsageGroup\"_\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow\x12\x16\n\tstart_day\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_start_day\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"<\n\x13\x44rainWorkerResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Worker\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\">\n\x15UndrainWorkerResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Worker*\xa6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x15\n\x11WORKER_STATE_LATE\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_DRAINED\x10\x04\x12\x15\n\x11WORKER_STATE_LOST\x10\x05*\x9c\x01\n\nUsageGroup\x12\x1b\n\x17USAGE_GROUP_UNSPECIFIED\x10\x00\x12\x16\n\x12USAGE_GROUP_TENANT\x10\x01\x12\x15\n\x11USAGE_GROUP_MODEL\x10\x02\x12\x17\n\x13USAGE_GROUP_ADAPTER\x10\x03\x12\x14\n\x10USAGE_GROUP_KIND\x10\x04\x12\x13\n\x0fUSAGE_GROUP_DAY\x10\x05\x32\xc0\x03\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponse\x12T\n\x0b\x44rainWorker\x12!.tinkerpool.v1.DrainWorkerRequest\x1a\".tinkerpool.v1.DrainWorkerResponse\x12Z\n\rUndrainWorker\x12#.tinkerpool.v1.UndrainWorkerRequest\x1a$.tinkerpool.v1.UndrainWorkerResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1btinkerpool/v1/history.proto\x1a\x1etinkerpool/v1/operations.proto\x1a\x1dtinkerpool/v1/probation.proto\"\xaa\x04\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12)\n\x05state\x18\n \x01(\x0e\x32\x1a.tinkerpool.v1.WorkerState\x12\x12\n\nheld_bytes\x18\x0b \x01(\x03\x12#\n\x16host_leaves_in_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nnum_losses\x18\r \x01(\x05\x12\x32\n\x0elast_loss_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10last_loss_reason\x18\x0f \x01(\t\x12\x15\n\rstart_problem\x18\x10 \x01(\t\x12!\n\x19trained_tokens_per_second\x18\x11 \x01(\x01\x12!\n\x19sampled_tokens_per_second\x18\x12 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x13 \x01(\x05\x12\x16\n\x0eresident_bytes\x18\x14 \x01(\x03\x12\x14\n\x0c\x64\x65vice_bytes\x18\x15 \x01(\x03\x42\x19\n\x17_host_leaves_in_seconds\"L\n\x07Waiting\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.tinkerpool.v1.WaitReason\x12\x16\n\x0enum_operations\x18\x02 \x01(\x03\"\xee\x01\n\x0eTenantActivity\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x1c\n\x14num_running_adapters\x18\x04 \x01(\x03\x12\x16\n\x0eoldest_seconds\x18\x05 \x01(\x01\x12\'\n\x07waiting\x18\x06 \x03(\x0b\x32\x16.tinkerpool.v1.Waiting\x12!\n\x19trained_tokens_per_second\x18\x07 \x01(\x01\x12!\n\x19sampled_tokens_per_second\x18\x08 \x01(\x01\"\x86\x01\n\x0eRunningAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x11\n\toperation\x18\x04 \x01(\t\x12*\n\x04kind\x18\x05 \x01(\x0e\x32\x1c.tinkerpool.v1.OperationKind\";\n\x07Problem\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x11\n\tis_severe\x18\x03 \x01(\x08\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xfb\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\x12,\n\x07workers\x18\x08 \x03(\x0b\x32\x1b.tinkerpool.v1.WorkerPhases\"\x8c\x01\n\x0cWorkerPhases\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x39\n\x07seconds\x18\x02 \x03(\x0b\x32(.tinkerpool.v1.WorkerPhases.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\xc2\x03\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bnum_tenants\x18\n \x01(\x03\x12,\n\nprobations\x18\t \x03(\x0b\x32\x18.tinkerpool.v1.Probation\x12\x0f\n\x07problem\x18\x0b \x01(\t\x12.\n\x07tenants\x18\x0c \x03(\x0b\x32\x1d.tinkerpool.v1.TenantActivity\x12\x37\n\x10running_adapters\x18\r \x03(\x0b\x32\x1d.tinkerpool.v1.RunningAdapter\x12(\n\x08problems\x18\x0e \x03(\x0b\x32\x16.tinkerpool.v1.Problem\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"\x80\x02\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\x12\x12\n\nfile_bytes\x18\x06 \x01(\x03\x12\x14\n\x0c\x66ile_seconds\x18\x07 \x01(\x01\x12\x17\n\nbase_model\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nadapter_id\x18\t \x01(\tH\x01\x88\x01\x01\x12\x10\n\x03\x64\x61y\x18\n \x01(\tH\x02\x88\x01\x01\x42\r\n\x0b_base_modelB\r\n\x0b_adapter_idB\x06\n\x04_day\"M\n\x0fGetUsageRequest\x12\r\n\x05since\x18\x01 \x01(\t\x12+\n\x08group_by\x18\x02 \x03(\x0e\x32\x19.tinkerpool.v1.UsageGroup\"_\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow\x12\x16\n\tstart_day\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_start_day\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"<\n\x13\x44rainWorkerResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Worker\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\">\n\x15UndrainWorkerResponse\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Worker*\xa6\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x15\n\x11WORKER_STATE_LATE\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_DRAINED\x10\x04\x12\x15\n\x11WORKER_STATE_LOST\x10\x05*\x9c\x01\n\nUsageGroup\x12\x1b\n\x17USAGE_GROUP_UNSPECIFIED\x10\x00\x12\x16\n\x12USAGE_GROUP_TENANT\x10\x01\x12\x15\n\x11USAGE_GROUP_MODEL\x10\x02\x12\x17\n\x13USAGE_GROUP_ADAPTER\x10\x03\x12\x14\n\x10USAGE_GROUP_KIND\x10\x04\x12\x13\n\x0fUSAGE_GROUP_DAY\x10\x05\x32\xc0\x03\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponse\x12T\n\x0b\x44rainWorker\x12!.tinkerpool.v1.DrainWorkerRequest\x1a\".tinkerpool.v1.DrainWorkerResponse\x12Z\n\rUndrainWorker\x12#.tinkerpool.v1.UndrainWorkerRequest\x1a$.tinkerpool.v1.UndrainWorkerResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_WORKERPHASES_SECONDSENTRY']._loaded_options = None
   _globals['_WORKERPHASES_SECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=2892
-  _globals['_WORKERSTATE']._serialized_end=3058
-  _globals['_USAGEGROUP']._serialized_start=3061
-  _globals['_USAGEGROUP']._serialized_end=3217
+  _globals['_WORKERSTATE']._serialized_start=2995
+  _globals['_WORKERSTATE']._serialized_end=3161
+  _globals['_USAGEGROUP']._serialized_start=3164
+  _globals['_USAGEGROUP']._serialized_end=3320
   _globals['_WORKER']._serialized_start=169
   _globals['_WORKER']._serialized_end=723
   _globals['_WAITING']._serialized_start=725
@@ -50,36 +50,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENANTACTIVITY']._serialized_end=1042
   _globals['_RUNNINGADAPTER']._serialized_start=1045
   _globals['_RUNNINGADAPTER']._serialized_end=1179
-  _globals['_CYCLEENTRY']._serialized_start=1182
-  _globals['_CYCLEENTRY']._serialized_end=1310
-  _globals['_CYCLE']._serialized_start=1313
-  _globals['_CYCLE']._serialized_end=1564
-  _globals['_WORKERPHASES']._serialized_start=1567
-  _globals['_WORKERPHASES']._serialized_end=1707
-  _globals['_WORKERPHASES_SECONDSENTRY']._serialized_start=1661
-  _globals['_WORKERPHASES_SECONDSENTRY']._serialized_end=1707
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=1709
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=1751
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=1754
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=2162
-  _globals['_WATCHCYCLESREQUEST']._serialized_start=2164
-  _globals['_WATCHCYCLESREQUEST']._serialized_end=2184
-  _globals['_WATCHCYCLESRESPONSE']._serialized_start=2186
-  _globals['_WATCHCYCLESRESPONSE']._serialized_end=2244
-  _globals['_USAGEROW']._serialized_start=2247
-  _globals['_USAGEROW']._serialized_end=2503
-  _globals['_GETUSAGEREQUEST']._serialized_start=2505
-  _globals['_GETUSAGEREQUEST']._serialized_end=2582
-  _globals['_GETUSAGERESPONSE']._serialized_start=2584
-  _globals['_GETUSAGERESPONSE']._serialized_end=2679
-  _globals['_DRAINWORKERREQUEST']._serialized_start=2681
-  _globals['_DRAINWORKERREQUEST']._serialized_end=2720
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=2722
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=2782
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2784
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2825
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2827
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2889
-  _globals['_POOLSERVICE']._serialized_start=3220
-  _globals['_POOLSERVICE']._serialized_end=3668
+  _globals['_PROBLEM']._serialized_start=1181
+  _globals['_PROBLEM']._serialized_end=1240
+  _globals['_CYCLEENTRY']._serialized_start=1243
+  _globals['_CYCLEENTRY']._serialized_end=1371
+  _globals['_CYCLE']._serialized_start=1374
+  _globals['_CYCLE']._serialized_end=1625
+  _globals['_WORKERPHASES']._serialized_start=1628
+  _globals['_WORKERPHASES']._serialized_end=1768
+  _globals['_WORKERPHASES_SECONDSENTRY']._serialized_start=1722
+  _globals['_WORKERPHASES_SECONDSENTRY']._serialized_end=1768
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=1770
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=1812
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=1815
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=2265
+  _globals['_WATCHCYCLESREQUEST']._serialized_start=2267
+  _globals['_WATCHCYCLESREQUEST']._serialized_end=2287
+  _globals['_WATCHCYCLESRESPONSE']._serialized_start=2289
+  _globals['_WATCHCYCLESRESPONSE']._serialized_end=2347
+  _globals['_USAGEROW']._serialized_start=2350
+  _globals['_USAGEROW']._serialized_end=2606
+  _globals['_GETUSAGEREQUEST']._serialized_start=2608
+  _globals['_GETUSAGEREQUEST']._serialized_end=2685
+  _globals['_GETUSAGERESPONSE']._serialized_start=2687
+  _globals['_GETUSAGERESPONSE']._serialized_end=2782
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2784
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2823
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=2825
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=2885
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2887
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2928
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2930
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2992
+  _globals['_POOLSERVICE']._serialized_start=3323
+  _globals['_POOLSERVICE']._serialized_end=3771
 # @@protoc_insertion_point(module_scope)

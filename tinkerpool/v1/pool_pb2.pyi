@@ -331,6 +331,36 @@ class RunningAdapter(_message.Message):
 Global___RunningAdapter: _TypeAlias = RunningAdapter  # noqa: Y015
 
 @_typing.final
+class Problem(_message.Message):
+    """What is wrong at the moment, in words."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    IS_SEVERE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """What is wrong, in a sentence or two."""
+    command: _builtins.str
+    """What the caller types to mend it; empty: nothing but waiting helps, or it is not in the caller's hands."""
+    is_severe: _builtins.bool
+    """Whether work stands still for it; else it soon may, or is slower."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        command: _builtins.str = ...,
+        is_severe: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "is_severe", b"is_severe", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Problem: _TypeAlias = Problem  # noqa: Y015
+
+@_typing.final
 class CycleEntry(_message.Message):
     """One adapter's part in a cycle."""
 
@@ -519,6 +549,7 @@ class GetPoolStatusResponse(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     RUNNING_ADAPTERS_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Operations that wait."""
     num_running: _builtins.int
@@ -559,6 +590,10 @@ class GetPoolStatusResponse(_message.Message):
         administrator's its own tenant's. TenantActivity has their numbers.
         """
 
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
+        """What is wrong, the severe first; with another key than an administrator's what concerns its own tenant."""
+
     def __init__(
         self,
         *,
@@ -575,10 +610,11 @@ class GetPoolStatusResponse(_message.Message):
         problem: _builtins.str = ...,
         tenants: _abc.Iterable[Global___TenantActivity] | None = ...,
         running_adapters: _abc.Iterable[Global___RunningAdapter] | None = ...,
+        problems: _abc.Iterable[Global___Problem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "problem", b"problem", "running_adapters", b"running_adapters", "tenants", b"tenants", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycles", b"cycles", "epoch", b"epoch", "num_queued", b"num_queued", "num_running", b"num_running", "num_samples", b"num_samples", "num_tenants", b"num_tenants", "probations", b"probations", "problem", b"problem", "problems", b"problems", "running_adapters", b"running_adapters", "tenants", b"tenants", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

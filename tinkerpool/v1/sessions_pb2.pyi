@@ -111,12 +111,21 @@ class GetCapabilitiesResponse(_message.Message):
     LOSS_FUNCTIONS_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_DATUMS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     max_message_bytes: _builtins.int
     """Largest request in bytes."""
     max_datums: _builtins.int
     """Most datums in one request."""
+    tenant: _builtins.str
+    """The caller's tenant, by name."""
+    role: _builtins.str
+    """What the caller's key may do in this call: `read-only`, `member` or `admin`."""
+    key_id: _builtins.str
+    """The id of the caller's key, which is not secret."""
     @_builtins.property
     def base_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___BaseModel]:
         """Base models, in the order they were configured."""
@@ -133,10 +142,13 @@ class GetCapabilitiesResponse(_message.Message):
         loss_functions: _abc.Iterable[_builtins.str] | None = ...,
         max_message_bytes: _builtins.int = ...,
         max_datums: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        role: _builtins.str = ...,
+        key_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_models", b"base_models", "loss_functions", b"loss_functions", "max_datums", b"max_datums", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_models", b"base_models", "key_id", b"key_id", "loss_functions", b"loss_functions", "max_datums", b"max_datums", "max_message_bytes", b"max_message_bytes", "role", b"role", "tenant", b"tenant", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -25,48 +24,15 @@ from coordinator.doors.door import Backend, to_refusal
 from coordinator.doors.grpc.callers import caller_of
 from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
+from coordinator.doors.rpcs import has_bytes, methods, path_of, use_case_name
 from coordinator.limits.results import Room
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.payloads.passes import INLINE_BYTES_MAX
 from coordinator.service.roles import LEAST_ROLES
 from coordinator.service.training import SEQUENCED_REQUESTS
 from coordinator.tenants.principals import Principal, Role
-from tinkerpool.v1 import (
-    adapters_pb2,
-    admin_pb2,
-    checkpoints_pb2,
-    history_pb2,
-    imports_pb2,
-    limits_pb2,
-    operations_pb2,
-    pool_pb2,
-    probation_pb2,
-    sampling_pb2,
-    sessions_pb2,
-    training_pb2,
-)
 
 T = TypeVar("T")
-
-SERVICES: tuple[ServiceDescriptor, ...] = tuple(
-    service
-    for module in (
-        sessions_pb2,
-        adapters_pb2,
-        training_pb2,
-        sampling_pb2,
-        checkpoints_pb2,
-        imports_pb2,
-        operations_pb2,
-        history_pb2,
-        pool_pb2,
-        admin_pb2,
-        limits_pb2,
-        probation_pb2,
-    )
-    for service in module.DESCRIPTOR.services_by_name.values()
-)
-"""The services of the contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +117,12 @@ class Calls(grpc.GenericRpcHandler):
         """
         entrance = _Entrance(backend, intake, host)
         self._handlers: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            f"/{method.containing_service.full_name}/{method.name}": _handler(_rpc(method, backend.service), entrance)
-            for descriptor in SERVICES
-            for method in descriptor.methods
+            path_of(method): _handler(_rpc(method, backend.service), entrance) for method in methods()
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """Return the handler of a call, which admits it before it reads the call's request."""
         return self._handlers.get(handler_call_details.method)
-
-
-def use_case_name(method: MethodDescriptor) -> str:
-    """Return the name of an RPC's use case: `create_adapter` for `CreateAdapter`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
 
 
 def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
@@ -173,7 +132,7 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
         use_case=getattr(service, use_case_name(method)),
         refuse=service.refuse,
         is_streaming=method.server_streaming,
-        is_large=_has_bytes(method.input_type),
+        is_large=has_bytes(method.input_type),
         least=LEAST_ROLES[use_case_name(method)],
         ends_with_key=method.containing_service.name != "AdminService",
     )
@@ -181,12 +140,6 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
 
 def _handler(rpc: _Rpc, entrance: _Entrance) -> grpc.RpcMethodHandler[bytes, bytes]:
     return _streaming(rpc, entrance) if rpc.is_streaming else _unary(rpc, entrance)
-
-
-def _has_bytes(message: Descriptor) -> bool:
-    """Return whether a message has tensors, or parts of files."""
-    parts = [field.message_type for field in message.fields if field.message_type is not None]
-    return any(field.type == field.TYPE_BYTES for field in message.fields) or any(_has_bytes(part) for part in parts)
 
 
 async def _read(context: Context) -> bytes:

@@ -13,9 +13,10 @@ import grpc
 
 from coordinator.base.config import GrpcConfig
 from coordinator.doors.door import Backend, DoorError, check_free, connections_max
-from coordinator.doors.grpc.calls import SERVICES, Calls
+from coordinator.doors.grpc.calls import Calls
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
+from coordinator.doors.rpcs import SERVICES
 from coordinator.doors.tls import Tls, TlsFiles
 
 _log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from coordinator.doors.door import Backend
 from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
 from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
+from coordinator.doors.http.sign_ins import SignIns
 from coordinator.doors.peers import is_this_machine
 from coordinator.limits.ceiling import Ceiling, Refusal
 from coordinator.limits.polls import Polls
@@ -80,6 +81,7 @@ class DoorContext:
     config: HttpConfig
     gate: Gate
     downloads: Downloads
+    sign_ins: SignIns
     polls: Polls
     running: RunningCalls
     bodies: Bodies

@@ -20,8 +20,8 @@ import numpy as np
 
 from coordinator.base.config import CoordinatorConfig, GrpcConfig
 from coordinator.coordinator import Coordinator
-from coordinator.doors.grpc.calls import SERVICES, use_case_name
 from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.rpcs import SERVICES, use_case_name
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.tenants.principals import Principal

@@ -15,9 +15,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import status_pb2
 from pydantic import BaseModel
 
-from coordinator.doors.grpc.calls import SERVICES
 from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.doors.openai import schemas as openai
+from coordinator.doors.rpcs import SERVICES
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF
 from scripts.reliability.fuzz.bodies import Bodies

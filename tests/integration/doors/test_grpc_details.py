@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from coordinator.base.config import GrpcConfig
-from coordinator.doors.grpc.calls import SERVICES
 from coordinator.doors.grpc.intake import SMALL_BYTES_MAX
+from coordinator.doors.rpcs import SERVICES
 from tests.support.doors import node
 from tests.support.served_pool import ServedPool
 from tinkerpool.v1 import limits_pb2, training_pb2

@@ -22,9 +22,10 @@ from grpc_status import rpc_status
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, Quota, ServiceError, busy, over_ceiling
 from coordinator.doors.door import DoorError
-from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
+from coordinator.doors.grpc.calls import Calls
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.rpcs import SERVICES, use_case_name
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 from tests.support.doors.certificates import make_certificate

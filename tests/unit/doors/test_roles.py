@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.doors.grpc.calls import SERVICES, use_case_name
 from coordinator.doors.http_app import HANDLERS, PREFIX
+from coordinator.doors.rpcs import SERVICES, use_case_name
 from coordinator.service.roles import LEAST_ROLES
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
