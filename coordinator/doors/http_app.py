@@ -142,6 +142,8 @@ class _Guarded:
     async def _respond(self, request: Request, held: ExitStack) -> Response:
         door = self.door
         door.gate.check_open()
+        if (traces := door.backend.traces) is not None:
+            traces.receive(request.headers.get("traceparent", ""))
         key = api_key(request)
         if not key:
             raise ServiceError(
