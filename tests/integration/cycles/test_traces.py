@@ -16,12 +16,12 @@ from tests.support.collector import attributes_of, collecting
 from tests.support.doors.sdk import Wire, pass_of
 from tests.support.served_pool import restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
-from tests.support.toy_pool import running_pool, sample_request
+from tests.support.toy_pool import fail_appends, refusal, running_pool, sample_request
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 
-TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 DATUM = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
 
 
@@ -108,6 +108,23 @@ async def test_a_failure_is_marked_with_its_reason_and_without_contents(tmp_path
         assert "step" not in behind, "no worker ran it"
 
 
+async def test_what_was_not_accepted_has_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as collector:
+        async with running_pool(tmp_path, otlp_endpoint=collector.url) as pool:
+            adapter = await pool.adapter()
+            with monkeypatch.context() as patch:
+                fail_appends(patch, pool.store, 1)
+                await refusal(pool.optim_step(adapter, 1))
+            await refusal(pool.forward_backward(adapter, 1))  # it has no data: its refusal is recorded at its seq
+            name = await pool.optim_step(adapter, 2)
+            await pool.wait(name)
+            traces = pool.core.traces
+            assert traces is not None
+            assert not traces._open, "private: what is held shows nowhere"
+        found = [attributes_of(each.attributes).get("tinkerpool.operation") for each in collector.spans]
+        assert set(found) == {None, name}
+
+
 async def test_an_operation_of_before_a_restart_has_a_trace_of_what_is_known(tmp_path: Path) -> None:
     with collecting() as collector:
         async with running_pool(tmp_path, is_crash=True) as pool:
@@ -161,8 +178,10 @@ def test_a_clients_span_is_the_parent_of_its_operations(tmp_path: Path) -> None:
                 future.result(60)
                 client.optim_step(tinkerpool.AdamParams()).result(60)
             wire = Wire(pool.http_url, pool.key())
-            sent = wire.binary(pass_of(wire.model(wire.session()), 1, [1, 2]), traceparent=TRACEPARENT)
-            wire.result(sent.json()["request_id"])
+            model = wire.model(wire.session())
+            for seq, flags in ((1, "01"), (2, "00")):
+                sent = wire.binary(pass_of(model, seq, [1, 2]), traceparent=f"{TRACEPARENT}-{flags}")
+                wire.result(sent.json()["request_id"])
             wire.close()
         context = span.get_span_context()
         [forward_backward, over_http], [optim_step] = map(collector.named, ("forward_backward", "optim_step"))
@@ -170,5 +189,5 @@ def test_a_clients_span_is_the_parent_of_its_operations(tmp_path: Path) -> None:
         assert int.from_bytes(forward_backward.parent_span_id) == context.span_id
         assert "delivery" in collector.children(forward_backward)
         assert not optim_step.parent_span_id, "its caller had no span"
-        assert f"00-{over_http.trace_id.hex()}-{over_http.parent_span_id.hex()}-01" == TRACEPARENT
+        assert f"00-{over_http.trace_id.hex()}-{over_http.parent_span_id.hex()}" == TRACEPARENT, "the sampled one"
         assert "delivery" in collector.children(over_http)
