@@ -12,10 +12,9 @@ costs spans and not operations; what is held for operations that have not finish
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -114,7 +113,7 @@ class Traces:
         """The spans of cycles whose operations are being committed."""
 
     async def close(self) -> None:
-        """Send what was not sent yet, as far as that takes no longer than `CLOSE_S`. Idempotent."""
+        """Send what was not sent yet, as far as that takes no longer than `CLOSE_S`."""
         self._open.clear()
         self._unfetched.clear()
         sending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
@@ -173,19 +172,14 @@ class Traces:
             return
         parent = set_span_in_context(root, Context())
         if opened is not None:
-            self._span(parent, "admission", _ns(zero_ns, opened.call.received), _ns(zero_ns, opened.accepted))
-            if opened.appended is not None:
-                self._span(parent, "append", _ns(zero_ns, opened.accepted), _ns(zero_ns, opened.appended))
+            self._accepted(parent, opened, zero_ns)
         decided = timeline.decided if timeline.decided is not None else now
-        self._queued(parent, timeline, decided - sum(phase_s.values()) if phase_s else timeline.begun, zero_ns)
+        ran = decided - sum(phase_s.values()) if phase_s else timeline.begun
+        self._queued(parent, timeline, ran, zero_ns)
         if cycle is not None:
-            is_pass = outcome.kind in _PASSES
-            begun_ns = _ns(zero_ns, timeline.begun) if timeline.begun is not None else 0
-            for part in (*(opened.parts if opened is not None else ()), self._part(cycle)):
-                self._in_cycle(parent, part, begun_ns, is_pass=is_pass)
-        starts = itertools.accumulate(phase_s.values(), initial=decided - sum(phase_s.values()))
-        for (phase, seconds), start in zip(phase_s.items(), starts, strict=False):
-            self._span(parent, phase, _ns(zero_ns, start), _ns(zero_ns, start + seconds))
+            parts = [*(opened.parts if opened is not None else ()), self._part(cycle)]
+            self._in_cycles(parent, parts, timeline.begun, zero_ns, is_pass=outcome.kind in _PASSES)
+        self._phases(parent, decided, phase_s, zero_ns)
         self._span(parent, "commit", _ns(zero_ns, decided), _ns(zero_ns, now))
         if outcome.state == ops_pb.OPERATION_STATE_FAILED:
             root.set_status(StatusCode.ERROR, outcome.error.reason)
@@ -238,6 +232,13 @@ class Traces:
 
     # ---- spans
 
+    def _accepted(self, parent: Context, opened: _Open, zero_ns: float) -> None:
+        """Add how an operation came into the log."""
+        accepted_ns = _ns(zero_ns, opened.accepted)
+        self._span(parent, "admission", _ns(zero_ns, opened.call.received), accepted_ns)
+        if opened.appended is not None:
+            self._span(parent, "append", accepted_ns, _ns(zero_ns, opened.appended))
+
     def _queued(self, parent: Context, timeline: Timeline, until: float | None, zero_ns: float) -> None:
         """Add the wait of an operation that a worker has begun, with its reasons."""
         if timeline.arrived is None or until is None:
@@ -250,13 +251,23 @@ class Traces:
             attributes["tinkerpool.wait.reason"] = max(waits, key=lambda reason: waits[reason])
         self._span(parent, "queued", _ns(zero_ns, timeline.arrived), _ns(zero_ns, until), attributes)
 
-    def _in_cycle(self, parent: Context, part: _Part, begun_ns: int, *, is_pass: bool) -> None:
-        """Add what ran of an operation in a cycle, with a link to the cycle. `begun_ns`: its first begin."""
-        name = "pass" if is_pass else "step"
-        begin_ns = part.begin_ns if is_pass else part.pass_ended_ns
-        end_ns = part.pass_ended_ns if is_pass else part.steps_ended_ns
-        attributes = {"tinkerpool.cycle": part.cycle_id}
-        self._span(parent, name, max(begin_ns, begun_ns), end_ns, attributes, links=[Link(part.cycle)])
+    def _in_cycles(
+        self, parent: Context, parts: Sequence[_Part], begun: float | None, zero_ns: float, *, is_pass: bool
+    ) -> None:
+        """Add what ran of an operation in each cycle, with a link to the cycle. `begun`: when it was first sent."""
+        name, begun_ns = "pass" if is_pass else "step", _ns(zero_ns, begun) if begun is not None else 0
+        for part in parts:
+            begin_ns = part.begin_ns if is_pass else part.pass_ended_ns
+            end_ns = part.pass_ended_ns if is_pass else part.steps_ended_ns
+            attributes = {"tinkerpool.cycle": part.cycle_id}
+            self._span(parent, name, max(begin_ns, begun_ns), end_ns, attributes, [Link(part.cycle)])
+
+    def _phases(self, parent: Context, decided: float, phase_s: Mapping[str, float], zero_ns: float) -> None:
+        """Add the phases of a sample, the last of which ended when it was decided."""
+        begin = decided - sum(phase_s.values())
+        for phase, seconds in phase_s.items():
+            self._span(parent, phase, _ns(zero_ns, begin), _ns(zero_ns, begin + seconds))
+            begin += seconds
 
     def _span(
         self,
@@ -265,7 +276,7 @@ class Traces:
         begin_ns: int,
         end_ns: int,
         attributes: Mapping[str, AttributeValue] | None = None,
-        links: list[Link] | None = None,
+        links: Sequence[Link] | None = None,
     ) -> None:
         span = self._tracer.start_span(name, parent, attributes=attributes, links=links, start_time=begin_ns)
         span.end(max(begin_ns, end_ns))
