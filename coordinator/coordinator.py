@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
@@ -15,6 +16,9 @@ from coordinator.service import Service
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
 from workers.contract.protocols import Pool
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 DEFAULT_TENANT = "default"
 FAILED = "the pool has failed, and its process ends: its log has the reason"
@@ -65,6 +69,11 @@ class Coordinator:
     def limits(self) -> dict[str, Limit]:
         """The limits on what tenants take, by name."""
         return self.core.quotas.listed
+
+    @property
+    def traces(self) -> Traces | None:
+        """The traces of operations; None: the pool sends none."""
+        return self.core.traces
 
     def health(self) -> bool:
         """Return whether new work is taken and makes progress."""

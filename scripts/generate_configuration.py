@@ -49,6 +49,7 @@ This page is generated: `.venv/bin/python -m scripts.generate_configuration` wri
 | `TINKERPOOL_CLIENT_KEY` | clients, commands | file with its private key; by default the certificate's file |
 | `TINKERPOOL_HOME` | everything | the folder of credentials and data, by default `~/.tinkerpool` |
 | `TINKERPOOL_TRACEBACK` | commands | if set, an unexpected error shows where it happened |
+| `OTEL_EXPORTER_OTLP_ENDPOINT` | the pool | where [traces](running.md#traces) go, without `--otlp-endpoint` |
 | `TINKERPOOL_RAY_OWNER` | the pool | set by the pool in the processes of its Ray. Do not set it |
 | `TINKERPOOL_FAILPOINTS` | the pool | for tests: where to crash. Do not set it |
 """

@@ -126,6 +126,9 @@ class CoordinatorConfig:
     written."""
     history_days: float = 30.0
     """Days of service time for which an entry of the history is kept at most."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector, to which the pool sends a trace of each operation by OTLP over HTTP, as
+    protobuf: http://localhost:4318; spans go to /v1/traces below it. Needs tinkerpool[otel]. None: no traces."""
     ended_retention_s: float = 86400.0
     """Seconds of service time for which the rows of an ended session or a deleted adapter are kept at least: a late
     call is told that it has ended, and not that it is unknown. A day, so that a notebook that is opened the next
@@ -149,6 +152,11 @@ class CoordinatorConfig:
         for name in ("history_rows", "history_days"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.otlp_endpoint is not None and not _is_base_url(self.otlp_endpoint):
+            raise ValueError(
+                "the OTLP endpoint must be http:// or https:// with a host, and may have a port and a path: "
+                f"http://localhost:4318, got {self.otlp_endpoint!r}"
+            )
         if self.disk_free_bytes_min < 0:
             raise ValueError(f"disk_free_bytes_min must be 0 or more, got {self.disk_free_bytes_min}")
         _check_positive(self, "cycle_s_max", "ping_interval_s", "ping_timeout_s", "sweep_interval_s")

@@ -6,6 +6,7 @@ logs to a file. Changes nothing.
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def check_start(settings: Settings) -> None:
         if (metrics := settings.server.metrics) is not None:
             check_free(metrics.host, metrics.port, "--metrics-port")
         check_host(settings.pool)
-    except (DoorError, PoolStartError) as error:
+        if settings.server.coordinator.otlp_endpoint is not None:
+            importlib.import_module("coordinator.observe.traces")
+    except (DoorError, PoolStartError, ImportError) as error:
         raise CliError(str(error)) from None
 
 

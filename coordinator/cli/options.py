@@ -232,6 +232,11 @@ _OPTIONS = (
     _Option(flag="--history-rows", setting=(CoordinatorConfig, "history_rows"), form={"min": 0}),
     _Option(flag="--history-days", setting=(CoordinatorConfig, "history_days"), form={"min": 0}),
     _Option(
+        flag="--otlp-endpoint",
+        setting=(CoordinatorConfig, "otlp_endpoint"),
+        form={"metavar": "URL", "envvar": "OTEL_EXPORTER_OTLP_ENDPOINT"},
+    ),
+    _Option(
         flag="--disk-free-min",
         setting=(CoordinatorConfig, "disk_free_bytes_min"),
         default="256MiB",

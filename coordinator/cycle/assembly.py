@@ -48,7 +48,16 @@ def make_loops(
         classes = schedule.classes
         phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal, classes)
         committer = Committer(
-            planning, group, saver, registers.in_flight, fleet, journal, time, classes, registers.entries
+            planning,
+            group,
+            saver,
+            registers.in_flight,
+            fleet,
+            journal,
+            time,
+            classes,
+            registers.entries,
+            context.traces,
         )
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
     return CycleLoops(journal=journal, by_model=loops)

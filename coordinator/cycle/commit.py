@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
@@ -37,6 +38,9 @@ from tinkerpool.v1 import history_pb2, pool_pb2
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.logs import about
 from workers.contract.messages import ItemResult
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +241,9 @@ class Committer:
         time: Time,
         classes: Classes,
         entries: Entries,
+        traces: Traces | None,
     ) -> None:
+        self._traces = traces
         self._classes = classes
         self._entries = entries
         self._planning = planning
@@ -275,12 +281,22 @@ class Committer:
         lost: frozenset[str] = frozenset()
         if has_run or cycle.finished:
             lost = await self._persist(commit, cycle)
-        self._publish_outcomes(cycle, lost)
+        self._publish_outcomes(cycle, message, lost)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
             self._planning.costs.observe_commit(message.commit_seconds)
             self._journal.publish(message)
+            if self._traces is not None:
+                self._trace(message, self._traces)
         return lost
+
+    def _trace(self, cycle: pool_pb2.Cycle, traces: Traces) -> None:
+        """Trace a committed cycle, also for the operations of which chunks are left for later cycles."""
+        adapter_ids = [entry.adapter_id for entry in cycle.entries]
+        for log in [self._group.logs[name] for name in adapter_ids if name in self._group.logs]:
+            for operation in log.run_in_part():
+                traces.run_part(operation.name, cycle)
+        traces.commit_cycle(cycle)
 
     def _charge_rest(self, cycle: Cycle) -> None:
         """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it.
@@ -321,14 +337,14 @@ class Committer:
             num_tenants=len(cycle.tenants()),
         )
 
-    def _publish_outcomes(self, cycle: Cycle, lost: frozenset[str]) -> None:
+    def _publish_outcomes(self, cycle: Cycle, message: pool_pb2.Cycle, lost: frozenset[str]) -> None:
         """Update memory after the transaction: show outcomes, and drop the copies of the adapters `lost`."""
         for operation in cycle.finished:
             if operation.target_id in lost:
                 operation.undecide()
             else:
                 self._in_flight.finish(operation)
-                self._entries.committed(operation)
+                self._entries.committed(operation, message)
                 operation.retire()
         for adapter_id in sorted(lost):
             if (log := self._group.logs.get(adapter_id)) is not None:

@@ -10,7 +10,7 @@ import resource
 import secrets
 import socket
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.limits.ceiling import Limit
@@ -20,6 +20,9 @@ from coordinator.observe.metrics import REFUSALS
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal, Role
 from workers.contract.logs import about
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 
 class Keys(Protocol):
@@ -57,6 +60,10 @@ class Backend(Protocol):
     @property
     def limits(self) -> dict[str, Limit]:
         """The limits on what tenants take, by name; a door adds its own."""
+
+    @property
+    def traces(self) -> Traces | None:
+        """The traces, which are told of calls that come; None: the pool sends none."""
 
     @property
     def has_failed(self) -> bool:

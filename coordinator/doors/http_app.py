@@ -172,6 +172,8 @@ class _Guarded:
     async def _respond(self, request: Request, held: ExitStack) -> Response:
         door = self.door
         door.gate.check_open()
+        if (traces := door.backend.traces) is not None:
+            traces.receive(request.headers.get("traceparent", ""))
         principal = self._admitted(request)
         request.scope[WITH_KEY] = True
         held.enter_context(door.running.holding(principal.tenant_id))

@@ -56,6 +56,8 @@ class Timeline:
     num_begins: int = 0
     cycle_id: int = 0
     """The cycle in which it was last sent to a worker; 0: none."""
+    decided: float | None = None
+    """When its outcome went into a commit."""
     waits: Seconds = field(default_factory=lambda: NOTHING)
     """What it waited for until it began."""
     _before: Seconds = field(default_factory=lambda: NOTHING)
@@ -75,6 +77,10 @@ class Timeline:
         self.cycle_id = cycle_id
         if self.begun is None:
             self.begun, self.worker_id, self.waits = now, worker_id, self.waits_until(clock, now)
+
+    def decide(self, now: float) -> None:
+        """Record that its outcome goes into a commit."""
+        self.decided = now
 
     def waits_until(self, clock: WaitClock, now: float) -> dict[Reason, float]:
         """Return what it has waited for until now, in seconds; nothing for one that came before the last start."""

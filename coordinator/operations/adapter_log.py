@@ -145,6 +145,11 @@ class AdapterLog:
         undecided = {seq: o for seq, o in self.operations.items() if not o.is_final}
         return [each for _, each in sorted((decided | undecided).items())]
 
+    def run_in_part(self) -> list[Operation]:
+        """Return the undecided operations of which the copy has run some chunks."""
+        found = [operation for seq in self.copy.progress if (operation := self.operations.get(seq)) is not None]
+        return [each for each in found if not each.is_final and self.copy.num_chunks_done(each)]
+
     # ---- acceptance
 
     def add(self, operation: Operation) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
@@ -38,6 +39,9 @@ from tinkerpool.names import operation_name
 from tinkerpool.v1 import history_pb2
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 DISK_DELAY_S = 10.0
 """Pause before a retry when the disk is full: files have to be deleted first."""
@@ -108,9 +112,11 @@ class Admission:
         ceilings: Ceilings,
         rates: Rates,
         clock: Callable[[], float],
+        traces: Traces | None = None,
     ) -> None:
         """`clock`: returns service time in seconds."""
         self._clock = clock
+        self._traces = traces
         self._store = store
         self._in_flight = in_flight
         self._registry = registry
@@ -223,7 +229,10 @@ class Admission:
         self._ceilings.check_samples(tenant_id, request.claim)
         seq = known_seq or self._numbers.next(sampler_id)
         operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
-        operation.timeline.arrive(WaitClock(history_pb2.WAIT_REASON_SLOTS), self._clock())
+        now = self._clock()
+        operation.timeline.arrive(WaitClock(history_pb2.WAIT_REASON_SLOTS), now)
+        if self._traces is not None:
+            self._traces.accept(operation.name, now)
         self._numbers.note(sampler_id, seq)
         self._in_flight.add(operation)
         self._rates.draw(tenant_id, 1, request.claim.num_tokens)
@@ -362,6 +371,8 @@ class Admission:
             log.add(operation)
             log.arrived(operation, now)
             self._in_flight.add(operation)
+            if self._traces is not None and not is_record:
+                self._traces.accept(operation.name, now)
         return self._append(log, operations, is_record=is_record)
 
     def _append(
@@ -391,8 +402,12 @@ class Admission:
             if error is None:
                 operation.accept()
                 self._in_flight.spill(operation)
+                if self._traces is not None:
+                    self._traces.append(operation.name)
             else:
                 self._in_flight.remove(operation)
+                if self._traces is not None:
+                    self._traces.withdraw(operation.name)
                 if log is None:
                     operation.withdraw()
                 else:

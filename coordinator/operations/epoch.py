@@ -6,6 +6,7 @@ Does not depend on cycles, samples or workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
@@ -24,15 +25,20 @@ from coordinator.operations.sessions import SessionTable
 from coordinator.operations.spending import Spending
 from coordinator.storage.store import Store
 
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The settings, clock, fatal errors and number of an epoch."""
+    """The settings, clock, fatal errors, number and traces of an epoch."""
 
     config: CoordinatorConfig
     time: Time
     failure: Failure
     epoch: int
+    traces: Traces | None
+    """None: the pool sends none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +69,14 @@ def open_registers(context: Context, store: Store, fleet: Fleet) -> Registers:
     sessions.load()
     rates = Rates(quotas, context.time.monotonic)
     ceilings = Ceilings(quotas, in_flight, sessions, registry, holdings, Spending(store, in_flight, context.time.wall))
+    limits, clock = context.config.limits, context.time.monotonic
     return Registers(
         registry=registry,
         sessions=sessions,
         in_flight=in_flight,
         finished_samples=finished_samples,
-        admission=Admission(store, in_flight, registry, context.config.limits, ceilings, rates, context.time.monotonic),
-        entries=Entries(context.time, are_kept=context.config.history_rows > 0),
+        admission=Admission(store, in_flight, registry, limits, ceilings, rates, clock, context.traces),
+        entries=Entries(context.time, context.traces, are_kept=context.config.history_rows > 0),
         throughput=Throughput(context.time.monotonic),
         quotas=quotas,
         holdings=holdings,

@@ -6,6 +6,10 @@ other contents of a request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
 from coordinator.base.time import Time
 from coordinator.observe import metrics
 from coordinator.observe.timeline import Seconds, WaitClock
@@ -13,17 +17,23 @@ from coordinator.operations.operation import Operation
 from coordinator.payloads.canonical import serialize
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 WAIT_S_MIN = 1e-4
 """Shorter waits are left out."""
+NO_PHASES: Mapping[str, float] = MappingProxyType({})
 
 
 class Entries:
-    """Makes entries, and counts what has finished."""
+    """Makes entries; counts what has finished, and reports it to the traces."""
 
-    def __init__(self, time: Time, *, are_kept: bool) -> None:
+    def __init__(self, time: Time, traces: Traces | None, *, are_kept: bool) -> None:
         """`are_kept`: whether the pool keeps a history."""
         self._time = time
+        self._traces = traces
         self._are_kept = are_kept
 
     def finished(
@@ -33,7 +43,8 @@ class Entries:
 
         `pass_s`, `step_s`, `num_tenants`: of its cycle. Empty if no history is kept.
         """
-        outcome = operation.outcome
+        outcome, now = operation.outcome, self._time.monotonic()
+        operation.timeline.decide(now)
         if not self._are_kept or outcome is None:
             return b""
         entry = self._entry(operation)
@@ -43,14 +54,19 @@ class Entries:
         entry.num_tokens = outcome.num_tokens
         entry.engine_seconds = outcome.engine_seconds
         entry.error_reason = outcome.error.reason
-        self._set_moment(entry, "end_time", self._time.monotonic())
+        self._set_moment(entry, "end_time", now)
         found = outcome.forward_backward.metrics if operation.kind.is_pass else outcome.optim_step.metrics
         for name, value in found.items():
             entry.metrics[name] = value
         return serialize(entry)
 
-    def committed(self, operation: Operation) -> None:
-        """Count an operation whose outcome has committed."""
+    def committed(
+        self, operation: Operation, cycle: pool_pb2.Cycle | None = None, phase_s: Mapping[str, float] = NO_PHASES
+    ) -> None:
+        """Count and trace an operation whose outcome has committed.
+
+        `cycle`: that which committed it. `phase_s`: of a sample, see `SampleResult`.
+        """
         outcome, arrived = operation.outcome, operation.timeline.arrived
         assert outcome is not None
         metrics.count_operation(
@@ -61,6 +77,9 @@ class Entries:
             waits=operation.timeline.waits,
             seconds=None if arrived is None else self._time.monotonic() - arrived,
         )
+        if self._traces is not None:
+            decided_in = cycle if outcome.cycle_id else None
+            self._traces.commit(operation.tenant_id, outcome, operation.timeline, decided_in, phase_s)
 
     def unfinished(
         self, operation: Operation, clock: WaitClock | None, position: int, remaining_s: float | None

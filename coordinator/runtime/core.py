@@ -7,6 +7,7 @@ has an epoch of its own; workers refuse batches of older epochs.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
@@ -27,6 +28,9 @@ from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts
 from tinkerpool.serving import STAGES
 from workers.contract.protocols import Owner, Pool
+
+if TYPE_CHECKING:
+    from coordinator.observe.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +64,28 @@ class Core:
         self.decode_turns = Turns(DECODE_TURNS)
         self.listing_turns = Turns(LISTING_TURNS)
         self.responses = Responses()
+        self.traces: Traces | None = None
+        """None: the pool sends none."""
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None
         self._is_stopping = False
 
     async def start(self) -> None:
-        """Take the data directory, recover, start the pool, begin cycles. Raises DataDirError."""
+        """Take the data directory, recover, start the pool, begin cycles.
+
+        Raises DataDirError, and ImportError if it is to send traces and OpenTelemetry is not installed.
+        """
         STAGES.info("opening the data")
         self._data_dir = DataDir(self.config, self.time, self.failure, self._seams)
         self.store = self._data_dir.store
         self.epoch = await self._data_dir.begin_epoch()
-        context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
+        if self.config.otlp_endpoint is not None:
+            from coordinator.observe.traces import Traces
+
+            self.traces = Traces(self.config.otlp_endpoint, self.time)
+        context = Context(
+            config=self.config, time=self.time, failure=self.failure, epoch=self.epoch, traces=self.traces
+        )
         self.accounts = Accounts(self.store, self.time.wall)
         registers = open_registers(context, self.store, self.fleet)
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
@@ -116,6 +131,8 @@ class Core:
         await self.tasks.stop()
         await self.pool.stop(is_final=is_final)
         await self._data_dir.close()
+        if self.traces is not None:
+            await self.traces.close()
 
     def weigh(self, tenant_id: str) -> None:
         """Schedule a tenant by its present weight from now on: cycles and samples of every base model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from coordinator.fleet.fleet import Flight, Incarnation
 from coordinator.observe.metrics import PROMPT_TOKENS
 from coordinator.observe.throughput import Throughput
 from coordinator.observe.timeline import WaitClock
-from coordinator.operations.history import Entries
+from coordinator.operations.history import NO_PHASES, Entries
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage, decided_row, item_error
 from coordinator.payloads.provenance import record_bytes
@@ -54,6 +55,8 @@ class Sample:
     """Its record, once it is decided; None: it failed, or none was asked for."""
     num_sampled_tokens: int = 0
     """Tokens that were drawn for it, once a worker's result has decided it."""
+    phase_s: Mapping[str, float] = field(default_factory=lambda: NO_PHASES)
+    """See `SampleResult`; once a worker's result has decided it."""
     num_refused: int = 0
     """How often a worker did not hold its version."""
     _num_drawn: Counter[int] = field(default_factory=Counter)
@@ -93,7 +96,7 @@ class Sample:
 
     def decide(self, result: SampleResult) -> int:
         """Decide by a worker's result; return how many tokens the engine computed."""
-        self.num_sampled_tokens = result.num_sampled_tokens
+        self.num_sampled_tokens, self.phase_s = result.num_sampled_tokens, result.phase_s
         usage = Usage(result.num_prompt_tokens + result.num_sampled_tokens, result.engine_s)
         if result.error is not None:
             self.operation.fail(item_error(result.error), usage)
@@ -227,7 +230,7 @@ class SampleCommits:
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
         self._in_flight.finish(operation)
-        self._entries.committed(operation)
+        self._entries.committed(operation, phase_s=sample.phase_s)
         self._throughput.count_sampled(operation.tenant_id, sample.worker_id, sample.num_sampled_tokens)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)

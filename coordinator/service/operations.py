@@ -100,6 +100,8 @@ class OperationUseCases(UseCases):
 
     def _note_fetched(self, principal: Principal, name: str) -> None:
         """Let a finished operation's result be dropped soon, unless the caller's key may only read."""
+        if self._core.traces is not None:
+            self._core.traces.deliver(name)
         if principal.role is not Role.READ_ONLY:
             self._core.store.operations.note_fetched(*parse_operation_name(name))
 

@@ -104,6 +104,8 @@ class SamplingUseCases(UseCases):
                 event = await self._next_event(events, operation)
                 if isinstance(event, ops_pb.Operation):
                     yield pb.StreamSampleResponse(operation=event)
+                    if self._core.traces is not None:
+                        self._core.traces.deliver(operation.name)
                     return
                 yield pb.StreamSampleResponse(token=event)
         finally:

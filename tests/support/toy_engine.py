@@ -441,6 +441,7 @@ class ToyEngine:
                 num_prompt_tokens=len(prompt),
                 num_cached_tokens=num_cached,
                 num_sampled_tokens=sum(len(s.tokens) for s in done if s is not None),
+                phase_s={"prefill": 1e-6 * len(prompt), "decode": 1e-6 * len(tokens)},
             )
         ]
 

@@ -35,6 +35,7 @@ CONFINED = {
         *("coordinator/observe/metrics.py", "coordinator/runtime/gauges.py", "coordinator/doors/metrics.py"),
         "scripts/generate_metrics.py",
     ],
+    "opentelemetry": ["coordinator/observe/traces.py", "tinkerpool/client/calls/tracing.py"],
     "pyrage": ["coordinator/storage/exports.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
@@ -94,7 +95,7 @@ print(*sorted(set(unwanted) & sys.modules.keys()))
     ("modules", "unwanted"),
     [
         ("tinkerpool.v1", "torch,transformers,ray,typer,rich,coordinator,workers"),
-        ("tinkerpool", "torch,transformers,ray,coordinator,workers"),
+        ("tinkerpool", "torch,transformers,ray,opentelemetry,coordinator,workers"),
         (
             "workers.contract.capacity,workers.contract.messages,workers.pool.factory",
             "torch,transformers,ray,grpc,sqlite3,coordinator",

@@ -448,6 +448,9 @@ class SampleResult:
     """Prompt tokens whose keys and values were already cached."""
     num_sampled_tokens: int = 0
     engine_s: float = 0.0
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase, one after the other: `prefill`, from the first pass of the prompt to the end of the last, and
+    `decode`, from there to the end of the sample. Empty: no pass ran it."""
 
 
 SampleEvent = TokenEvent | SampleResult

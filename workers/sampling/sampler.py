@@ -248,10 +248,10 @@ class Sampler:
             logger.warning("a decode step of %d parts failed: %s", len(works), failure.message, exc_info=error)
             del error
         else:
-            engine_s = self._clock() - begin_s
+            end_s = self._clock()
             num_rows = sum(len(part.tokens) for part in parts)
             for work, part in zip(works, parts, strict=True):
-                work.active.charge(engine_s * len(part.tokens) / num_rows)
+                work.active.ran((end_s - begin_s) * len(part.tokens) / num_rows, begin_s, end_s)
             self._apply(works, outcome)
             return
         if len(works) == 1:

@@ -125,6 +125,9 @@ class ActiveRequest:
         self.num_begun = 0
         """Sequences that have begun, ended ones included."""
         self.engine_s = 0.0
+        self._began_s: float | None = None
+        self._prefilled_s = self._ended_s = 0.0
+        """Ends of the last pass with a part of the prompt, and of the last pass, by the worker's clock."""
         self.is_over = False
         self.failure: NonFiniteLogitsError | None = None
         """Set when the prompt's logits are not finite: the request fails after the pass, which others share."""
@@ -184,9 +187,14 @@ class ActiveRequest:
         """Return the slot of an ended sequence."""
         self.num_slots -= 1
 
-    def charge(self, engine_s: float) -> None:
-        """Add to the engine time of this request."""
+    def ran(self, engine_s: float, began_s: float, ended_s: float) -> None:
+        """Add a pass to the times of this request. `engine_s`: its part of that time."""
         self.engine_s += engine_s
+        if self._began_s is None:
+            self._began_s = began_s
+        if self._first is None and not self.num_begun:
+            self._prefilled_s = ended_s
+        self._ended_s = ended_s
 
     def end(self) -> None:
         """Mark the request as over; it runs in no further pass."""
@@ -301,7 +309,9 @@ class ActiveRequest:
 
     def result(self, error: ItemError | None = None) -> SampleResult:
         """Return the request's result; with `error`, one that failed."""
-        outputs = self.outputs
+        outputs, phase_s = self.outputs, {}
+        if self._began_s is not None:
+            phase_s = {"prefill": self._prefilled_s - self._began_s, "decode": self._ended_s - self._prefilled_s}
         return SampleResult(
             op_id=self.request.op_id,
             sequences=() if error else tuple(sequence for sequence in self._finished if sequence is not None),
@@ -314,4 +324,5 @@ class ActiveRequest:
             num_cached_tokens=self.prompt.num_cached_tokens,
             num_sampled_tokens=self.num_sampled,
             engine_s=self.engine_s,
+            phase_s=phase_s,
         )

@@ -85,6 +85,8 @@ class _Entrance:
 
     async def admitted(self, rpc: _Rpc, context: Context) -> Principal:
         """Return the caller of an RPC; or end the call with a refusal, unread."""
+        if (traces := self.backend.traces) is not None:
+            traces.receive(_metadata(context, "traceparent"))
         try:
             return self.backend.authenticator.admit(_api_key(context), caller_of(context, self._host), rpc.least)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
@@ -225,8 +227,13 @@ async def _respond(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
 
 def _api_key(context: Context) -> str:
     """Return the key of `authorization: Bearer <key>`; empty if the call has none."""
+    scheme, _, key = _metadata(context, "authorization").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """Return the first value of this name in a call's metadata; empty if there is none."""
     for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
-            scheme, _, key = (value if isinstance(value, str) else value.decode("latin-1")).partition(" ")
-            return key.strip() if scheme.lower() == "bearer" else ""
+        if name == wanted:
+            return value if isinstance(value, str) else value.decode("latin-1")
     return ""

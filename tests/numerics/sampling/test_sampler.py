@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,20 @@ def test_zero_tokens_give_only_the_prompt_logprobs(qwen3: Path) -> None:
     assert [len(sequence.tokens) for sequence in result.sequences] == [0, 0]
     assert result.prompt_logprobs is not None
     assert np.isfinite(result.prompt_logprobs[1:]).all()
+
+
+def test_a_result_says_how_long_its_prompt_and_its_tokens_took(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    began = time.perf_counter()
+    long, prompt_only = s.run(request("long", max_tokens=20), request("prompt", max_tokens=0))
+    seconds = time.perf_counter() - began
+    for result in (long, prompt_only):
+        assert list(result.phase_s) == ["prefill", "decode"]
+        assert 0 < result.phase_s["prefill"] < sum(result.phase_s.values()) + 1e-9 <= seconds
+    assert long.phase_s["decode"] > 0
+    assert prompt_only.phase_s["decode"] == 0
+    (never_ran,) = s.run(request("unknown", "no/version"))
+    assert never_ran.phase_s == {}
 
 
 def test_cancelled_request_ends_and_changes_no_other(qwen3: Path) -> None:

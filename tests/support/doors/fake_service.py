@@ -122,6 +122,7 @@ class FakeBackend:
     """A coordinator without a pool: a fake service, keys, and a health that the test may change."""
 
     has_failed = False
+    traces = None
     why_unready = ""
     """What `unready_reason` returns."""
 

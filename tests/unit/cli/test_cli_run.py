@@ -205,6 +205,7 @@ def test_a_second_ctrl_c_ends_a_pool_that_does_not_stop(terminal: Terminal) -> N
         ("serve", ["--cycle-tokens", "0"], "--cycle-tokens takes a whole number from 1 up, or auto; got '0'"),
         ("serve", ["--disk-free-min", "much"], "--disk-free-min: it takes a whole number, 0 or more; KiB, MiB, GiB"),
         ("serve", ["--cycle-tokens", "many"], "--cycle-tokens takes a whole number from 1 up, or auto; got 'many'"),
+        ("serve", ["--otlp-endpoint", "localhost:4318"], "the OTLP endpoint must be http:// or https:// with a host"),
         ("serve", ["--tls-cert", "x"], "TLS needs both a certificate and its key"),
         ("serve", ["--model", "a=kjv-2m", "--model", "a=kjv-2m"], "each model needs a name of its own"),
     ],
@@ -245,7 +246,10 @@ def test_what_a_start_lacks_is_refused_in_one_sentence_before_anything_starts(
             (["--model", str(model)], f"{model} is no complete model directory: there is no tokenizer"),
             (["--model", "nobody/nothing"], "the model nobody/nothing is not in this machine's hub cache"),
             (["--device", "cuda"], "workers on cuda need a GPU: "),
+            (["--otlp-endpoint", "http://localhost:4318"], "traces need more than a pool"),
         )
+        monkeypatch.delitem(sys.modules, "coordinator.observe.traces", raising=False)
+        monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)  # installed where tests run
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where there is a GPU
         for command in ("up", "serve"):
             for options, sentence in cases:

@@ -48,11 +48,12 @@ def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch, tmp_path, "--host", "::1", "--port", "80", "--cycle-tokens", "512", "--cycle-seconds", "1.5",
         "--workers", "3", "--gpus", "0.5", "--exact", "--log-level", "debug", "--log-format", "json", "--new-key",
         "--tenant-limit", "adapters_max=5", "--tenant-limit", "queued_bytes_max=1GiB", "--disk-free-min", "1GiB",
-        "--public-url", "https://pool.example",
+        "--public-url", "https://pool.example", "--otlp-endpoint", "https://collector.example",
     )  # fmt: skip
     coordinator = settings.server.coordinator
     assert (coordinator.cycle_tokens_max, coordinator.cycle_s_max) == (512, 1.5)
     assert coordinator.disk_free_bytes_min == 1 << 30
+    assert coordinator.otlp_endpoint == "https://collector.example"
     assert coordinator.tenant_limits == TenantLimits(adapters_max=5, queued_bytes_max=1 << 30)
     assert settings.server.grpc == GrpcConfig(host="::1", port=80)
     assert settings.server.http == HttpConfig(host="::1", port=81, public_url="https://pool.example")
@@ -62,6 +63,11 @@ def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
         models=(model,), num_gpus=0.5, device="cuda", exact=True, log=LogConfig(level="debug", format="json")
     )
     assert model.num_workers == 3
+
+
+def test_the_variable_of_opentelemetry_names_the_collector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
+    assert settings_of(monkeypatch, tmp_path).server.coordinator.otlp_endpoint == "http://localhost:4318"
 
 
 def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 
 from tinkerpool.client.calls.handshake import is_certificate_refused, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.client.calls.tracing import traceparent
 from tinkerpool.credentials import (
     Certificate,
     ClientCertificate,
@@ -136,7 +137,7 @@ class GrpcTransport:
             call = self._callable(method)
             tls = self._tls
             try:
-                response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
+                response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata_now())
             except grpc.aio.AioRpcError as error:
                 raise await self._error(error, tls) from None
             except asyncio.CancelledError:
@@ -148,7 +149,7 @@ class GrpcTransport:
         self, method: ServerStream[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
         """See `Transport`."""
-        call = self._callable(method)(request, metadata=self._metadata)
+        call = self._callable(method)(request, metadata=self._metadata_now())
         tls = self._tls
         try:
             async for response in call:
@@ -168,6 +169,11 @@ class GrpcTransport:
         self._calls.clear()
         for channel in channels:
             await channel.close()
+
+    def _metadata_now(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call: the key, and the caller's span if there is one."""
+        parent = traceparent()
+        return (*self._metadata, ("traceparent", parent)) if parent else self._metadata
 
     def _callable(self, method: Unary[RequestT, ResponseT]) -> Any:
         if method not in self._calls:
