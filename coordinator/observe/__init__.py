@@ -1,7 +1,7 @@
-"""What people can see of a pool: what each operation waited for, and metrics.
+"""What people can see of a pool: what each operation waited for, timelines of sessions, and metrics.
 
 Public interface: `timeline.WaitClock` and `timeline.Timeline`; `throughput.Throughput`; `metrics`, the counters and
-histograms of the process.
+histograms of the process; `session_trace.SessionTrace`.
 
 It is told what happens and decides nothing: no other room reads from it what to do. Must not depend on operations,
 cycles or transports.

@@ -36,6 +36,7 @@ CONFINED = {
         "scripts/generate_metrics.py",
     ],
     "pyrage": ["coordinator/storage/exports.py"],
+    "perfetto": ["coordinator/observe/session_trace.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
     "triton": ["workers/*_kernels.py"],
