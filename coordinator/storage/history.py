@@ -43,8 +43,7 @@ class History(Table[HistoryRow]):
         )
         if last is None or last["entry_id"] is None:
             return [], 0
-        # With `+`, SQLite reads these entries alone, and not all those of the session by another index.
-        condition = "WHERE tenant_id = ? AND entry_id BETWEEN ? AND ? AND +target_id BETWEEN ? AND ? ORDER BY entry_id"
+        condition = "WHERE tenant_id = ? AND entry_id BETWEEN ? AND ? AND target_id BETWEEN ? AND ? ORDER BY entry_id"
         of_target = (f"{session_id}:", f"{session_id};")  # the ids of its adapters and samplers
         rows = self._all(condition, (tenant_id, after_id + 1, last["entry_id"], *of_target))
         return rows, int(last["entry_id"])

@@ -8,9 +8,9 @@ from coordinator.base.errors import Code
 from coordinator.service.session_traces import PART_BYTES
 from coordinator.storage.rows import EXAMINED_MAX
 from coordinator.tenants.principals import Principal
+from tests.support.timelines import Slice, packets, slices
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import ToyPool, refusal, running_pool
-from tests.support.traces import Slice, packets, slices
 from tinkerpool.v1 import history_pb2 as pb
 
 

@@ -19,7 +19,7 @@ from tinker.cli.__main__ import main_cli
 from coordinator.doors.tinker.runs import RUNS_MAX
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
 from tests.support.served_pool import ServedPool
-from tests.support.traces import slices
+from tests.support.timelines import slices
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.observe.session_trace import SessionTrace
-from tests.support.traces import Slice, packets, slices
+from tests.support.timelines import Slice, packets, slices
 from tinkerpool.v1 import history_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
