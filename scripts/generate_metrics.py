@@ -5,6 +5,8 @@ python -m scripts.generate_metrics
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import Counter, Histogram
@@ -26,7 +28,15 @@ scrape_configs:
 rule_files: [alerts.yml]
 ```
 
-[alerts.yml](alerts.yml) has rules for Prometheus, each with what to do. Tokens a second are
+[alerts.yml](alerts.yml) has rules for Prometheus, each with what to do.
+
+[grafana.json](grafana.json) is a dashboard for Grafana: each metric of this page is in one of its panels, and alerts
+that fire are marked. To import it, choose *Dashboards*, *New*, *Import* in Grafana, and upload the file. Above the
+panels, *Data source* is the Prometheus that scrapes the pool, and *Pool* is one of the pools that it scrapes. A Grafana
+that is set up by files takes the dashboard from the folder of a provider as it is. The queries were checked by
+Prometheus, and the form of the file by Grafana's library for Python; no Grafana has shown it yet.
+
+Tokens a second are
 `sum by (kind) (rate(tinkerpool_tokens_total[1m]))`; what operations wait for is
 `sum by (reason) (rate(tinkerpool_operation_wait_seconds_total[5m]))`. `tinkerpool why OPERATION` tells it for one
 operation. The process's own memory, processor time and open files are there as `process_*`.
@@ -38,22 +48,36 @@ This page is generated: `.venv/bin/python -m scripts.generate_metrics` writes it
 """
 
 
-def page() -> str:
-    """Return the text of the page."""
-    rows = []
+@dataclass(frozen=True, slots=True)
+class ServedMetric:
+    """A metric as a pool serves it."""
+
+    name: str
+    """As in a query; a histogram's without `_bucket`, `_count` and `_sum`."""
+    kind: str
+    labels: Sequence[str]
+    text: str
+
+
+def served_metrics() -> list[ServedMetric]:
+    """Return every metric that a pool serves."""
+    found = []
     for instrument in vars(metrics).values():
         if isinstance(instrument, Counter | Histogram):
             [family] = instrument.describe()
             name = f"{family.name}_total" if isinstance(instrument, Counter) else family.name
-            rows.append((name, family.type, instrument._labelnames, family.documentation))
-    rows += [(f"tinkerpool_{name}", "gauge", labels, text) for name, (text, labels) in GAUGES.items()]
-    rows += [(f"tinkerpool_{name}_total", "counter", OF_WORKER, text) for name, text in COUNTERS.items()]
-    rows.append(
-        ("tinkerpool_tenant_tokens_total", "counter", ("tenant",), f"{TENANT_TOKENS} With `--metrics-tenants`.")
-    )
+            found.append(ServedMetric(name, family.type, instrument._labelnames, family.documentation))
+    found += [ServedMetric(f"tinkerpool_{name}", "gauge", labels, text) for name, (text, labels) in GAUGES.items()]
+    found += [ServedMetric(f"tinkerpool_{name}_total", "counter", OF_WORKER, text) for name, text in COUNTERS.items()]
+    of_tenants = f"{TENANT_TOKENS} With `--metrics-tenants`."
+    return [*found, ServedMetric("tinkerpool_tenant_tokens_total", "counter", ("tenant",), of_tenants)]
+
+
+def page() -> str:
+    """Return the text of the page."""
     lines = [
-        f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
-        for name, kind, labels, text in rows
+        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.text} |"
+        for each in served_metrics()
     ]
     return HEAD + "\n".join(lines) + "\n"
 

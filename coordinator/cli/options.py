@@ -44,6 +44,7 @@ _ARGUMENTS = "tinkerpool.arguments"
 _LIBRARIES = (
     "grpc_health",
     "grpc_reflection",
+    "perfetto",
     "prometheus_client",
     "pydantic",
     "ray",

@@ -71,6 +71,7 @@ HANDLERS: tuple[tuple[str, str, Handler, str], ...] = (
     ("POST", "/cancel_future", futures.cancel_future, "cancel_operation"),
     ("GET", "/sessions", sessions.list_sessions, "list_sessions"),
     ("GET", "/sessions/{session}", sessions.get_session, "get_session"),
+    ("GET", "/sessions/{session}/trace_export", runs.trace_export, "export_session_trace"),
     ("GET", "/training_runs", runs.list_runs, "list_adapters"),
     ("GET", "/training_runs/{run}", runs.get_run, "get_adapter"),
     ("GET", _CHECKPOINTS, runs.list_of_run, "list_checkpoints"),

@@ -4,8 +4,8 @@ Public interface: `Service`, with a method for every RPC, and `access` (`Authent
 the caller's principal and the contract's request message, and returns the response message, or an async generator of
 them where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
 
-There is one module for each file of the contract; `access`, `listings` and `roles` are for all of them, and `activity`
-is a part of `pool`.
+There is one module for each file of the contract; `access`, `listings` and `roles` are for all of them, `activity` is a
+part of `pool`, and `session_traces` of `history`.
 """
 
 from coordinator.service.adapters import AdapterUseCases
@@ -18,6 +18,7 @@ from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
 from coordinator.service.probation import ProbationUseCases
 from coordinator.service.sampling import SamplingUseCases
+from coordinator.service.session_traces import SessionTraceUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 
@@ -34,6 +35,7 @@ class Service(
     CheckpointUseCases,
     OperationUseCases,
     HistoryUseCases,
+    SessionTraceUseCases,
     PoolUseCases,
     AdminUseCases,
     LimitUseCases,

@@ -27,6 +27,7 @@ LEAST_ROLES: Mapping[str, Role] = {
             "wait_operations",
             "get_history_entry",
             "list_history",
+            "export_session_trace",
             "get_pool_status",
             "watch_cycles",
             "get_usage",

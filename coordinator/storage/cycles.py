@@ -169,6 +169,11 @@ class Cycles:
             found.setdefault(row["cycle_id"], []).append(row["adapter_id"])
         return found
 
+    def summary(self, cycle_id: int) -> bytes:
+        """Return a cycle as a serialized v1.Cycle; empty if it is not one of the last `CYCLES_KEPT`."""
+        row = self._database.read_one("SELECT summary FROM cycles WHERE cycle_id = ?", (cycle_id,))
+        return bytes(row["summary"]) if row is not None else b""
+
     def last_id(self) -> int:
         """Return the highest id of a committed cycle; 0 before the first."""
         return self._database.meta("last_cycle_id")

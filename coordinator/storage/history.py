@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from coordinator.storage.database import Database
-from coordinator.storage.rows import HistoryRow, Table, insert
+from coordinator.storage.rows import EXAMINED_MAX, HistoryRow, Table, insert
 from coordinator.storage.sqlite import Connection
 
 DROPPED_MAX = 500
@@ -30,6 +30,23 @@ class History(Table[HistoryRow]):
         """Return a tenant's entries of an adapter or sampler behind this id, oldest first."""
         condition = "WHERE target_id = ? AND tenant_id = ? AND entry_id > ? ORDER BY entry_id LIMIT ?"
         return self._all(condition, (target_id, tenant_id, after_id, rows_max))
+
+    def of_session(self, tenant_id: str, session_id: str, after_id: int) -> tuple[list[HistoryRow], int]:
+        """Examine the tenant's next entries behind an id; return those of the session, oldest first.
+
+        Also returns the id of the last entry that was examined; 0: there was none.
+        """
+        examined = "(SELECT entry_id FROM history WHERE tenant_id = ? AND entry_id > ? ORDER BY entry_id LIMIT ?)"
+        last = self._database.read_one(
+            f"SELECT MAX(entry_id) AS entry_id FROM {examined}",  # noqa: S608 (our names)
+            (tenant_id, after_id, EXAMINED_MAX),
+        )
+        if last is None or last["entry_id"] is None:
+            return [], 0
+        condition = "WHERE tenant_id = ? AND entry_id BETWEEN ? AND ? AND target_id BETWEEN ? AND ? ORDER BY entry_id"
+        of_target = (f"{session_id}:", f"{session_id};")  # the ids of its adapters and samplers
+        rows = self._all(condition, (tenant_id, after_id + 1, last["entry_id"], *of_target))
+        return rows, int(last["entry_id"])
 
     def report(self, tenant_id: str, target_id: str, entry: bytes) -> asyncio.Future[None]:
         """Add an entry that belongs to no operation."""

@@ -242,6 +242,10 @@ class Sessions(Table[SessionRow]):
         """Return a session of this tenant, also an ended one."""
         return self._one("WHERE session_id = ? AND tenant_id = ?", (session_id, tenant_id))
 
+    def get(self, session_id: str) -> SessionRow | None:
+        """Return a session of any tenant, also an ended one."""
+        return self._one("WHERE session_id = ?", (session_id,))
+
     def of_request(self, tenant_id: str, request_id: str) -> SessionRow | None:
         """Return the session that a request id created."""
         return self._one("WHERE tenant_id = ? AND request_id = ?", (tenant_id, request_id))

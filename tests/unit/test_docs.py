@@ -17,7 +17,7 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
-from scripts import docs_site, generate_contract, generate_metrics
+from scripts import docs_site, generate_contract, generate_dashboard, generate_metrics
 from scripts.generate_configuration import PAGE, page
 from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
@@ -369,10 +369,43 @@ def test_page_of_metrics_is_generated_from_the_code() -> None:
     assert written == generate_metrics.page(), "run `.venv/bin/python -m scripts.generate_metrics`"
 
 
+def test_the_dashboard_is_generated_from_the_code() -> None:
+    written = generate_dashboard.FILE.read_text(encoding="utf-8")
+    assert written == generate_dashboard.text(), "run `.venv/bin/python -m scripts.generate_dashboard`"
+
+
+def test_the_dashboard_shows_every_metric_and_asks_for_no_other_and_by_labels_that_it_has() -> None:
+    served = {each.name: each for each in generate_metrics.served_metrics()}
+    panels = [panel for row in generate_dashboard.ROWS.values() for panel in row]
+    assert {name for panel in panels for name in panel.metrics()} == served.keys()
+    for panel in panels:
+        for legend, query in panel.queries.items():
+            [labels, *others] = [
+                set(served[name].labels) for name in dict.fromkeys(generate_dashboard.METRIC.findall(query))
+            ]
+            assert not others, "one metric a query"
+            by = set(re.findall(r"\w+", " ".join(re.findall(r" by \(([^)]*)\)", query))))
+            assert by <= labels | {"le"}, panel.title
+            assert set(re.findall(r"{{(\w+)}}", legend)) == by - {"le"}, panel.title
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = [each["gridPos"] for each in generate_dashboard.dashboard()["panels"]]
+    cells = [
+        (x, y)
+        for each in panels
+        for x in range(each["x"], each["x"] + each["w"])
+        for y in range(each["y"], each["y"] + each["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < generate_dashboard.COLUMNS
+
+
 def test_every_alert_has_a_runbook_line_and_uses_metrics_that_exist() -> None:
     rules = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
     known = set(re.findall(r"^\| `(\w+)`", generate_metrics.page(), re.MULTILINE))
     for rule in rules:
+        assert rule["alert"].startswith("Tinkerpool"), "the dashboard marks alerts by their names"
         assert rule["annotations"].keys() == {"summary", "runbook"}
         used = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"tinkerpool_\w+", rule["expr"])}
         assert used <= known, rule["alert"]

@@ -37,6 +37,7 @@ CONFINED = {
     ],
     "opentelemetry": ["coordinator/observe/traces.py", "tinkerpool/client/calls/tracing.py"],
     "pyrage": ["coordinator/storage/exports.py"],
+    "perfetto": ["coordinator/observe/session_trace.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
     "triton": ["workers/*_kernels.py"],

@@ -12,7 +12,20 @@ from typing import Annotated
 import typer
 import typer.core
 
-from tinkerpool.cli import adapters, audit, checkpoints, history, keys, pool, pools, tenants, top, usage, workers
+from tinkerpool.cli import (
+    adapters,
+    audit,
+    checkpoints,
+    history,
+    keys,
+    pool,
+    pools,
+    sessions,
+    tenants,
+    top,
+    usage,
+    workers,
+)
 from tinkerpool.cli.finding import OPTIONS_HELP
 
 COMMAND_GROUP = "tinkerpool.commands"
@@ -83,6 +96,12 @@ def build() -> typer.Typer:
         app.command(rich_help_panel=POOLS_PANEL)(command)
     for command in (pool.status, top.top, pool.watch, history.why, history.history, usage.usage):
         app.command(rich_help_panel=LOOK_PANEL)(command)
+    app.add_typer(
+        sessions.app,
+        name="session",
+        help="Sessions of clients: the timeline of one.",
+        rich_help_panel=LOOK_PANEL,
+    )
     app.add_typer(
         adapters.app,
         name="adapter",

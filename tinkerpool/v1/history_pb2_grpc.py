@@ -53,6 +53,11 @@ class HistoryServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_history__pb2.ReportMetricsRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_history__pb2.ReportMetricsResponse.FromString,
                 _registered_method=True)
+        self.ExportSessionTrace = channel.unary_stream(
+                '/tinkerpool.v1.HistoryService/ExportSessionTrace',
+                request_serializer=tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceResponse.FromString,
+                _registered_method=True)
 
 
 class HistoryServiceServicer(object):
@@ -92,6 +97,19 @@ class HistoryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportSessionTrace(self, request, context):
+        """Streams the timeline of a session as a file that Perfetto opens (https://ui.perfetto.dev, "Open trace file"): the
+        finished operations of its adapters and samplers, as far as the history has them. One track has the client's requests,
+        one for each adapter and sampler what its operations waited for and when they ran, one for each worker the passes and
+        steps that finished them. Without slices if the history has nothing of the session. Reads only; after a broken stream,
+        start again. An administrator's key may name a session of any tenant, and gets the phases of the workers' batches, too.
+
+        NOT_FOUND: no such session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HistoryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +127,11 @@ def add_HistoryServiceServicer_to_server(servicer, server):
                     servicer.ReportMetrics,
                     request_deserializer=tinkerpool_dot_v1_dot_history__pb2.ReportMetricsRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_history__pb2.ReportMetricsResponse.SerializeToString,
+            ),
+            'ExportSessionTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSessionTrace,
+                    request_deserializer=tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -196,6 +219,33 @@ class HistoryService(object):
             '/tinkerpool.v1.HistoryService/ReportMetrics',
             tinkerpool_dot_v1_dot_history__pb2.ReportMetricsRequest.SerializeToString,
             tinkerpool_dot_v1_dot_history__pb2.ReportMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSessionTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tinkerpool.v1.HistoryService/ExportSessionTrace',
+            tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_history__pb2.ExportSessionTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,15 @@ class HistoryServiceStub:
     NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
     characters.
     """
+    ExportSessionTrace: _grpc.UnaryStreamMultiCallable[_history_pb2.ExportSessionTraceRequest, _history_pb2.ExportSessionTraceResponse]
+    """Streams the timeline of a session as a file that Perfetto opens (https://ui.perfetto.dev, "Open trace file"): the
+    finished operations of its adapters and samplers, as far as the history has them. One track has the client's requests,
+    one for each adapter and sampler what its operations waited for and when they ran, one for each worker the passes and
+    steps that finished them. Without slices if the history has nothing of the session. Reads only; after a broken stream,
+    start again. An administrator's key may name a session of any tenant, and gets the phases of the workers' batches, too.
+
+    NOT_FOUND: no such session.
+    """
 
 @_typing.type_check_only
 class HistoryServiceAsyncStub(HistoryServiceStub):
@@ -82,6 +91,15 @@ class HistoryServiceAsyncStub(HistoryServiceStub):
 
     NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
     characters.
+    """
+    ExportSessionTrace: _aio.UnaryStreamMultiCallable[_history_pb2.ExportSessionTraceRequest, _history_pb2.ExportSessionTraceResponse]  # type: ignore[assignment]
+    """Streams the timeline of a session as a file that Perfetto opens (https://ui.perfetto.dev, "Open trace file"): the
+    finished operations of its adapters and samplers, as far as the history has them. One track has the client's requests,
+    one for each adapter and sampler what its operations waited for and when they ran, one for each worker the passes and
+    steps that finished them. Without slices if the history has nothing of the session. Reads only; after a broken stream,
+    start again. An administrator's key may name a session of any tenant, and gets the phases of the workers' batches, too.
+
+    NOT_FOUND: no such session.
     """
 
 class HistoryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +143,21 @@ class HistoryServiceServicer(metaclass=_abc_1.ABCMeta):
 
         NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
         characters.
+        """
+
+    @_abc_1.abstractmethod
+    def ExportSessionTrace(
+        self,
+        request: _history_pb2.ExportSessionTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_history_pb2.ExportSessionTraceResponse], _abc.AsyncIterator[_history_pb2.ExportSessionTraceResponse]]:
+        """Streams the timeline of a session as a file that Perfetto opens (https://ui.perfetto.dev, "Open trace file"): the
+        finished operations of its adapters and samplers, as far as the history has them. One track has the client's requests,
+        one for each adapter and sampler what its operations waited for and when they ran, one for each worker the passes and
+        steps that finished them. Without slices if the history has nothing of the session. Reads only; after a broken stream,
+        start again. An administrator's key may name a session of any tenant, and gets the phases of the workers' batches, too.
+
+        NOT_FOUND: no such session.
         """
 
 def add_HistoryServiceServicer_to_server(servicer: HistoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

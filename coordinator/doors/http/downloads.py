@@ -1,4 +1,5 @@
-"""Signed download URLs, which work without an API key for a limited time. Does not depend on checkpoints or HTTP.
+"""Signed download URLs, which work without an API key for a limited time. Does not depend on what they name, or on
+HTTP.
 
 A URL names the key that requested it, the file and its expiry. The secret of its signature is in memory alone, so a
 restart of the coordinator invalidates all URLs. The standard library's `hmac` signs them: itsdangerous would put the
@@ -65,4 +66,4 @@ class Downloads:
 
 
 def _refused(why: str) -> ServiceError:
-    return denied("DOWNLOAD_REFUSED", f"this download URL {why}: request the checkpoint's URLs again")
+    return denied("DOWNLOAD_REFUSED", f"this download URL {why}: request a new one")

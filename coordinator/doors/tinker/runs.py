@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints: list, publish, set the time to live, copy, delete, download.
+"""Training runs and their checkpoints: list, publish, set the time to live, copy, delete, download; and timelines.
 
 A training run of the protocol is an adapter of the contract.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -23,6 +24,7 @@ from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.sdk_versions import known_kinds
 from coordinator.doors.tinker.training import no_access_tokens
 from coordinator.service.checkpoints import ARCHIVE, Kind
+from coordinator.tenants.principals import Role
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -38,6 +40,9 @@ _KINDS: Mapping[Kind, str] = {
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
     pb.CHECKPOINT_KIND_EXTERNAL: "external",
 }
+_SESSIONS = "sessions/"
+"""Begins the path of a timeline; those of checkpoints begin with a scheme. Then come the role of the caller, which may
+be less than its key's, and the session's id."""
 _UNCACHED = {"cache-control": "no-store"}
 """A signed URL is for its caller alone, and may name the host that the caller has sent."""
 Newest = Mapping[tuple[str, Kind], pb.Checkpoint]
@@ -164,14 +169,27 @@ async def download_archive(call: Call) -> Response:
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
 
+async def trace_export(call: Call) -> Response:
+    """GET /sessions/{session}/trace_export: the URL of a session's timeline, which is made while it is downloaded."""
+    session_id, caller = call.path("session"), call.principal
+    await call.service.check_session_trace(caller, session_id)
+    path = f"{_SESSIONS}{caller.role}/{session_id}"
+    url = _url(call, path, f"{session_id}.pftrace", call.door.downloads.expiry())
+    return JSONResponse({"status": "ready", "url": url, "error": None}, headers=_UNCACHED)
+
+
 async def download(request: Request, door: DoorContext) -> Response:
-    """GET /download/{file}: a file of a checkpoint, while the API key that requested its URL is valid."""
+    """GET /download/{file}: a file of a checkpoint or a timeline, while the API key that requested its URL is valid."""
     file = request.path_params["file"]
     key_id, path = door.downloads.check(request.query_params, file)
     reader = await door.service.holder_of_key(key_id)
     with ExitStack() as download_slot:
         download_slot.enter_context(door.downloads.running.holding(reader.tenant_id))
-        pieces = door.service.export_for_tinker(reader, path, file)
+        if path.startswith(_SESSIONS):
+            role, _, session_id = path.removeprefix(_SESSIONS).partition("/")
+            pieces = door.service.session_trace(replace(reader, role=Role(role)), session_id)
+        else:
+            pieces = door.service.export_for_tinker(reader, path, file)
         first = await anext(pieces)  # after the first piece, an error could only cut the connection
         return _Download(first, pieces, download_slot.pop_all())
 

@@ -64,6 +64,7 @@ SHAPES: Mapping[str, type[BaseModel] | None] = {
     "/cancel_future": schemas.RetrieveFuture,
     "/sessions": None,
     "/sessions/{session}": None,
+    "/sessions/{session}/trace_export": None,
     "/training_runs": None,
     "/training_runs/{run}": None,
     "/training_runs/{run}/checkpoints": None,

@@ -78,12 +78,13 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     ),
     "export_checkpoint": lambda t: checkpoints_pb2.ExportCheckpointRequest(path=t.checkpoint),
     "get_operation": lambda t: ops_pb.GetOperationRequest(name=t.operation),
+    "export_session_trace": lambda t: history_pb2.ExportSessionTraceRequest(session_id=t.session),
     "get_history_entry": lambda t: history_pb2.GetHistoryEntryRequest(name=t.operation),
     "report_metrics": lambda t: history_pb2.ReportMetricsRequest(adapter_id=t.adapter, metrics={"loss": 1.0}),
     "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),
     "cancel_operation": lambda t: ops_pb.CancelOperationRequest(name=t.sample),
 }
-STREAMS = {"stream_sample", "export_checkpoint", "wait_operations"}
+STREAMS = {"stream_sample", "export_checkpoint", "export_session_trace", "wait_operations"}
 NAMELESS = {
     "get_capabilities",
     "get_tokenizer",
@@ -179,6 +180,8 @@ async def test_this_file_covers_every_method_of_the_service(pool: ToyPool) -> No
         "trained_modules",
         "join_sampler",
         "finished_samples",
+        "check_session_trace",  # what the RPC asks
+        "session_trace",
         "queue_reason",  # tested with the probation
         "finished_operations",
         "make_room",

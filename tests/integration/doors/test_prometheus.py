@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from scripts import generate_dashboard
 from tests.support.metrics import fetch, served
 from tests.support.toy_pool import running_pool
 
@@ -90,6 +91,18 @@ async def value(url: str, query: str) -> float | None:
 
 def test_the_alert_rules_are_valid() -> None:
     assert "SUCCESS" in run_tool("check", "rules", str(ALERTS))
+
+
+def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    panels = generate_dashboard.dashboard()["panels"]
+    queries = [each["expr"] for panel in panels for each in panel.get("targets", ())]
+    rules = [
+        {"record": f"query:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        for number, query in enumerate(queries)
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"SUCCESS: {len(queries)} rules found" in run_tool("check", "rules", str(file))
 
 
 async def test_the_metrics_follow_the_conventions_of_prometheus(tmp_path: Path) -> None:

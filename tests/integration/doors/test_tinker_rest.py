@@ -19,6 +19,7 @@ from tinker.cli.__main__ import main_cli
 from coordinator.doors.tinker.runs import RUNS_MAX
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
 from tests.support.served_pool import ServedPool
+from tests.support.timelines import slices
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
@@ -303,7 +304,7 @@ def test_an_export_is_downloaded_file_by_file_and_a_url_is_valid_for_its_file_al
         with pytest.raises(urllib.error.HTTPError) as raised:
             read(wrong)
         assert raised.value.code == 403
-        assert "request the checkpoint's URLs again" in raised.value.read().decode()
+        assert "request a new one" in raised.value.read().decode()
     stranger = wire("mallory")
     run, kind, name = path.removeprefix("tinker://").split("/")
     response = stranger.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -345,6 +346,27 @@ def test_a_download_url_ends_with_the_key_that_requested_it(pool: ServedPool) ->
         read(url)
     assert raised.value.code == 401
     assert "revoked" in raised.value.read().decode()
+
+
+def test_the_timeline_of_a_session_is_exported_and_its_url_is_valid_for_it_alone(
+    pool: ServedPool, rest: tinker.RestClient, client: Any, wire: Callable[[str], Wire], tmp_path: Path
+) -> None:
+    client.forward_backward([datum(1, 2)], "cross_entropy").result(WAIT_S)
+    session_id = client.model_id.partition(":")[0]
+    url = rest.export_session_trace(session_id).result(WAIT_S)
+    requests = [each for each in slices(read(url)) if each.category == "request"]
+    assert {each.values["adapter"] for each in requests} == {client.model_id}
+    assert [each.name for each in requests].count("forward_backward") == 2
+    command(pool, "session", "export-trace", session_id, "--output", str(tmp_path / "session.pftrace"))
+    assert [each for each in slices((tmp_path / "session.pftrace").read_bytes()) if each.category == "request"]
+    with sdk(pool.http_url, pool.key()) as second:
+        other = second.create_lora_training_client("toy", rank=8).result(WAIT_S).model_id.partition(":")[0]
+    for wrong in (url.replace(session_id, other), url.replace("sessions", "tinker%3A%2F%2Fsessions")):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            read(wrong)
+        assert raised.value.code == 403
+    stranger = wire("bob").get(f"/sessions/{session_id}/trace_export")
+    assert (stranger.status_code, stranger.json()["reason"]) == (404, "NOT_FOUND")
 
 
 def test_runs_are_not_listed_by_project(rest: tinker.RestClient) -> None:

@@ -45,6 +45,10 @@ class KeysByName(FakeKeys):
         return Principal(tenant_id=key, tenant_name=key, key_id=key, role=Role.MEMBER)
 
 
+STREAMS = ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles", "export_session_trace")
+"""Use cases that stream."""
+
+
 class FakeService:
     """Has every use case. Without a response from the test, a use case is UNIMPLEMENTED; a list is streamed."""
 
@@ -88,7 +92,7 @@ class FakeService:
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
+        streaming = name in STREAMS
 
         async def respond_once(principal: Principal, request: Message, *_: Any) -> Message | str:
             self.calls.append((name, principal, request))

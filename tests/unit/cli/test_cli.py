@@ -288,6 +288,44 @@ def test_why_tells_what_an_unfinished_operation_waits_for(run: Run, service: Fak
     assert json.loads(run("why", "s1:train:0:12", "--json").out)["position"] == 2
 
 
+def test_session_trace_writes_the_file_and_says_how_to_open_it(run: Run, service: FakeService, tmp_path: Path) -> None:
+    parts: list[Message | Exception] = [
+        history_pb2.ExportSessionTraceResponse(data=b"first "),
+        history_pb2.ExportSessionTraceResponse(data=b"second"),
+    ]
+    service.responses["export_session_trace"] = parts
+    done = run("session", "trace", ADAPTER)
+    assert (done.code, done.out) == (0, "first second")
+    assert "https://ui.perfetto.dev" in done.err
+    assert requests_of(service, "export_session_trace") == [history_pb2.ExportSessionTraceRequest(session_id="s1")]
+    file = tmp_path / "session.pftrace"
+    done = run("session", "trace", "s1", "--output", file)
+    assert (done.code, done.out, file.read_bytes()) == (0, "", b"first second")
+    assert str(file) in done.err
+
+
+def test_a_session_trace_is_written_whole_or_not_at_all(run: Run, service: FakeService, tmp_path: Path) -> None:
+    broken = ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no such session")
+    service.responses["export_session_trace"] = [history_pb2.ExportSessionTraceResponse(data=b"first "), broken]
+    file = tmp_path / "session.pftrace"
+    file.write_bytes(b"before")
+    done = run("session", "trace", "s1", "--output", file)
+    assert (done.code, "no such session" in done.err, "perfetto" in done.err) == (1, True, False)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.glob("*session*")] == [(file.name, b"before")]
+    done = run("session", "trace", "s1", "--output", tmp_path / "missing" / "session.pftrace")
+    assert (done.code, "cannot be written: no such file or directory" in done.err) == (1, True)
+
+
+def test_a_session_trace_is_not_written_to_a_terminal(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    done = run("session", "trace", "s1")
+    assert (done.code, done.out) == (1, "")
+    assert "--output FILE" in done.err
+    assert not requests_of(service, "export_session_trace")
+
+
 def test_history_shows_the_last_entries_of_an_adapter(run: Run, service: FakeService) -> None:
     first, second = finished_entry(), finished_entry()
     second.operation, second.error_reason = "s1:train:0:13", "NON_FINITE"
@@ -747,7 +785,7 @@ def test_help_lists_every_command_in_its_group(run: Run) -> None:
     )
     groups = (
         ("serve", "up", "down", "logs"),
-        ("status", "top", "watch", "why", "history", "usage"),
+        ("status", "top", "watch", "why", "history", "usage", "session"),
         ("adapter", "checkpoint"),
         ("key", "tenant", "version"),
     )

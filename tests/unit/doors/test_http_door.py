@@ -27,9 +27,9 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
 from coordinator.doors.tinker.runs import CHECKPOINTS_MAX
-from coordinator.tenants.principals import Principal
+from coordinator.tenants.principals import Principal, Role
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
+from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService, KeysByName
 from tests.support.doors.open_doors import http_door
 from tests.support.toy_pool import FakeTime
 from tests.support.waiting import until
@@ -337,6 +337,28 @@ async def test_a_stop_aborts_calls_after_its_grace_period(opened: Open) -> None:
         await door.stop(0.2)
         [dropped] = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(dropped, httpx.TransportError)
+
+
+async def test_a_timeline_is_downloaded_with_the_role_of_the_call_that_signed_its_url() -> None:
+    service: Any = FakeService()
+    readers = []
+
+    async def trace(principal: Principal, session_id: str) -> AsyncIterator[bytes]:
+        readers.append(principal)
+        yield session_id.encode()
+
+    async def holder(key_id: str) -> Principal:  # of a key that is an administrator's on the pool's machine only
+        return Principal(tenant_id=key_id, tenant_name=key_id, key_id=key_id, role=Role.ADMIN)
+
+    async def exists(*_: Any) -> None:
+        return None
+
+    service.session_trace, service.holder_of_key, service.check_session_trace = trace, holder, exists
+    async with http_door(FakeBackend(service, keys=KeysByName())) as door, httpx.AsyncClient(timeout=60) as client:
+        response = await client.get(f"{door.url}{PREFIX}/sessions/s1/trace_export", headers={"x-api-key": "alice"})
+        assert (response.json()["status"], response.json()["error"]) == ("ready", None)
+        assert (await client.get(response.json()["url"])).content == b"s1"
+    assert [(each.key_id, each.role) for each in readers] == [("alice", Role.MEMBER)]
 
 
 async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_are_limited(opened: Open) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.base.errors import Failure
 from coordinator.storage.access.audit import Act
+from coordinator.storage.rows import EXAMINED_MAX
 from coordinator.storage.sqlite import Connection, open_connection
 from coordinator.storage.store import Store
 from tests.support.database import TENANT, adapter_row, session_row
@@ -53,3 +54,38 @@ async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_it
     [plan] = plans(path, [read])
     assert any("adapters USING INDEX sqlite_autoindex_adapters_1 (adapter_id=?)" in line for line in plan), plan
     assert not any("tenant_id=?" in line for line in plan)
+
+
+async def test_the_entries_of_a_session_are_found_in_the_order_of_their_commits_by_slices_of_the_tenants_entries(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log.db"
+    statements: list[str] = []
+
+    def connect(path: Path) -> Connection:
+        db = open_connection(path)
+        db.set_trace_callback(statements.append)
+        return db
+
+    store = Store(path, FakeTime(), Failure(), connect=connect)
+    await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
+    targets = ["s:train:1", "s2:train:0", "s:sample:0", "r:train:0"] * (EXAMINED_MAX // 2)
+    for target in targets[:-1]:
+        store.history.report(TENANT, target, target.encode())
+    await store.history.report(TENANT, targets[-1], targets[-1].encode())
+    statements.clear()
+    found, last_id, num_slices = [], 0, 0
+    while True:
+        rows, last_id = store.history.of_session(TENANT, "s", last_id)
+        if not last_id:
+            break
+        found += [row.target_id for row in rows]
+        num_slices += 1
+    walked = list(statements)
+    others = store.history.of_session("another", "s", 0)
+    await store.close()
+    assert found == [target for target in targets if target.startswith("s:")]
+    assert num_slices == len(targets) // EXAMINED_MAX
+    assert others == ([], 0)
+    for plan in plans(path, walked):
+        assert any("history_by_tenant (tenant_id=? AND entry_id>?" in line for line in plan), plan

@@ -75,6 +75,9 @@ GET_HISTORY_ENTRY = Unary(
     "HistoryService", "GetHistoryEntry", history.GetHistoryEntryRequest, history.GetHistoryEntryResponse
 )
 LIST_HISTORY = Unary("HistoryService", "ListHistory", history.ListHistoryRequest, history.ListHistoryResponse)
+EXPORT_SESSION_TRACE = ServerStream(
+    "HistoryService", "ExportSessionTrace", history.ExportSessionTraceRequest, history.ExportSessionTraceResponse
+)
 REPORT_METRICS = Unary("HistoryService", "ReportMetrics", history.ReportMetricsRequest, history.ReportMetricsResponse)
 
 CREATE_SAMPLER = Unary(
