@@ -157,8 +157,10 @@ class Saver:
             if row.adapter_id in lost:
                 self._discard(row)
             else:
-                self._sessions.count_samplers(row.session_id, 1)
+                is_live = self._sessions.count_samplers(row.session_id, 1)
                 self.states.publishing.committed(row.version)
+                if row.folder and not is_live:  # its session ended, with its folders, before the row was there
+                    self.states.folders.samplers.remove(row.folder)
         for checkpoint in staged.checkpoints:
             if checkpoint.adapter_id not in lost:
                 self.states.holdings.add(checkpoint)

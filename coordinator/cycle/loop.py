@@ -139,7 +139,7 @@ class CycleLoop:
         if self._phases.has_reports:
             return True
         is_ready = self._refresh()
-        if self.planning.memory.make_room():
+        while self.planning.memory.make_room():
             is_ready = self._refresh()
         return is_ready or self.planning.memory.needs_cycle
 

@@ -82,11 +82,13 @@ class SessionTable:
         """Return the number of samplers of a tenant's live sessions."""
         return self._samplers_by_tenant[tenant_id]
 
-    def count_samplers(self, session_id: str, number: int) -> None:
-        """Count samplers of a session more, or less; none if it has ended, for its samplers ended with it."""
-        if (session := self._live.get(session_id)) is not None:
-            session.num_samplers += number
-            self._samplers_by_tenant[session.tenant_id] += number
+    def count_samplers(self, session_id: str, number: int) -> bool:
+        """Count samplers of a session more, or less; return False if it has ended, for its samplers ended with it."""
+        if (session := self._live.get(session_id)) is None:
+            return False
+        session.num_samplers += number
+        self._samplers_by_tenant[session.tenant_id] += number
+        return True
 
     def add(self, session_id: str) -> None:
         """Add a session that is in the database, unless it has ended."""

@@ -103,7 +103,7 @@ class WorkerMemory:
     def make_room(self) -> bool:
         """Drop what workers have to give up and need not write; return whether anything was. See `take_due`.
 
-        Copies that do not count any more go in any case.
+        Call it again after that: what was dropped may be too little. Copies that do not count any more go in any case.
         """
         waiting, self._waiting, self._due, self._asked = self._waiting, {}, [], set()
         has_dropped = False
@@ -120,10 +120,9 @@ class WorkerMemory:
             wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
             most = worker.info.model.host_bytes_max
             if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
-                num_due = len(self._due)
-                has_dropped |= self._relieve(worker, excess)
-                lacks_room = wanted > 0 and worker.held_bytes + wanted > most
-                if lacks_room and worker.is_outdated and len(self._due) == num_due:
+                num_due, dropped = len(self._due), self._relieve(worker, excess)
+                has_dropped |= dropped
+                if wanted and worker.is_outdated and not dropped and len(self._due) == num_due:
                     self._asked.add(worker.info.worker_id)
         return has_dropped
 

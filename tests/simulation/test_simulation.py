@@ -136,6 +136,13 @@ def test_crashes_occur_at_most_failpoints(figures: Any) -> None:
     assert len(crashed) > len(points) / 2
 
 
+@pytest.mark.parametrize("seed", [6157, 6774, 9679, 9906])
+def test_histories_that_failed_once_fail_no_more(seed: int) -> None:
+    """Each showed a fault that thousands of others did not, as long as the simulation draws what it drew then."""
+    ended = simulate("--seed", str(seed))
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_a_seed_gives_the_same_history_in_every_process() -> None:
     first, second = (simulate("--seed", "4", "--verbose", hash_seed=hash_seed) for hash_seed in ("1", "2"))
     assert first.returncode == 0, first.stdout + first.stderr
