@@ -68,7 +68,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
+.PHONY: help demo test ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -206,6 +206,13 @@ ci-extra: ## check the package, and run the short forms of what needs other clie
 	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
 	@$(MAKE) --no-print-directory clients ARGS=--short
 	@$(MAKE) --no-print-directory prometheus
+	@$(MAKE) --no-print-directory browser
+
+browser: $(READY) ## try the page in Debian's Chromium, which it installs if it may (PICTURES=folder: also take pictures)
+	@command -v chromium chromedriver > /dev/null || { echo "Installing Debian's Chromium, once ..."; \
+	    sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); $$sudo apt-get update -qq && \
+	    $$sudo apt-get install -qq -y --no-install-recommends chromium chromium-driver > /dev/null; }
+	@BROWSER_TESTS=1 BROWSER_PICTURES=$(PICTURES) $(BIN)/python -m pytest -q tests/browser
 
 prometheus: $(READY) $(PROMETHEUS) ## let a server of Prometheus (Debian's) scrape a pool, and check the alert rules
 	@$(BIN)/python -m pytest -q tests/integration/doors/test_prometheus.py

@@ -32,7 +32,7 @@ export function chart(name, points) {
   s("line", { class: "axis", x1: LEFT, x2: LEFT, y1: TOP, y2: HEIGHT - BOTTOM }),
   s("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }),
   [low, (low + high) / 2, high].map((value) => s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, figure(value))),
-  [left, right].map((value, index) =>
+  [...new Set([left, right])].map((value, index) =>
     s("text", { x: x(value), y: HEIGHT - 7, "text-anchor": index ? "end" : "start" }, String(value))),
   shown.length > 1 ? s("polyline", { class: "curve", points: shown.map((each) => `${x(each[0])},${y(each[1])}`).join(" ") })
     : shown.map((each) => s("circle", { class: "point", cx: x(each[0]), cy: y(each[1]), r: 3 })),
@@ -59,7 +59,8 @@ function extent(values) {
   return values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [0, 1];
 }
 
+/** Return a range with room above and below, but none below zero for what is never negative. */
 function padded([low, high]) {
   const room = (high - low) * 0.06 || Math.abs(high) * 0.06 || 1;
-  return [low - room, high + room];
+  return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }

@@ -1,6 +1,6 @@
 // Runs: the adapters of the tenant, and of one its curves, checkpoints and last operations.
 
-import { all, rpc } from "./api.js";
+import { all, get, rpc } from "./api.js";
 import { chart } from "./chart.js";
 import { confirmed, figures, fill, h, notify, table } from "./dom.js";
 import { ago, count, duration, figure, plain, reason, when } from "./format.js";
@@ -51,7 +51,8 @@ export async function run(view, me, id) {
   const saved = h("section", { class: "card" });
   view.element.append(
     h("p", {}, h("a", { href: "#/runs" }, "All runs")),
-    h("div", { class: "row spread" }, heading, me.mayChange ? actions(adapter, heading) : null),
+    h("div", { class: "row spread" }, heading, h("div", { class: "row" }, h("button", { onclick: () => timelineFile(adapter) }, "Timeline"),
+      me.mayChange ? actions(adapter, heading) : null)),
     h("p", { class: "faint small" }, h("code", {}, adapter.adapterId), ` of ${adapter.baseModel}, rank ${adapter.rank}, `,
       `created ${when(adapter.createTime)} `, labels(adapter.userMetadata)),
     facts, curves, timeline, saved);
@@ -83,7 +84,16 @@ function actions(adapter, heading) {
       location.hash = "#/runs";
     } catch (error) { notify(error.message); }
   };
-  return h("div", { class: "row" }, h("button", { onclick: rename }, "Rename"), h("button", { class: "danger", onclick: remove }, "Delete"));
+  return [h("button", { onclick: rename }, "Rename"), h("button", { class: "danger", onclick: remove }, "Delete")];
+}
+
+/** Download the timeline of the run's session, for Perfetto. */
+async function timelineFile(adapter) {
+  try {
+    const { url } = await get(`/api/v1/sessions/${encodeURIComponent(adapter.sessionId)}/trace_export`);
+    h("a", { href: url, download: "session.pftrace" }).click();
+    notify("Open the file at ui.perfetto.dev: it is read in your browser alone.");
+  } catch (error) { notify(error.message); }
 }
 
 /** The history of one adapter, read once and then continued. */
