@@ -112,6 +112,10 @@ class Snapshots:
                 return False
         return self.can_take(adapter)
 
+    def has_failed(self, adapter_id: str) -> bool:
+        """Return whether the last attempt at a snapshot of the adapter has failed."""
+        return adapter_id in self._failed_at
+
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""
         self._asked[adapter.adapter_id] = adapter.copy.generation, adapter.copy.applied_window

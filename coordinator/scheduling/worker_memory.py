@@ -159,8 +159,8 @@ class WorkerMemory:
     def _vacate(self, worker: Incarnation, adapter_ids: Iterable[str]) -> bool:
         """Let these copies leave a worker; return whether any did.
 
-        A copy stays until its snapshot counts, those with something to run first. One that cannot be snapshotted now
-        leaves at once: its adapter replays the log.
+        A copy stays until its snapshot counts, those with something to run first. One that cannot be snapshotted now,
+        or whose last snapshot has failed, leaves at once: its adapter replays the log.
         """
         resident = [self._group.logs[each] for each in adapter_ids]
         is_reachable = worker.is_live and not worker.is_away
@@ -171,7 +171,7 @@ class WorkerMemory:
             can_wait = is_reachable and not is_covered and self._quarantine.may_run(log.adapter_id)
             if can_wait and self._snapshots.is_unsettled(log.adapter_id):
                 continue
-            if can_wait and self._snapshots.may_take(log, is_awaited=True):
+            if can_wait and self._snapshots.can_take(log) and not self._snapshots.has_failed(log.adapter_id):
                 due.append(log)
             else:
                 self._leave(worker, log)

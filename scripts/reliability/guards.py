@@ -320,6 +320,13 @@ GUARDS = (
         tests=("tests/simulation/test_simulation.py", "-k", "failed_once"),
     ),
     Guard(
+        name="a copy whose snapshot has failed leaves a drained worker",
+        file="coordinator/scheduling/worker_memory.py",
+        before=" and not self._snapshots.has_failed(log.adapter_id):",
+        after=":",
+        tests=("tests/unit/scheduling/test_worker_memory.py", "-k", "has_failed_leaves"),
+    ),
+    Guard(
         name="a sampler that is committed behind the end of its session leaves no folder",
         file="coordinator/checkpoints/saver.py",
         before="if row.folder and not is_live:",

@@ -32,6 +32,8 @@ class Files:
     """Adapters whose published weights have no file, or versions without one."""
     failing: set[str] = field(default_factory=set)
     """Adapters of which no snapshot may be taken now."""
+    failed: set[str] = field(default_factory=set)
+    """Adapters of which the last snapshot has failed, long ago."""
     readable_max: int = 64
     """States that may be read at a time."""
 
@@ -45,7 +47,15 @@ class Files:
 
     def may_take(self, adapter: AdapterLog, *, is_awaited: bool = False) -> bool:
         """Return whether a snapshot of the adapter may be taken."""
+        return self.can_take(adapter)
+
+    def can_take(self, adapter: AdapterLog) -> bool:
+        """Return the same, whether or not the last one has failed."""
         return adapter.adapter_id not in self.failing
+
+    def has_failed(self, adapter_id: str) -> bool:
+        """Return whether the last snapshot of the adapter has failed."""
+        return adapter_id in self.failed
 
     def num_readable(self, adapters: Sequence[AdapterLog], size_of: Callable[[AdapterLog], int]) -> int:
         """Return how many of these adapters' states may be read now."""

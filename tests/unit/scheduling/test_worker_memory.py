@@ -236,6 +236,16 @@ def test_a_copy_that_cannot_be_snapshotted_leaves_a_drained_worker_at_once() -> 
     assert (failing.home, held.home, bench.memory.take_due()) == ("", "", [])
 
 
+def test_a_copy_whose_last_snapshot_has_failed_leaves_a_drained_worker_without_another_attempt() -> None:
+    """While the disk is full, each attempt may take long: the worker would not end."""
+    bench = Bench(9, 9)
+    log = bench.put("a", has_run=True)
+    bench.files.failed.add("a")
+    bench.fleet.drain("w0", is_ending=True)
+    assert bench.memory.make_room()
+    assert (log.home, bench.memory.take_due()) == ("", [])
+
+
 def test_copies_leave_a_drained_worker_that_is_late_without_a_snapshot() -> None:
     bench = Bench(9, 9)
     log = bench.put("a", has_run=True)
