@@ -28,7 +28,7 @@ from coordinator.doors.openai.errors import error_response as openai_error_respo
 from coordinator.doors.rpcs import use_case_name
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
-from coordinator.doors.web import page
+from coordinator.doors.web import cycles, page
 from coordinator.doors.web import rpcs as web
 from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.service.roles import LEAST_ROLES
@@ -126,7 +126,7 @@ def _web_routes(door: DoorContext) -> list[BaseRoute]:
     handlers: list[tuple[str, str, Handler, str]] = [
         ("POST", "/ui/sign-in", page.sign_in, "get_capabilities"),
         ("POST", "/ui/sign-out", page.sign_out, "get_capabilities"),
-        ("GET", web.CYCLES, web.watch_cycles, "watch_cycles"),
+        ("GET", cycles.PATH, cycles.CycleFeeds(door.service).watch, "watch_cycles"),
     ]
     handlers += [("POST", path, web.handler_of(rpc), use_case_name(rpc)) for path, rpc in web.unary().items()]
     return [

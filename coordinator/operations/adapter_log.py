@@ -221,6 +221,11 @@ class AdapterLog:
         """Start again from the snapshot: the copy on the worker was lost or cannot be trusted."""
         self._renew_copy("")
 
+    def lose_worker(self) -> None:
+        """Start again from the snapshot: the worker was lost, and what failed there tells nothing of the next one."""
+        self.lose_copy()
+        self.copy.reinstalls.clear()
+
     def place_copy(self, worker_id: str) -> None:
         """Start a new copy from the snapshot, which is being installed on this worker."""
         self._renew_copy(worker_id)

@@ -56,7 +56,8 @@ class Copy:
     progress: dict[int, Progress] = field(default_factory=dict)
     """By seq."""
     reinstalls: Counter[str] = field(default_factory=Counter)
-    """How often each operation found a copy out of order, since the last result for an undecided operation."""
+    """How often each operation found a copy out of order, since the last result for an undecided operation, or since
+    its worker was lost."""
 
     def next_generation(self, seq: int, window: Window, home: str) -> Copy:
         """Return the copy that begins at a snapshot after this one was lost."""

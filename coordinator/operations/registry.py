@@ -93,7 +93,7 @@ class AdapterGroup:
         """Drop every copy on a worker that is lost, or is to be removed."""
         for adapter_id in self.residency.on(worker_id):
             log = self._logs[adapter_id]
-            log.lose_copy()
+            log.lose_worker()
             self.mark_dirty(log)
         self.residency.take_left(worker_id)  # the worker ends
 

@@ -320,6 +320,13 @@ GUARDS = (
         tests=("tests/simulation/test_simulation.py", "-k", "failed_once"),
     ),
     Guard(
+        name="what failed on a lost worker tells nothing of the next",
+        file="coordinator/operations/adapter_log.py",
+        before="        self.copy.reinstalls.clear()\n",
+        after="",
+        tests=("tests/unit/operations/test_adapter_log.py", "-k", "reinstalls"),
+    ),
+    Guard(
         name="a copy whose snapshot has failed leaves a drained worker",
         file="coordinator/scheduling/worker_memory.py",
         before=" and not self._snapshots.has_failed(log.adapter_id):",

@@ -2,14 +2,12 @@
 
 Requests and responses are the messages of the contract in protobuf's JSON form, and refusals are `{"code", "message",
 "reason", "metadata"}`, as the Connect protocol has them for single requests. RPCs whose messages have tensors or files
-are left to gRPC. The cycles stream as server-sent events. Does not depend on what an RPC does.
+are left to gRPC. Does not depend on what an RPC does.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf import json_format
@@ -21,11 +19,8 @@ from starlette.responses import JSONResponse, Response
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import to_refusal
 from coordinator.doors.http.calls import Call, check_elements
-from coordinator.doors.http.responses import event_stream, headers_of, status_of
+from coordinator.doors.http.responses import headers_of, status_of
 from coordinator.doors.rpcs import has_bytes, methods, path_of, use_case_name
-from tinkerpool.v1 import pool_pb2
-
-CYCLES = "/tinkerpool.v1.PoolService/WatchCycles"
 
 
 def unary() -> dict[str, MethodDescriptor]:
@@ -45,37 +40,19 @@ def handler_of(method: MethodDescriptor) -> Callable[[Call], Awaitable[Response]
         request = _parsed(request_type, await call.body())
         await call.service.make_room(call.principal, request, call.room)
         response = await getattr(call.service, name)(call.principal, request)
-        return Response(_json(response), media_type="application/json", headers={"cache-control": "no-store"})
+        return Response(to_json(response), media_type="application/json", headers={"cache-control": "no-store"})
 
     return handle
-
-
-async def watch_cycles(call: Call) -> Response:
-    """GET of the cycles as server-sent events: each is a `WatchCyclesResponse`. A refusal is the last event."""
-    responses = call.service.watch_cycles(call.principal, pool_pb2.WatchCyclesRequest())
-    while_valid = call.door.backend.authenticator.while_valid(call.principal)
-
-    async def events() -> AsyncGenerator[bytes]:
-        yield b": the next cycles\n\n"  # so that the browser knows at once that the stream is open
-        try:
-            with while_valid:
-                async with aclosing(responses):
-                    async for response in responses:
-                        yield b"data: " + _json(response) + b"\n\n"
-        except Exception as error:  # noqa: BLE001  # the status is already sent
-            body = json.dumps(_body(to_refusal(error, CYCLES)), separators=(",", ":"))
-            yield f"event: refusal\ndata: {body}\n\n".encode()
-
-    return event_stream(events())
 
 
 def error_response(error: Exception, where: str, retries: int = 0) -> Response:
     """Return the response to a call that raised. `where` and `retries`: see the doors of the other protocols."""
     refusal = to_refusal(error, where)
-    return JSONResponse(_body(refusal), status_code=status_of(refusal), headers=headers_of(refusal, retries))
+    return JSONResponse(refusal_body(refusal), status_code=status_of(refusal), headers=headers_of(refusal, retries))
 
 
-def _body(refusal: ServiceError) -> dict[str, Any]:
+def refusal_body(refusal: ServiceError) -> dict[str, Any]:
+    """Return the JSON of a refusal."""
     body = {"code": refusal.code.name.lower(), "message": refusal.message, "reason": refusal.reason}
     return body | ({"metadata": refusal.metadata} if refusal.metadata else {})
 
@@ -89,6 +66,6 @@ def _parsed(request_type: type[Message], body: bytes) -> Message:
         raise invalid(f"the body is not a {name} in JSON: {' '.join(str(error).split())[:300]}") from None
 
 
-def _json(message: Message) -> bytes:
+def to_json(message: Message) -> bytes:
     """Return a message's JSON, with the fields that have their default."""
     return json_format.MessageToJson(message, always_print_fields_with_no_presence=True, indent=None).encode()

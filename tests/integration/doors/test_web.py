@@ -19,8 +19,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.doors.http import sign_ins
 from coordinator.doors.rpcs import SERVICES
+from coordinator.doors.web.cycles import PATH as CYCLES
 from coordinator.doors.web.page import HOME
-from coordinator.doors.web.rpcs import CYCLES, unary
+from coordinator.doors.web.rpcs import unary
 from tests.support.served_pool import ServedPool
 from tinkerpool.v1 import pool_pb2
 
