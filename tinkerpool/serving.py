@@ -40,6 +40,7 @@ class Serving:
         if not self.http_url:
             return []
         return [
+            f"The page for browsers, with the same key: {self.http_url}/ui/",
             f"For the Tinker SDK: export TINKER_BASE_URL={self.http_url} TINKER_API_KEY=tml-{api_key}",
             f"For OpenAI's clients: export OPENAI_BASE_URL={self.http_url}/v1 OPENAI_API_KEY=tml-{api_key}",
         ]

@@ -4,8 +4,8 @@ Public interface: `Service`, with a method for every RPC, and `access` (`Authent
 the caller's principal and the contract's request message, and returns the response message, or an async generator of
 them where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
 
-There is one module for each file of the contract; `access`, `listings` and `roles` are for all of them, `activity` is a
-part of `pool`, and `session_traces` of `history`.
+There is one module for each file of the contract; `access`, `listings` and `roles` are for all of them, `activity`
+and `problems` are parts of `pool`, and `session_traces` of `history`.
 """
 
 from coordinator.service.adapters import AdapterUseCases

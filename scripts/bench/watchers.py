@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from urllib.parse import urlsplit
 
 from coordinator.base_models import DEFAULT_MODEL
@@ -61,6 +62,7 @@ class Watchers:
         parts = urlsplit(url)
         self._arguments = ((parts.hostname, parts.port), key, number)
         self._told: Connection | None = None
+        self._process: BaseProcess
         self.num_bytes = 0
         """What they have read."""
 
@@ -68,7 +70,8 @@ class Watchers:
         """Open the streams; return once each has begun."""
         processes = multiprocessing.get_context("spawn")  # a fork would copy locks of gRPC's threads
         self._told, other = processes.Pipe()
-        processes.Process(target=read_streams, args=(*self._arguments, other), daemon=True).start()
+        self._process = processes.Process(target=read_streams, args=(*self._arguments, other), daemon=True)
+        self._process.start()
         other.close()
         assert self._told.recv() == "open"
 
@@ -77,6 +80,7 @@ class Watchers:
         if self._told is not None:
             self._told.send("end")
             self.num_bytes += self._told.recv()
+            self._process.join()
             self._told = None
 
 

@@ -142,6 +142,7 @@ def run(args: argparse.Namespace) -> None:
             f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
             f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray",
         )
+        print_strong("Watch it", f" in a browser: {pool.http_url}/ui/ with the key {pool.admin_key}")
         recorder = CycleRecorder(admin)
         keys = {kind.name: pool.create_key(kind.name) for kind in TENANTS}
         tenants: list[Tenant] = [kind(connect(keys[kind.name]), served.model_name, settings) for kind in TENANTS]

@@ -140,8 +140,8 @@ GUARDS = (
     Guard(
         name="a copy is snapshotted before it leaves a drained worker",
         file="coordinator/scheduling/worker_memory.py",
-        before="            if can_wait and self._snapshots.may_take(log, is_awaited=True):\n",
-        after="            if False:\n",
+        before="if can_wait and self._snapshots.can_take(log) and not",
+        after="if False and not",
         tests=("tests/integration/cycles/test_drains.py", "-k", "without_a_replay"),
     ),
     Guard(
@@ -182,8 +182,8 @@ GUARDS = (
     Guard(
         name="copies leave a worker whose memory is full",
         file="coordinator/cycle/loop.py",
-        before="        if self.planning.memory.make_room():\n",
-        after="        if False:\n",
+        before="        while self.planning.memory.make_room():\n",
+        after="        while False:\n",
         tests=("tests/integration/client/test_host_memory.py",),
     ),
     Guard(

@@ -1,4 +1,4 @@
-"""The gRPC door. Public interface: `server.GrpcDoor`; `calls.SERVICES`, the services of the contract.
+"""The gRPC door. Public interface: `server.GrpcDoor`.
 
-Inside: `callers`, `intake` and `statuses` of calls with a key; `public` and `places` of those without.
+Inside: `calls`, `callers`, `intake` and `statuses` of calls with a key; `public` and `places` of those without.
 """
