@@ -13,11 +13,16 @@ from tinkerpool.v1 import pool_pb2 as pb
 
 OLD_S = 60.0
 """Seconds for which an operation has waited when that is said."""
+WHY, LOGS = "tinkerpool why OPERATION", "tinkerpool logs"
+_SERVING = (pb.WORKER_STATE_READY, pb.WORKER_STATE_LATE)
 
 
 def problems(status: pb.GetPoolStatusResponse, *, is_admin: bool) -> list[pb.Problem]:
     """Return the problems that a status shows, the severe ones first. `is_admin`: whether its reader may mend them."""
-    found = [*_of_pool(status), *_of_workers(status, is_admin=is_admin), *_of_tenants(status, is_admin=is_admin)]
+    found = [*_of_pool(status), *_of_workers(status), *_of_tenants(status)]
+    for each in found:
+        if not is_admin and each.command != WHY:
+            each.command = ""  # an administrator's
     return sorted(found, key=lambda each: not each.is_severe)
 
 
@@ -34,44 +39,40 @@ def _of_pool(status: pb.GetPoolStatusResponse) -> Iterator[pb.Problem]:
         )
 
 
-_SERVING = (pb.WORKER_STATE_READY, pb.WORKER_STATE_LATE)
-
-
 def _undrain(status: pb.GetPoolStatusResponse, model: str) -> str:
     """Return the command that lets a drained worker of a base model work again; empty without one."""
     drained = (each for each in status.workers if each.base_model == model and each.state == pb.WORKER_STATE_DRAINED)
     return next((f"tinkerpool worker undrain {each.worker_id}" for each in drained), "")
 
 
-def _of_workers(status: pb.GetPoolStatusResponse, *, is_admin: bool) -> Iterator[pb.Problem]:
+def _of_workers(status: pb.GetPoolStatusResponse) -> Iterator[pb.Problem]:
     for worker in status.workers:
         name = f"Worker {worker.worker_id}"
-        logs = "tinkerpool logs" if is_admin else ""
         if worker.start_problem:
-            yield pb.Problem(text=f"{name} does not start: {worker.start_problem}", command=logs)
+            yield pb.Problem(text=f"{name} does not start: {worker.start_problem}", command=LOGS)
         elif worker.state == pb.WORKER_STATE_LOST:
             reason = f": {worker.last_loss_reason}" if worker.last_loss_reason else ""
-            yield pb.Problem(text=f"{name} was lost and starts again{reason}", command=logs)
+            yield pb.Problem(text=f"{name} was lost and starts again{reason}", command=LOGS)
         elif worker.state == pb.WORKER_STATE_LATE:
-            yield pb.Problem(text=f"{name} does not reply: its adapters wait for it.", command=logs)
+            yield pb.Problem(text=f"{name} does not reply: its adapters wait for it.", command=LOGS)
         if worker.HasField("host_leaves_in_seconds"):
             left_s = worker.host_leaves_in_seconds
             when = "" if math.isinf(left_s) else f" in {left_s:.0f} s"
             yield pb.Problem(text=f"The host of worker {worker.worker_id} leaves{when}: its adapters move.")
 
 
-def _of_tenants(status: pb.GetPoolStatusResponse, *, is_admin: bool) -> Iterator[pb.Problem]:
+def _of_tenants(status: pb.GetPoolStatusResponse) -> Iterator[pb.Problem]:
     for each in status.probations:
         yield pb.Problem(
             text=f"Tenant {each.tenant} is on probation: {each.operation} ended its worker, so all its operations run "
             f"alone, for {math.ceil(each.remaining_seconds / 60)} more minutes of service.",
-            command=f"tinkerpool tenant release {each.tenant}" if is_admin else "",
+            command=f"tinkerpool tenant release {each.tenant}",
         )
     for tenant in status.tenants:
         if tenant.tenant and tenant.oldest_seconds > OLD_S and tenant.num_queued:
             yield pb.Problem(
                 text=f"An operation of {tenant.tenant} has waited for {tenant.oldest_seconds:.0f} s.",
-                command="tinkerpool why OPERATION",
+                command=WHY,
             )
 
 

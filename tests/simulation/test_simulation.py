@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # about half a minute on a quiet machine
 ROOT = Path(__file__).resolve().parents[2]
-NUM_SEEDS = 160
+NUM_SEEDS = 120
 FAULTS = {
     "response lost",
     "batch of an earlier epoch",
