@@ -12,12 +12,13 @@ from pydantic import BaseModel
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http_app import HANDLERS
-from coordinator.doors.rpcs import SERVICES
+from coordinator.doors.rpcs import methods
 from coordinator.doors.tinker import schemas
+from coordinator.doors.web.rpcs import unary
 from scripts.reliability.fuzz.bodies import Bodies
 from scripts.reliability.fuzz.messages import PLAIN, Messages
 from scripts.reliability.fuzz.run import fuzz
-from scripts.reliability.fuzz.targets import SHAPES, Fault, HttpMessage, HttpRoute, Rpc, make_targets
+from scripts.reliability.fuzz.targets import OTHERS, SHAPES, Fault, HttpMessage, HttpRoute, Rpc, make_targets
 from scripts.reliability.fuzz.values import Known, Values
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.doors.open_doors import grpc_door
@@ -33,7 +34,7 @@ def test_no_generated_message_gets_an_internal_error_a_path_or_a_neighbours_bit(
     report = asyncio.run(fuzz((), NUM_MESSAGES, 0, TOY[:4], lambda _: None))
     assert report.general == []
     assert {each.target: each.faults for each in report.found if each.num_faults} == {}
-    assert len(report.found) == sum(len(service.methods) for service in SERVICES) + len(HANDLERS) + 6
+    assert len(report.found) == len(list(methods())) + len(unary()) + len(HANDLERS) + len(OTHERS)
     assert {sum(each.answers.values()) for each in report.found} == {NUM_MESSAGES}
     assert report.num_runs_of_neighbour > 0
     answers = {answer for each in report.found for answer in each.answers}
@@ -47,7 +48,7 @@ def test_every_route_has_a_shape() -> None:
 def test_a_message_can_be_made_again_from_its_seed() -> None:
     def made() -> list[bytes]:
         values = Values(random.Random("3/a/7"), Known({"adapter": ["s:train:0"]}))
-        rpcs = [Messages(values).body(method.input_type) for service in SERVICES for method in service.methods]
+        rpcs = [Messages(values).body(method.input_type) for method in methods()]
         shapes = [shape for shape in SHAPES.values() if shape is not None]
         return rpcs + [Bodies(values).body(shape) for shape in shapes]
 
@@ -111,7 +112,7 @@ async def test_refusals_that_no_message_may_get_are_faults(error: Exception, fau
         grpc_door(FakeBackend(FakeService(get_capabilities=error))) as door,
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
-        [method] = [each for service in SERVICES for each in service.methods if each.name == "GetCapabilities"]
+        [method] = [each for each in methods() if each.name == "GetCapabilities"]
         sending = Rpc(method, channel).send(b"", KEY)
         if fault:
             with pytest.raises(Fault, match=fault):

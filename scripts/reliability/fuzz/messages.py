@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -48,14 +49,28 @@ class Messages:
         values = self._values
         if values.chance(0.05):
             return values.data()
-        message = self.message(descriptor)
-        if isinstance(message, admin_pb2.RotateApiKeyRequest) and not message.key_id:
-            message.key_id = "another"  # without it, the key that the fuzzer's calls need would end
-        body = message.SerializeToString()
+        body = self.message(descriptor).SerializeToString()
+        return values.damaged(body) if values.chance(0.15) else body
+
+    def json(self, descriptor: Descriptor) -> bytes:
+        """Return a message of this type in JSON."""
+        values = self._values
+        if values.chance(0.05):
+            return values.data()
+        try:
+            body = json_format.MessageToJson(self.message(descriptor), indent=None).encode(errors="replace")
+        except json_format.SerializeToJsonError:  # a time that JSON cannot say
+            return values.data()
         return values.damaged(body) if values.chance(0.15) else body
 
     def message(self, descriptor: Descriptor) -> Message:
         """Return a message: half of them valid or with one odd field, where the type has a valid form of its own."""
+        message = self._message(descriptor)
+        if isinstance(message, admin_pb2.RotateApiKeyRequest) and not message.key_id:
+            message.key_id = "another"  # without it, the key that the fuzzer's calls need would end
+        return message
+
+    def _message(self, descriptor: Descriptor) -> Message:
         values = self._values
         plain = PLAIN.get(descriptor.full_name)
         if plain is None or values.chance(0.4):

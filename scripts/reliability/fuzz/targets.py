@@ -1,4 +1,4 @@
-"""What is fuzzed: every RPC of the contract and every route of the HTTP door, and how a message is sent to it."""
+"""What is fuzzed: every RPC of the contract, also in JSON, and every route of the HTTP door; how it is sent."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pydantic import BaseModel
 
 from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.doors.openai import schemas as openai
-from coordinator.doors.rpcs import SERVICES
+from coordinator.doors.rpcs import methods, path_of
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF
+from coordinator.doors.web.rpcs import unary
 from scripts.reliability.fuzz.bodies import Bodies
 from scripts.reliability.fuzz.messages import Messages
 from scripts.reliability.fuzz.values import Values
@@ -84,6 +85,9 @@ OTHERS = (
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/{model:path}", None),
     ("GET", f"{PREFIX}/download/{{file}}", None),
+    ("POST", "/ui/sign-in", None),
+    ("POST", "/ui/sign-out", None),
+    ("GET", "/ui/{path:path}", None),
     ("GET", "/{path:path}", None),
 )
 HOLDING_RPCS = frozenset({"WaitOperations", "WatchCycles", "StreamSample", "ExportCheckpoint"})
@@ -213,11 +217,24 @@ class HttpRoute:
         return str(status)
 
 
+class JsonRpc(HttpRoute):
+    """One RPC over HTTP, in JSON."""
+
+    def __init__(self, method: MethodDescriptor, client: httpx.AsyncClient) -> None:
+        super().__init__("POST", path_of(method), None, client)
+        self._input = method.input_type
+
+    def message(self, values: Values) -> HttpMessage:
+        """Return a request."""
+        return HttpMessage(self._path, Messages(values).json(self._input), {"content-type": "application/json"})
+
+
 def make_targets(channel: grpc.aio.Channel, client: httpx.AsyncClient) -> list[Target]:
     """Return all RPCs and routes."""
-    rpcs: list[Target] = [Rpc(method, channel) for service in SERVICES for method in service.methods]
+    rpcs: list[Target] = [Rpc(method, channel) for method in methods()]
     routes = [(method, f"{PREFIX}{path}", SHAPES[path]) for method, path, *_ in HANDLERS]
-    return rpcs + [HttpRoute(*route, client) for route in (*routes, *OTHERS)]
+    in_json: list[Target] = [JsonRpc(method, client) for method in unary().values()]
+    return rpcs + in_json + [HttpRoute(*route, client) for route in (*routes, *OTHERS)]
 
 
 def _in_path(values: Values, name: str) -> str:
