@@ -15,7 +15,9 @@ export class Refusal extends Error {
 /** Call an RPC by `Service/Method`; return its response. Throws Refusal, and TypeError without a connection. */
 export async function rpc(method, request = {}) {
   const response = await fetch(`/tinkerpool.v1.${method}`, {
-    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(request),
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(request),
   });
   return read(response);
 }
@@ -39,7 +41,10 @@ export async function get(path) {
 
 /** Exchange a key for this browser's sign-in. */
 export async function signIn(key) {
-  return read(await fetch("/ui/sign-in", { method: "POST", headers: { authorization: `Bearer ${key.trim()}` } }), false);
+  return read(
+    await fetch("/ui/sign-in", { method: "POST", headers: { authorization: `Bearer ${key.trim()}` } }),
+    false,
+  );
 }
 
 export async function signOut() {
@@ -49,7 +54,10 @@ export async function signOut() {
 /** Return the pieces of text that OpenAI's API streams for a prompt. Throws Refusal. */
 export async function* complete(path, body, signal) {
   const response = await fetch(path, {
-    method: "POST", signal, headers: { "content-type": "application/json" }, body: JSON.stringify({ ...body, stream: true }),
+    method: "POST",
+    signal,
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
   });
   if (!response.ok) await read(response);
   for await (const data of events(response.body)) {

@@ -3,7 +3,12 @@
 import { fill, h, s } from "./dom.js";
 import { figure } from "./format.js";
 
-const WIDTH = 420, HEIGHT = 190, LEFT = 54, BOTTOM = 24, TOP = 10, RIGHT = 10;
+const WIDTH = 420,
+  HEIGHT = 190,
+  LEFT = 54,
+  BOTTOM = 24,
+  TOP = 10,
+  RIGHT = 10;
 const POINTS_MAX = 400;
 
 /** Return a card with a curve. `points`: [step, value], steps ascending; values that are not finite are left out. */
@@ -20,25 +25,44 @@ export function chart(name, points) {
   const point = (event) => {
     const box = svg.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * WIDTH;
-    const near = shown.reduce((best, each) => (Math.abs(x(each[0]) - at) < Math.abs(x(best[0]) - at) ? each : best), shown[0]);
+    const near = shown.reduce(
+      (best, each) => (Math.abs(x(each[0]) - at) < Math.abs(x(best[0]) - at) ? each : best),
+      shown[0],
+    );
     if (!near) return;
     mark.setAttribute("cx", x(near[0]));
     mark.setAttribute("cy", y(near[1]));
     mark.setAttribute("visibility", "visible");
     fill(readout, `${figure(near[1])} at step ${near[0]}`);
   };
-  const svg = s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", onpointermove: point,
-    "aria-label": `${name}: ${shown.length} points, the last is ${figure(last?.[1])} at step ${last?.[0]}` },
-  s("line", { class: "axis", x1: LEFT, x2: LEFT, y1: TOP, y2: HEIGHT - BOTTOM }),
-  s("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }),
-  [low, (low + high) / 2, high].map((value) => s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, figure(value))),
-  [...new Set([left, right])].map((value, index) =>
-    s("text", { x: x(value), y: HEIGHT - 7, "text-anchor": index ? "end" : "start" }, String(value))),
-  shown.length > 1 ? s("polyline", { class: "curve", points: shown.map((each) => `${x(each[0])},${y(each[1])}`).join(" ") })
-    : shown.map((each) => s("circle", { class: "point", cx: x(each[0]), cy: y(each[1]), r: 3 })),
-  mark);
-  return h("section", { class: "card", "data-metric": name, "data-points": points.length },
-    h("div", { class: "row spread" }, h("h2", {}, name), readout), svg);
+  const svg = s(
+    "svg",
+    {
+      class: "chart",
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "img",
+      onpointermove: point,
+      "aria-label": `${name}: ${shown.length} points, the last is ${figure(last?.[1])} at step ${last?.[0]}`,
+    },
+    s("line", { class: "axis", x1: LEFT, x2: LEFT, y1: TOP, y2: HEIGHT - BOTTOM }),
+    s("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }),
+    [low, (low + high) / 2, high].map((value) =>
+      s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, figure(value)),
+    ),
+    [...new Set([left, right])].map((value, index) =>
+      s("text", { x: x(value), y: HEIGHT - 7, "text-anchor": index ? "end" : "start" }, String(value)),
+    ),
+    shown.length > 1
+      ? s("polyline", { class: "curve", points: shown.map((each) => `${x(each[0])},${y(each[1])}`).join(" ") })
+      : shown.map((each) => s("circle", { class: "point", cx: x(each[0]), cy: y(each[1]), r: 3 })),
+    mark,
+  );
+  return h(
+    "section",
+    { class: "card", "data-metric": name, "data-points": points.length },
+    h("div", { class: "row spread" }, h("h2", {}, name), readout),
+    svg,
+  );
 }
 
 /** Return at most `POINTS_MAX` points: of each group the extremes, so that no spike is lost. */

@@ -13,11 +13,16 @@ export async function checkpoints(view, me) {
   let skip = 0;
   const refresh = async () => {
     const { checkpoints: rows, totalSize } = await rpc("CheckpointService/ListCheckpoints", { pageSize: PAGE, skip });
-    const turn = (by) => { skip = Math.max(0, skip + by); refresh(); };
-    fill(more,
+    const turn = (by) => {
+      skip = Math.max(0, skip + by);
+      refresh();
+    };
+    fill(
+      more,
       h("button", { disabled: skip === 0, onclick: () => turn(-PAGE) }, "Newer"),
       h("button", { disabled: skip + rows.length >= totalSize, onclick: () => turn(PAGE) }, "Older"),
-      h("span", { class: "faint" }, rows.length ? `${skip + 1} to ${skip + rows.length} of ${count(totalSize)}` : ""));
+      h("span", { class: "faint" }, rows.length ? `${skip + 1} to ${skip + rows.length} of ${count(totalSize)}` : ""),
+    );
     fill(found, checkpointTable(rows, me, refresh), totalSize > PAGE ? more : null);
   };
   await view.every(10, refresh);
@@ -25,36 +30,51 @@ export async function checkpoints(view, me) {
 
 /** Return a table of checkpoints with what can be done with each; `changed` is called after a change. */
 export function checkpointTable(rows, me, changed) {
-  return table([
-    { name: "checkpoint", cell: (row) => h("span", { class: "mono" }, row.path.split("/").at(-1)) },
-    { name: "run", cell: (row) => h("a", { href: `#/runs/${encodeURIComponent(row.adapterId)}` }, row.adapterName || row.adapterId) },
-    { name: "kind", cell: (row) => plain(row.kind, "CHECKPOINT_KIND_") },
-    { name: "size", isNumber: true, cell: (row) => bytes(row.sizeBytes) },
-    { name: "saved", cell: (row) => ago(row.createTime) },
-    { name: "", cell: (row) => h("div", { class: "row" }, buttons(row, me, changed)) },
-  ], rows, ["No checkpoint is saved yet: ", h("code", {}, 'client.save_state("name")'), " saves one."]);
+  return table(
+    [
+      { name: "checkpoint", cell: (row) => h("span", { class: "mono" }, row.path.split("/").at(-1)) },
+      {
+        name: "run",
+        cell: (row) =>
+          h("a", { href: `#/runs/${encodeURIComponent(row.adapterId)}` }, row.adapterName || row.adapterId),
+      },
+      { name: "kind", cell: (row) => plain(row.kind, "CHECKPOINT_KIND_") },
+      { name: "size", isNumber: true, cell: (row) => bytes(row.sizeBytes) },
+      { name: "saved", cell: (row) => ago(row.createTime) },
+      { name: "", cell: (row) => h("div", { class: "row" }, buttons(row, me, changed)) },
+    ],
+    rows,
+    ["No checkpoint is saved yet: ", h("code", {}, 'client.save_state("name")'), " saves one."],
+  );
 }
 
 function buttons(row, me, changed) {
   const parts = row.path.replace(/^[a-z]+:\/\//, "").split("/");
-  const archive = `/api/v1/training_runs/${encodeURIComponent(parts[0])}/checkpoints/${parts.slice(1).map(encodeURIComponent).join("/")}/archive`;
+  const [run, ...checkpoint] = parts.map(encodeURIComponent);
+  const archive = `/api/v1/training_runs/${run}/checkpoints/${checkpoint.join("/")}/archive`;
   const act = (method, request, done) => async () => {
     try {
-      await rpc(`CheckpointService/${method}`, request);
+      await rpc(method, request);
       notify(done);
       await changed();
-    } catch (error) { notify(error.message); }
+    } catch (error) {
+      notify(error.message);
+    }
   };
   const copy = async () => {
     await navigator.clipboard?.writeText(row.path);
     notify(navigator.clipboard ? "The path is in the clipboard." : row.path);
   };
   const publish = row.isPublic
-    ? act("SetCheckpointAccess", { path: row.path, isPublic: false }, "It is private again.")
-    : act("SetCheckpointAccess", { path: row.path, isPublic: true }, "Every tenant of this pool may read it now.");
+    ? act("CheckpointService/SetCheckpointAccess", { path: row.path, isPublic: false }, "It is private again.")
+    : act(
+        "CheckpointService/SetCheckpointAccess",
+        { path: row.path, isPublic: true },
+        "Every tenant of this pool may read it now.",
+      );
   const remove = async () => {
     if (await confirmed(`Delete ${row.path}? That cannot be undone.`, "Delete")) {
-      await act("DeleteCheckpoint", { path: row.path }, "The checkpoint is deleted.")();
+      await act("CheckpointService/DeleteCheckpoint", { path: row.path }, "The checkpoint is deleted.")();
     }
   };
   return [

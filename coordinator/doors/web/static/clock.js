@@ -5,7 +5,10 @@ import { colourOf } from "./colours.js";
 import { figures, fill, h, s, table } from "./dom.js";
 import { count, duration, figure, rate, reason, when } from "./format.js";
 
-const LANE = 44, GAP = 12, LEFT = 62, AXIS = 22;
+const LANE = 44,
+  GAP = 12,
+  LEFT = 62,
+  AXIS = 22;
 const SPANS = [30, 10, 3];
 const SHOWN_MAX = 240;
 const KEPT = 2000;
@@ -19,7 +22,9 @@ export async function clock(view, me) {
   face.setWorkers(status.workers);
   status.cycles.forEach((each) => face.add(each));
   view.onLeave(watchCycles((cycle) => face.add(cycle, true)));
-  const redraw = setInterval(() => { if (!document.hidden) face.draw(); }, 200);
+  const redraw = setInterval(() => {
+    if (!document.hidden) face.draw();
+  }, 200);
   view.onLeave(() => clearInterval(redraw));
   await view.every(2, async () => {
     const present = await rpc("PoolService/GetPoolStatus", { numCycles: 1 });
@@ -40,20 +45,26 @@ export function queue(status) {
       ["trained", `${figure(sum("trainedTokensPerSecond"))} tokens/s`],
       ["sampled", `${figure(sum("sampledTokensPerSecond"))} tokens/s`],
     ]),
-    table([
-      { name: "tenant", cell: (row) => [dot(row.tenant), row.tenant || "others"] },
-      { name: "queued", isNumber: true, cell: (row) => count(row.numQueued) },
-      { name: "running", isNumber: true, cell: (row) => count(row.numRunning) },
-      { name: "oldest", isNumber: true, cell: (row) => (row.oldestSeconds ? duration(row.oldestSeconds) : "") },
-      { name: "trained", isNumber: true, cell: (row) => rate(row.trainedTokensPerSecond) },
-      { name: "sampled", isNumber: true, cell: (row) => rate(row.sampledTokensPerSecond) },
-      { name: "waits for", cell: (row) =>
-        row.waiting.map((each) => `${reason(each.reason)} (${count(each.numOperations)})`).join(", ") },
-    ], status.tenants, "Nobody has work in the queue."),
+    table(
+      [
+        { name: "tenant", cell: (row) => [dot(row.tenant), row.tenant || "others"] },
+        { name: "queued", isNumber: true, cell: (row) => count(row.numQueued) },
+        { name: "running", isNumber: true, cell: (row) => count(row.numRunning) },
+        { name: "oldest", isNumber: true, cell: (row) => (row.oldestSeconds ? duration(row.oldestSeconds) : "") },
+        { name: "trained", isNumber: true, cell: (row) => rate(row.trainedTokensPerSecond) },
+        { name: "sampled", isNumber: true, cell: (row) => rate(row.sampledTokensPerSecond) },
+        {
+          name: "waits for",
+          cell: (row) => row.waiting.map((each) => `${reason(each.reason)} (${count(each.numOperations)})`).join(", "),
+        },
+      ],
+      status.tenants,
+      "Nobody has work in the queue.",
+    ),
   ];
 }
 
-export function dot(tenant) {
+function dot(tenant) {
   const element = h("span", { class: "dot", "aria-hidden": "true" });
   element.style.background = colourOf(tenant);
   return element;
@@ -66,10 +77,16 @@ class Face {
     this.workers = [];
     this.chosen = null;
     this.skew = 0;
-    this.svg = s("svg", { class: "clock", tabindex: 0, role: "img",
+    this.svg = s("svg", {
+      class: "clock",
+      tabindex: 0,
+      role: "img",
       "aria-label": "Cycles of the last seconds, a lane for each worker. Left and right arrows choose one.",
-      onpointermove: (event) => this.point(event), onpointerleave: () => this.choose(null), onkeydown: (event) => this.key(event),
-      onblur: () => this.choose(null) });
+      onpointermove: (event) => this.point(event),
+      onpointerleave: () => this.choose(null),
+      onkeydown: (event) => this.key(event),
+      onblur: () => this.choose(null),
+    });
     this.detail = h("div", { class: "detail small", "aria-live": "polite" });
     this.legend = h("p", { class: "legend" });
     this.element = h("section", { class: "card", "aria-label": "Cycles" }, this.svg, this.legend, this.detail);
@@ -86,7 +103,7 @@ class Face {
     const start = Date.parse(cycle.startTime) / 1000;
     const end = start + cycle.passSeconds + cycle.stepSeconds + cycle.commitSeconds;
     if (this.cycles.at(-1)?.id >= Number(cycle.cycleId)) return;
-    if (isLive) this.skew = Math.max(end - Date.now() / 1000, this.skew - 0.001);  // the pool's clock is not this one's
+    if (isLive) this.skew = Math.max(end - Date.now() / 1000, this.skew - 0.001); // the pool's clock is not this one's
     this.cycles.push({ id: Number(cycle.cycleId), start, end, cycle });
     if (this.cycles.length > KEPT) this.cycles.splice(0, this.cycles.length - KEPT);
   }
@@ -95,7 +112,8 @@ class Face {
     const width = Math.max(280, this.element.clientWidth - 36);
     const lanes = [...this.workers];
     const now = Date.now() / 1000 + this.skew;
-    const span = SPANS.find((each) => this.cycles.filter((c) => c.end > now - each).length <= SHOWN_MAX) ?? SPANS.at(-1);
+    const span =
+      SPANS.find((each) => this.cycles.filter((c) => c.end > now - each).length <= SHOWN_MAX) ?? SPANS.at(-1);
     const shown = this.cycles.filter((each) => each.end > now - span);
     if (shown.some((each) => each.cycle.entries.some((entry) => !entry.workerId))) lanes.push(OTHER_LANE);
     const height = lanes.length * (LANE + GAP) + AXIS;
@@ -109,21 +127,39 @@ class Face {
       s("text", { x: 0, y: row * (LANE + GAP) + LANE / 2 + 4 }, lane),
     ]);
     for (let back = 0; back <= span; back += span / 5) {
-      parts.push(s("text", { x: x(now - back), y: height - 5, "text-anchor": back ? "middle" : "end" },
-        back ? `-${Number(back.toFixed(1))} s` : "now"));
+      parts.push(
+        s(
+          "text",
+          { x: x(now - back), y: height - 5, "text-anchor": back ? "middle" : "end" },
+          back ? `-${Number(back.toFixed(1))} s` : "now",
+        ),
+      );
     }
     for (const each of shown) parts.push(...this.bars(each, lanes, x));
     this.svg.replaceChildren(...parts);
     const tenants = [...new Set(shown.flatMap((each) => each.cycle.entries.map((entry) => entry.tenant)))].sort();
-    fill(this.legend, shown.length ? tenants.map((each) => h("span", {}, dot(each), each || "others")) : idle(this.cycles.at(-1)));
-    if (!this.chosen) fill(this.detail, shown.length ? h("span", { class: "faint" },
-      `${shown.length} cycles in ${span} s. Full height: the pass, by tokens; paler: the step; the line at the bottom: the commit.`) : "");
+    fill(
+      this.legend,
+      shown.length ? tenants.map((each) => h("span", {}, dot(each), each || "others")) : idle(this.cycles.at(-1)),
+    );
+    if (!this.chosen)
+      fill(
+        this.detail,
+        shown.length
+          ? h(
+              "span",
+              { class: "faint" },
+              `${shown.length} cycles in ${span} s. Full height: the pass, by tokens; paler: the step; the line at the bottom: the commit.`,
+            )
+          : "",
+      );
   }
 
   /** Return the bars of one cycle: the pass of each worker split by tenants, its step, its commit. */
   bars({ id, start, end, cycle }, lanes, x) {
     const parts = [];
-    const passEnd = start + cycle.passSeconds, stepEnd = passEnd + cycle.stepSeconds;
+    const passEnd = start + cycle.passSeconds,
+      stepEnd = passEnd + cycle.stepSeconds;
     lanes.forEach((lane, row) => {
       const entries = cycle.entries.filter((each) => (each.workerId || OTHER_LANE) === lane);
       if (!entries.length) return;
@@ -136,13 +172,39 @@ class Face {
         y += size;
       }
       const steps = entries.filter((each) => each.isStep);
-      steps.forEach((entry, index) => parts.push(bar(x(passEnd), x(stepEnd), top + 3 + (index * (LANE - 8)) / steps.length,
-        (LANE - 8) / steps.length, colourOf(entry.tenant), 0.55)));
-      parts.push(s("rect", { class: "commit", x: x(stepEnd), y: top + LANE - 4, width: Math.max(1, x(end) - x(stepEnd)), height: 2 }));
+      steps.forEach((entry, index) =>
+        parts.push(
+          bar(
+            x(passEnd),
+            x(stepEnd),
+            top + 3 + (index * (LANE - 8)) / steps.length,
+            (LANE - 8) / steps.length,
+            colourOf(entry.tenant),
+            0.55,
+          ),
+        ),
+      );
+      parts.push(
+        s("rect", {
+          class: "commit",
+          x: x(stepEnd),
+          y: top + LANE - 4,
+          width: Math.max(1, x(end) - x(stepEnd)),
+          height: 2,
+        }),
+      );
     });
     if (this.chosen === id) {
-      parts.push(s("rect", { class: "chosen", x: x(start) - 1.5, y: 0.5, rx: 3, width: Math.max(3, x(end) - x(start)) + 3,
-        height: lanes.length * (LANE + GAP) - GAP }));
+      parts.push(
+        s("rect", {
+          class: "chosen",
+          x: x(start) - 1.5,
+          y: 0.5,
+          rx: 3,
+          width: Math.max(3, x(end) - x(start)) + 3,
+          height: lanes.length * (LANE + GAP) - GAP,
+        }),
+      );
     }
     return parts;
   }
@@ -150,7 +212,8 @@ class Face {
   point(event) {
     const box = this.svg.getBoundingClientRect();
     const at = (event.clientX - box.left) * (this.svg.viewBox.baseVal.width / box.width);
-    const near = this.shown?.map((each) => [Math.max(this.x(each.start) - at, at - this.x(each.end), 0), each])
+    const near = this.shown
+      ?.map((each) => [Math.max(this.x(each.start) - at, at - this.x(each.end), 0), each])
       .reduce((best, each) => (each[0] < best[0] ? each : best), [12, null])[1];
     this.choose(near ?? null);
   }
@@ -175,23 +238,54 @@ class Face {
 }
 
 function bar(from, to, y, height, colour, opacity) {
-  return s("rect", { x: from, y, width: Math.max(1.5, to - from), height: Math.max(0.8, height), fill: colour, opacity });
+  return s("rect", {
+    x: from,
+    y,
+    width: Math.max(1.5, to - from),
+    height: Math.max(0.8, height),
+    fill: colour,
+    opacity,
+  });
 }
 
 function described(cycle) {
   const own = cycle.entries.filter((each) => each.adapterId);
   const others = cycle.entries.filter((each) => !each.adapterId);
   return [
-    h("p", {}, h("strong", {}, `Cycle ${cycle.cycleId}`), ` at ${when(cycle.startTime)}: pass ${duration(cycle.passSeconds)}, `,
-      `step ${duration(cycle.stepSeconds)}, commit ${duration(cycle.commitSeconds)}`),
-    h("ul", {}, own.map((each) => h("li", {}, dot(each.tenant), `${each.tenant} on ${each.workerId}: `,
-      `${count(each.numTokens)} tokens, ${count(each.numOperations)} operations${each.isStep ? ", a step" : ""}`)),
-    others.length ? h("li", {}, dot(""), `others (${others.length}): ${count(others[0].numTokens)} tokens`) : null),
+    h(
+      "p",
+      {},
+      h("strong", {}, `Cycle ${cycle.cycleId}`),
+      ` at ${when(cycle.startTime)}: pass ${duration(cycle.passSeconds)}, `,
+      `step ${duration(cycle.stepSeconds)}, commit ${duration(cycle.commitSeconds)}`,
+    ),
+    h(
+      "ul",
+      {},
+      own.map((each) =>
+        h(
+          "li",
+          {},
+          dot(each.tenant),
+          `${each.tenant} on ${each.workerId}: `,
+          `${count(each.numTokens)} tokens, ${count(each.numOperations)} operations${each.isStep ? ", a step" : ""}`,
+        ),
+      ),
+      others.length ? h("li", {}, dot(""), `others (${others.length}): ${count(others[0].numTokens)} tokens`) : null,
+    ),
   ];
 }
 
 function idle(last) {
-  if (last) return h("span", { class: "faint" }, `The pool is idle. The last cycle began at ${when(last.cycle.startTime)}.`);
-  return h("span", {}, "Nothing has run yet. Train something: ", h("code", {}, "make demo"), " in a checkout, or from Python ",
-    h("code", {}, "tinkerpool.ServiceClient().create_lora_training_client()"), ".");
+  if (last)
+    return h("span", { class: "faint" }, `The pool is idle. The last cycle began at ${when(last.cycle.startTime)}.`);
+  return h(
+    "span",
+    {},
+    "Nothing has run yet. Train something: ",
+    h("code", {}, "make demo"),
+    " in a checkout, or from Python ",
+    h("code", {}, "tinkerpool.ServiceClient().create_lora_training_client()"),
+    ".",
+  );
 }

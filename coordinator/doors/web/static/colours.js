@@ -1,7 +1,18 @@
 // A colour for each tenant: the same at every visit, distinct for the first ones that are seen.
 
-const PALETTE = ["#2f81f7", "#e0823d", "#2da66f", "#c65fd0", "#d5487b", "#8a7be8", "#1aa3b8", "#b5932a", "#6b8f2a", "#e06b5f"];
-export const OTHERS = "#8b96a3";
+const PALETTE = [
+  "#2f81f7",
+  "#e0823d",
+  "#2da66f",
+  "#c65fd0",
+  "#d5487b",
+  "#8a7be8",
+  "#1aa3b8",
+  "#b5932a",
+  "#6b8f2a",
+  "#e06b5f",
+];
+const OTHERS = "#8b96a3";
 const given = new Map();
 
 /** Return a tenant's colour; that of others for the empty name. */

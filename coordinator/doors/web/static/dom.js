@@ -21,18 +21,45 @@ export function fill(element, ...children) {
 /** Return a table. `columns`: {name, cell(row), isNumber}. On a narrow screen each row is a block. */
 export function table(columns, rows, empty) {
   if (!rows.length) return h("p", { class: "faint" }, empty);
-  return h("div", { class: "table" },
-    h("table", { class: "cards" },
-      h("thead", {}, h("tr", {}, columns.map((each) =>
-        h("th", { class: each.isNumber ? "number" : null, scope: "col" }, each.name)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((each) =>
-        h("td", { class: each.isNumber ? "number" : null, "data-name": each.name || null }, each.cell(row))))))));
+  return h(
+    "div",
+    { class: "table" },
+    h(
+      "table",
+      { class: "cards" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map((each) => h("th", { class: each.isNumber ? "number" : null, scope: "col" }, each.name)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            columns.map((each) =>
+              h("td", { class: each.isNumber ? "number" : null, "data-name": each.name || null }, each.cell(row)),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /** Return a list of terms and large figures. */
 export function figures(pairs) {
-  return h("dl", { class: "figures" }, pairs.map(([name, value]) =>
-    h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h(
+    "dl",
+    { class: "figures" },
+    pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
 }
 
 /** Say something at the foot of the page for some seconds. */
@@ -40,17 +67,25 @@ export function notify(text) {
   const notice = document.getElementById("notice");
   notice.textContent = text;
   clearTimeout(notify.timer);
-  notify.timer = setTimeout(() => { notice.textContent = ""; }, 6000);
+  notify.timer = setTimeout(() => {
+    notice.textContent = "";
+  }, 6000);
 }
 
 /** Ask before something that cannot be undone; return whether the user agrees. */
 export function confirmed(question, action) {
   return new Promise((resolve) => {
-    const dialog = h("dialog", { "aria-label": question },
+    const dialog = h(
+      "dialog",
+      { "aria-label": question },
       h("p", {}, question),
-      h("form", { method: "dialog", class: "row" },
+      h(
+        "form",
+        { method: "dialog", class: "row" },
         h("button", { value: "yes", class: "danger" }, action),
-        h("button", { value: "", autofocus: true }, "Cancel")));
+        h("button", { value: "", autofocus: true }, "Cancel"),
+      ),
+    );
     dialog.addEventListener("close", () => {
       dialog.remove();
       resolve(dialog.returnValue === "yes");

@@ -31,8 +31,12 @@ export function figure(value) {
 export const rate = (perSecond) => `${figure(Number(perSecond ?? 0))}/s`;
 
 export function bytes(number) {
-  let size = Number(number ?? 0), unit = 0;
-  while (size >= 1000 && unit < UNITS.length - 1) { size /= 1000; unit += 1; }
+  let size = Number(number ?? 0),
+    unit = 0;
+  while (size >= 1000 && unit < UNITS.length - 1) {
+    size /= 1000;
+    unit += 1;
+  }
   return `${unit && size < 10 ? size.toFixed(1) : Math.round(size)} ${UNITS[unit]}`;
 }
 

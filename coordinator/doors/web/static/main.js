@@ -26,11 +26,15 @@ class View {
   constructor(element) {
     this.element = element;
     this.isLeft = false;
-    leave.push(() => { this.isLeft = true; });
+    leave.push(() => {
+      this.isLeft = true;
+    });
   }
 
   /** Do something when the user leaves this part. */
-  onLeave(end) { leave.push(end); }
+  onLeave(end) {
+    leave.push(end);
+  }
 
   /** Run now, and again every so many seconds while the page is visible; return when it has run once. */
   async every(seconds, work) {
@@ -64,8 +68,10 @@ async function show() {
   const [path, ...rest] = location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
   const part = PARTS.find((each) => each.path === path) ?? PARTS[0];
   document.title = `${part.name} - tinkerpool`;
-  fill(header.querySelector("nav"), PARTS.map((each) =>
-    h("a", { href: `#/${each.path}`, "aria-current": each === part ? "page" : null }, each.name)));
+  fill(
+    header.querySelector("nav"),
+    PARTS.map((each) => h("a", { href: `#/${each.path}`, "aria-current": each === part ? "page" : null }, each.name)),
+  );
   const view = new View(fill(main));
   try {
     await part.show(view, me, rest);
@@ -83,8 +89,22 @@ async function identify() {
     if (!(error instanceof Refusal)) askForKey("The pool does not answer. Is it running?");
     return false;
   }
-  fill(header.querySelector(".who"), `${me.tenant} (${me.role})`,
-    h("button", { class: "plain", onclick: async () => { await signOut(); me = null; askForKey(""); } }, "Sign out"));
+  fill(
+    header.querySelector(".who"),
+    `${me.tenant} (${me.role})`,
+    h(
+      "button",
+      {
+        class: "plain",
+        onclick: async () => {
+          await signOut();
+          me = null;
+          askForKey("");
+        },
+      },
+      "Sign out",
+    ),
+  );
   header.hidden = false;
   return true;
 }
@@ -94,8 +114,14 @@ function askForKey(message) {
   leave = [];
   header.hidden = true;
   document.title = "Sign in - tinkerpool";
-  const key = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, autofocus: true,
-    spellcheck: "false" });
+  const key = h("input", {
+    type: "password",
+    name: "key",
+    autocomplete: "current-password",
+    required: true,
+    autofocus: true,
+    spellcheck: "false",
+  });
   const problem = h("p", { class: "bad", role: "alert" }, message);
   const submit = async (event) => {
     event.preventDefault();
@@ -107,17 +133,39 @@ function askForKey(message) {
       key.select();
     }
   };
-  fill(main, h("div", { class: "card sign-in" },
-    h("h1", {}, "tinkerpool"),
-    h("form", { onsubmit: submit },
-      h("label", {}, "API key", key),
-      h("button", { class: "main" }, "Sign in"),
-      problem),
-    h("p", { class: "faint small" }, "The key of this pool is in the file that ", h("code", {}, "tinkerpool serve"),
-      " names at its start. The browser keeps a sign-in for 12 hours, never the key.")));
+  fill(
+    main,
+    h(
+      "div",
+      { class: "card sign-in" },
+      h("h1", {}, "tinkerpool"),
+      h(
+        "form",
+        { onsubmit: submit },
+        h("label", {}, "API key", key),
+        h("button", { class: "main" }, "Sign in"),
+        problem,
+      ),
+      h(
+        "p",
+        { class: "faint small" },
+        "The key of this pool is in the file that ",
+        h("code", {}, "tinkerpool serve"),
+        " names at its start. The browser keeps a sign-in for 12 hours, never the key.",
+      ),
+    ),
+  );
   key.focus();
 }
 
-addEventListener("hashchange", () => { main.focus({ preventScroll: true }); scrollTo(0, 0); show(); });
-addEventListener("signed-out", ({ detail }) => { const was = me; me = null; askForKey(was ? detail : ""); });
+addEventListener("hashchange", () => {
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+  show();
+});
+addEventListener("signed-out", ({ detail }) => {
+  const was = me;
+  me = null;
+  askForKey(was ? detail : "");
+});
 show();

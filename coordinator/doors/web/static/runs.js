@@ -21,41 +21,84 @@ export async function runs(view, me) {
       rpc("PoolService/GetPoolStatus", { numCycles: 1 }),
     ]);
     const running = new Map(status.runningAdapters.map((each) => [each.adapterId, each]));
-    fill(found, table([
-      { name: "run", cell: (row) => h("a", { href: `#/runs/${encodeURIComponent(row.adapterId)}` }, title(row)) },
-      { name: "state", cell: (row) => {
-        const now = running.get(row.adapterId);
-        return now ? h("span", { class: "good" }, plain(now.kind, "OPERATION_KIND_"), now.workerId ? ` on ${now.workerId}` : "") : "idle";
-      } },
-      { name: "base model", cell: (row) => row.baseModel },
-      { name: "rank", isNumber: true, cell: (row) => row.rank },
-      { name: "operations", isNumber: true, cell: (row) => count(row.appliedSeq) },
-      { name: "labels", cell: (row) => labels(row.userMetadata) },
-      { name: "last used", cell: (row) => ago(row.lastUseTime ?? row.createTime) },
-    ], adapters, search.value ? "No run has a name that begins so." : emptyRuns()),
-    totalSize > adapters.length ? h("p", { class: "faint" }, `${adapters.length} of ${count(totalSize)} are shown, the newest first.`) : null);
+    fill(
+      found,
+      table(
+        [
+          { name: "run", cell: (row) => h("a", { href: `#/runs/${encodeURIComponent(row.adapterId)}` }, title(row)) },
+          {
+            name: "state",
+            cell: (row) => {
+              const now = running.get(row.adapterId);
+              return now
+                ? h(
+                    "span",
+                    { class: "good" },
+                    plain(now.kind, "OPERATION_KIND_"),
+                    now.workerId ? ` on ${now.workerId}` : "",
+                  )
+                : "idle";
+            },
+          },
+          { name: "base model", cell: (row) => row.baseModel },
+          { name: "rank", isNumber: true, cell: (row) => row.rank },
+          { name: "operations", isNumber: true, cell: (row) => count(row.appliedSeq) },
+          { name: "labels", cell: (row) => labels(row.userMetadata) },
+          { name: "last used", cell: (row) => ago(row.lastUseTime ?? row.createTime) },
+        ],
+        adapters,
+        search.value ? "No run has a name that begins so." : emptyRuns(),
+      ),
+      totalSize > adapters.length
+        ? h("p", { class: "faint" }, `${adapters.length} of ${count(totalSize)} are shown, the newest first.`)
+        : null,
+    );
   };
   search.addEventListener("input", refresh);
   await view.every(3, refresh);
 }
 
 function emptyRuns() {
-  return ["You have no adapters yet. Train one: ", h("code", {}, "tinkerpool.ServiceClient().create_lora_training_client(rank=8)")];
+  return [
+    "You have no adapters yet. Train one: ",
+    h("code", {}, "tinkerpool.ServiceClient().create_lora_training_client(rank=8)"),
+  ];
 }
 
 /** One run. */
 export async function run(view, me, id) {
   const { adapter } = await rpc("AdapterService/GetAdapter", { adapterId: id });
   const heading = h("h1", {}, title(adapter));
-  const facts = h("div", {}), curves = h("div", { class: "grid" }), timeline = h("section", { class: "card" });
+  const facts = h("div", {}),
+    curves = h("div", { class: "grid" }),
+    timeline = h("section", { class: "card" });
   const saved = h("section", { class: "card" });
   view.element.append(
     h("p", {}, h("a", { href: "#/runs" }, "All runs")),
-    h("div", { class: "row spread" }, heading, h("div", { class: "row" }, h("button", { onclick: () => timelineFile(adapter) }, "Timeline"),
-      me.mayChange ? actions(adapter, heading) : null)),
-    h("p", { class: "faint small" }, h("code", {}, adapter.adapterId), ` of ${adapter.baseModel}, rank ${adapter.rank}, `,
-      `created ${when(adapter.createTime)} `, labels(adapter.userMetadata)),
-    facts, curves, timeline, saved);
+    h(
+      "div",
+      { class: "row spread" },
+      heading,
+      h(
+        "div",
+        { class: "row" },
+        h("button", { onclick: () => timelineFile(adapter) }, "Timeline"),
+        me.mayChange ? actions(adapter, heading) : null,
+      ),
+    ),
+    h(
+      "p",
+      { class: "faint small" },
+      h("code", {}, adapter.adapterId),
+      ` of ${adapter.baseModel}, rank ${adapter.rank}, `,
+      `created ${when(adapter.createTime)} `,
+      labels(adapter.userMetadata),
+    ),
+    facts,
+    curves,
+    timeline,
+    saved,
+  );
   const history = new History(id);
   await view.every(2, async () => {
     await history.read();
@@ -65,8 +108,17 @@ export async function run(view, me, id) {
     fill(timeline, h("h2", {}, "Last operations"), operations(history.entries.slice(-RECENT).reverse()));
   });
   await view.every(10, async () => {
-    const checkpoints = await all("CheckpointService/ListCheckpoints", "checkpoints", { adapterId: id, pageSize: 100 }, 100);
-    fill(saved, h("h2", {}, "Checkpoints"), checkpointTable(checkpoints, me, () => {}));
+    const checkpoints = await all(
+      "CheckpointService/ListCheckpoints",
+      "checkpoints",
+      { adapterId: id, pageSize: 100 },
+      100,
+    );
+    fill(
+      saved,
+      h("h2", {}, "Checkpoints"),
+      checkpointTable(checkpoints, me, () => {}),
+    );
   });
 }
 
@@ -74,15 +126,28 @@ function actions(adapter, heading) {
   const rename = async () => {
     const name = prompt("Name of this run", adapter.name ?? "");
     if (name === null) return;
-    const renamed = await rpc("AdapterService/RenameAdapter", { adapterId: adapter.adapterId, name }).catch((error) => notify(error.message));
-    if (renamed) { adapter.name = name; fill(heading, title(adapter)); }
+    const renamed = await rpc("AdapterService/RenameAdapter", { adapterId: adapter.adapterId, name }).catch((error) =>
+      notify(error.message),
+    );
+    if (renamed) {
+      adapter.name = name;
+      fill(heading, title(adapter));
+    }
   };
   const remove = async () => {
-    if (!(await confirmed(`Delete ${title(adapter)}? Its checkpoints stay; the adapter cannot be trained further.`, "Delete"))) return;
+    if (
+      !(await confirmed(
+        `Delete ${title(adapter)}? Its checkpoints stay; the adapter cannot be trained further.`,
+        "Delete",
+      ))
+    )
+      return;
     try {
       await rpc("AdapterService/DeleteAdapter", { adapterId: adapter.adapterId });
       location.hash = "#/runs";
-    } catch (error) { notify(error.message); }
+    } catch (error) {
+      notify(error.message);
+    }
   };
   return [h("button", { onclick: rename }, "Rename"), h("button", { class: "danger", onclick: remove }, "Delete")];
 }
@@ -93,7 +158,9 @@ async function timelineFile(adapter) {
     const { url } = await get(`/api/v1/sessions/${encodeURIComponent(adapter.sessionId)}/trace_export`);
     h("a", { href: url, download: "session.pftrace" }).click();
     notify("Open the file at ui.perfetto.dev: it is read in your browser alone.");
-  } catch (error) { notify(error.message); }
+  } catch (error) {
+    notify(error.message);
+  }
 }
 
 /** The history of one adapter, read once and then continued. */
@@ -122,7 +189,8 @@ class History {
     const isStep = entry.kind === "OPERATION_KIND_OPTIM_STEP";
     for (const [name, value] of Object.entries(entry.metrics)) {
       if (entry.operation && name.endsWith(":sum")) this.sums[name] = (this.sums[name] ?? 0) + value;
-      else if (!HIDDEN.has(name)) this.point(name.replace(/:last$/, ""), entry.operation ? this.step : Number(entry.step), value);
+      else if (!HIDDEN.has(name))
+        this.point(name.replace(/:last$/, ""), entry.operation ? this.step : Number(entry.step), value);
     }
     if (!isStep || entry.state !== "OPERATION_STATE_SUCCEEDED") return;
     const tokens = this.sums["tokens:sum"];
@@ -164,23 +232,44 @@ class History {
 }
 
 function operations(entries) {
-  return table([
-    { name: "operation", cell: (row) => (row.operation ? `${plain(row.kind, "OPERATION_KIND_")} ${row.operation.split(":").at(-1)}`
-      : `metrics of step ${row.step}`) },
-    { name: "ended", cell: (row) => ago(row.endTime ?? row.arriveTime) },
-    { name: "waited", cell: (row) => row.waits.filter((each) => each.seconds >= 0.0005).slice(0, 2)
-      .map((each) => `${duration(each.seconds)} for ${reason(each.reason)}`).join(", ") },
-    { name: "ran", cell: (row) => (row.beginTime && row.endTime
-      ? duration((Date.parse(row.endTime) - Date.parse(row.beginTime)) / 1000) : "") },
-    { name: "worker", cell: (row) => row.workerId },
-    { name: "cycle", isNumber: true, cell: (row) => (Number(row.cycleId) ? row.cycleId : "") },
-    { name: "tokens", isNumber: true, cell: (row) => (Number(row.numTokens) ? count(row.numTokens) : "") },
-    { name: "outcome", cell: (row) => (row.errorReason ? h("span", { class: "bad" }, row.errorReason) : "") },
-  ], entries, "Nothing has ended yet.");
+  return table(
+    [
+      {
+        name: "operation",
+        cell: (row) =>
+          row.operation
+            ? `${plain(row.kind, "OPERATION_KIND_")} ${row.operation.split(":").at(-1)}`
+            : `metrics of step ${row.step}`,
+      },
+      { name: "ended", cell: (row) => ago(row.endTime ?? row.arriveTime) },
+      {
+        name: "waited",
+        cell: (row) =>
+          row.waits
+            .filter((each) => each.seconds >= 0.0005)
+            .slice(0, 2)
+            .map((each) => `${duration(each.seconds)} for ${reason(each.reason)}`)
+            .join(", "),
+      },
+      {
+        name: "ran",
+        cell: (row) =>
+          row.beginTime && row.endTime ? duration((Date.parse(row.endTime) - Date.parse(row.beginTime)) / 1000) : "",
+      },
+      { name: "worker", cell: (row) => row.workerId },
+      { name: "cycle", isNumber: true, cell: (row) => (Number(row.cycleId) ? row.cycleId : "") },
+      { name: "tokens", isNumber: true, cell: (row) => (Number(row.numTokens) ? count(row.numTokens) : "") },
+      { name: "outcome", cell: (row) => (row.errorReason ? h("span", { class: "bad" }, row.errorReason) : "") },
+    ],
+    entries,
+    "Nothing has ended yet.",
+  );
 }
 
 const title = (adapter) => adapter.name || adapter.adapterId;
 
 function labels(metadata) {
-  return Object.entries(metadata ?? {}).slice(0, 4).map(([name, value]) => [h("code", {}, `${name}=${value}`), " "]);
+  return Object.entries(metadata ?? {})
+    .slice(0, 4)
+    .map(([name, value]) => [h("code", {}, `${name}=${value}`), " "]);
 }
