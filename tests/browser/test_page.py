@@ -289,3 +289,23 @@ def test_two_tabs_share_one_stream(pool: ServedPool, client: TrainingClient) -> 
         page.until(lambda: len(pool.coordinator.core.journal._watchers) == 1, "one stream")
         step(client, 2)
         page.until(lambda: page.run("document.querySelectorAll('svg.clock rect[fill]').length") > 0, "bars")
+        page.one(".legend", "alice")
+
+
+def test_whoever_signs_in_next_sees_nothing_of_the_one_before_in_any_tab(
+    pool: ServedPool, client: TrainingClient
+) -> None:
+    with browser(pool.http_url) as page:
+        page.sign_in(admin_key(pool))
+        page.one("svg.clock")
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        page.driver.get(page.url + "/ui/")
+        page.one(".who button", "Sign out").click()
+        page.one("input[name=key]").send_keys(pool.key("bob"), Keys.ENTER)
+        for tab in (page.driver.current_window_handle, first):
+            page.driver.switch_to.window(tab)
+            page.one(".who", "bob (member)")
+            step(client, 2)
+            page.one(".legend", "others")
+            assert "alice" not in page.text

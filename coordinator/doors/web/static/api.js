@@ -1,7 +1,8 @@
 // Calls of the pool: the contract's RPCs in JSON, and the cycles as they commit, one stream for all tabs of a browser.
 
 const CYCLES = "/tinkerpool.v1.PoolService/WatchCycles";
-const RETRY_MS = 2000;
+const RETRY_MS = 1000;
+const RETRY_MS_MAX = 15000;
 
 /** A call that the pool has refused. */
 export class Refusal extends Error {
@@ -41,14 +42,14 @@ export async function get(path) {
 
 /** Exchange a key for this browser's sign-in. */
 export async function signIn(key) {
-  return read(
-    await fetch("/ui/sign-in", { method: "POST", headers: { authorization: `Bearer ${key.trim()}` } }),
-    false,
-  );
+  const headers = { authorization: `Bearer ${key.trim()}` };
+  await read(await fetch("/ui/sign-in", { method: "POST", headers }), false);
+  renewSignIn();
 }
 
 export async function signOut() {
   await fetch("/ui/sign-out", { method: "POST" });
+  renewSignIn();
 }
 
 /** Return the pieces of text that OpenAI's API streams for a prompt. Throws Refusal. */
@@ -89,34 +90,52 @@ async function* events(stream) {
 
 const listeners = new Set();
 const tabs = new BroadcastChannel("tinkerpool cycles");
-let begun = false;
+tabs.onmessage = ({ data }) => (data.isRenewed ? location.reload() : tell(data.cycle));
+let isBegun = false;
+let source = null;
+let retry = null;
+let pauseMs = RETRY_MS;
 
 /** Call `listener` with each cycle that commits from now on; return a function that ends that. */
 export function watchCycles(listener) {
   listeners.add(listener);
-  if (!begun) begin();
+  if (!isBegun) begin();
   return () => listeners.delete(listener);
 }
 
 /** One tab, which holds a lock, reads the stream and tells the others. Without locks (no HTTPS) each tab reads. */
 function begin() {
-  begun = true;
-  tabs.onmessage = ({ data }) => tell(data);
-  if (navigator.locks) navigator.locks.request("tinkerpool cycles", () => new Promise(() => open(true)));
-  else open(false);
+  isBegun = true;
+  if (navigator.locks) navigator.locks.request("tinkerpool cycles", () => new Promise(open));
+  else open();
 }
 
-function open(isShared) {
-  const source = new EventSource(CYCLES);
+/** Somebody else has signed in, or nobody is: read the stream anew, and let other tabs begin anew. */
+function renewSignIn() {
+  tabs.postMessage({ isRenewed: true });
+  pauseMs = RETRY_MS;
+  if (source) open();
+}
+
+function open() {
+  source?.close();
+  clearTimeout(retry);
+  source = new EventSource(CYCLES);
   source.onmessage = ({ data }) => {
+    pauseMs = RETRY_MS;
     const { cycle } = JSON.parse(data);
     tell(cycle);
-    if (isShared) tabs.postMessage(cycle);
+    if (navigator.locks) tabs.postMessage({ cycle });
   };
-  source.addEventListener("refusal", () => source.close());
-  source.onerror = () => {
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => open(isShared), RETRY_MS);
-  };
+  source.onerror = openLater;
+  source.addEventListener("refusal", openLater);
+}
+
+function openLater() {
+  source.close();
+  clearTimeout(retry);
+  retry = setTimeout(open, pauseMs);
+  pauseMs = Math.min(RETRY_MS_MAX, 2 * pauseMs);
 }
 
 function tell(cycle) {

@@ -102,7 +102,7 @@ class Face {
   add(cycle, isLive) {
     const start = Date.parse(cycle.startTime) / 1000;
     const end = start + cycle.passSeconds + cycle.stepSeconds + cycle.commitSeconds;
-    if (this.cycles.at(-1)?.id >= Number(cycle.cycleId)) return;
+    if (this.cycles.some((each) => each.id === Number(cycle.cycleId))) return; // from the status, and the stream
     if (isLive) this.skew = Math.max(end - Date.now() / 1000, this.skew - 0.001); // the pool's clock is not this one's
     this.cycles.push({ id: Number(cycle.cycleId), start, end, cycle });
     if (this.cycles.length > KEPT) this.cycles.splice(0, this.cycles.length - KEPT);

@@ -16,6 +16,8 @@ const PARTS = [
   { path: "pool", name: "Pool", show: pool },
 ];
 
+const RETRY_MS = 3000;
+
 const header = document.querySelector("header");
 const main = document.querySelector("main");
 let me = null;
@@ -76,7 +78,10 @@ async function show() {
   try {
     await part.show(view, me, rest);
   } catch (error) {
-    if (!view.isLeft) view.warn(error);
+    if (view.isLeft) return;
+    view.warn(error);
+    const again = setTimeout(show, RETRY_MS);
+    view.onLeave(() => clearTimeout(again));
   }
 }
 
@@ -86,7 +91,8 @@ async function identify() {
     const { tenant, role } = await rpc("SessionService/GetCapabilities");
     me = { tenant, isAdmin: role === "admin", mayChange: role !== "read-only", role };
   } catch (error) {
-    if (!(error instanceof Refusal)) askForKey("The pool does not answer. Is it running?");
+    const isUnknown = error instanceof Refusal && error.status === 401; // the form is shown already
+    if (!isUnknown) askForKey(error instanceof Refusal ? error.message : "The pool does not answer. Is it running?");
     return false;
   }
   fill(
