@@ -76,7 +76,7 @@ class Face {
     this.cycles = [];
     this.workers = [];
     this.chosen = null;
-    this.skew = 0;
+    this.skew = null;
     this.svg = s("svg", {
       class: "clock",
       tabindex: 0,
@@ -103,7 +103,10 @@ class Face {
     const start = Date.parse(cycle.startTime) / 1000;
     const end = start + cycle.passSeconds + cycle.stepSeconds + cycle.commitSeconds;
     if (this.cycles.some((each) => each.id === Number(cycle.cycleId))) return; // from the status, and the stream
-    if (isLive) this.skew = Math.max(end - Date.now() / 1000, this.skew - 0.001); // the pool's clock is not this one's
+    if (isLive) {
+      const skew = end - Date.now() / 1000; // the pool's clock is not this one's
+      this.skew = Math.max(skew, (this.skew ?? skew) - 0.001);
+    }
     this.cycles.push({ id: Number(cycle.cycleId), start, end, cycle });
     if (this.cycles.length > KEPT) this.cycles.splice(0, this.cycles.length - KEPT);
   }
@@ -111,7 +114,7 @@ class Face {
   draw() {
     const width = Math.max(280, this.element.clientWidth - 36);
     const lanes = [...this.workers];
-    const now = Date.now() / 1000 + this.skew;
+    const now = Date.now() / 1000 + (this.skew ?? 0);
     const span =
       SPANS.find((each) => this.cycles.filter((c) => c.end > now - each).length <= SHOWN_MAX) ?? SPANS.at(-1);
     const shown = this.cycles.filter((each) => each.end > now - span);
