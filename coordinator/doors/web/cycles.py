@@ -9,7 +9,6 @@ bounded number. Does not depend on what a cycle holds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 from collections import deque
@@ -18,7 +17,6 @@ from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 
 from starlette.responses import Response
 
-from coordinator.base.errors import ServiceError
 from coordinator.doors.door import to_refusal
 from coordinator.doors.http.calls import Call
 from coordinator.doors.http.responses import event_stream
@@ -106,8 +104,8 @@ class CycleFeeds:
                         events, count = await feed.after(count)
                         yield events
         except Exception as error:  # noqa: BLE001  # the status is already sent
-            refusal: ServiceError = to_refusal(error, PATH)
-            yield f"event: refusal\ndata: {json.dumps(refusal_body(refusal))}\n\n".encode()
+            body = json.dumps(refusal_body(to_refusal(error, PATH)))
+            yield f"event: refusal\ndata: {body}\n\n".encode()
 
     @asynccontextmanager
     async def _feed(self, principal: Principal) -> AsyncIterator[_Feed]:
@@ -124,5 +122,4 @@ class CycleFeeds:
             feed.num_readers -= 1
             if not feed.num_readers:
                 feed.stop()
-                with contextlib.suppress(KeyError):
-                    del self._feeds[sight]
+                del self._feeds[sight]
