@@ -141,7 +141,7 @@ def check_start(
     with served(terminal, disk, options) as pool:
         assert "MB free: only reads, results and deletions are served" in pool.output()
         assert pool.health() != SERVING
-        assert "Problem: the pool's disk has" in terminal.run("status").stdout
+        assert "Problem: The pool's disk has" in terminal.run("status").stdout
         assert pool.num_sessions() >= len(session_ids)
         with pytest.raises(grpc.RpcError, match="only reads, results and deletions are served"):
             pool.create_session()

@@ -97,11 +97,11 @@ def test_poison_under_attack_fails_alone(pool: AttackedPool, neighbour: Neighbou
 
 
 def test_a_full_disk_under_attack_corrupts_nothing_and_fails_no_call(pool: AttackedPool, neighbour: Neighbour) -> None:
-    """The full disk is a limit on the size of files (RLIMIT_FSIZE) at the present size of the log."""
+    """The full disk is a limit on the size of files (RLIMIT_FSIZE): half of the log's, which begins anew when long."""
     unlimited = resource.RLIM_INFINITY
     phase = neighbour.begin()
     for fill in range(NUM_FILLS):
-        size = max(path.stat().st_size for path in pool.data_dir.glob("tinkerpool.db*"))
+        size = max(path.stat().st_size for path in pool.data_dir.glob("tinkerpool.db*")) // 2
         num_refused = pool.log_text().count("the disk is full")
         resource.prlimit(pool.pid, resource.RLIMIT_FSIZE, (size + fill * 4096, unlimited))
         deadline = time.monotonic() + FINISH_S

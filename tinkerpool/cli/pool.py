@@ -45,7 +45,7 @@ def status(
     )
     show.say(queue_line(response))
     show.say(tokens_line(response))
-    for problem in response.problems:
+    for problem in problems_of(response):
         show.say(f"Problem: {problem.text}" + (f" ({problem.command})" if problem.command else ""))
     show.console.print()
     show_workers(response.workers)
@@ -63,6 +63,12 @@ def status(
         _show_cycles(response.cycles)
     elif num_cycles:
         show.say("No cycle has run yet.")
+
+
+def problems_of(response: pool_pb2.GetPoolStatusResponse) -> list[pool_pb2.Problem]:
+    """Return what is wrong with the pool. One of an older version says only why it refuses new work."""
+    older = [pool_pb2.Problem(text=response.problem, is_severe=True)] if response.problem else []
+    return list(response.problems) or older
 
 
 def queue_line(response: pool_pb2.GetPoolStatusResponse) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, follow
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.pool import queue_line, rate, tenant_cells, tokens_line
+from tinkerpool.cli.pool import problems_of, queue_line, rate, tenant_cells, tokens_line
 from tinkerpool.cli.workers import state
 from tinkerpool.client.calls.methods import GET_POOL_STATUS
 from tinkerpool.client.calls.transport import Transport
@@ -114,7 +114,7 @@ def _screen(status: Status, target: Target, height: int | None = None) -> list[R
         _line(queue_line(status)),
         _line(tokens_line(status) + _last_cycle(status)),
     ]
-    lines += [_line(f"Problem: {each.text}", "red" if each.is_severe else "yellow") for each in status.problems]
+    lines += [_line(f"Problem: {each.text}", "red" if each.is_severe else "yellow") for each in problems_of(status)]
     waiting: Counter[WaitReason.ValueType] = Counter()
     for tenant in status.tenants:
         waiting.update({each.reason: each.num_operations for each in tenant.waiting})
