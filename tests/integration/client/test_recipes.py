@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -244,6 +245,8 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
 
     def state(service: ServiceClient) -> tuple[object, ...]:
         rest = service.create_rest_client()
+        while not all(each.sha256 for each in rest.list_user_checkpoints().result().checkpoints):
+            time.sleep(0.05)  # the last one can be sampled, and has no file yet
         runs, checkpoints = rest.list_training_runs().result(), rest.list_user_checkpoints().result()
         return runs, checkpoints, [path.read_bytes() for path in sorted((tmp_path / "run").iterdir())]
 
