@@ -1,21 +1,18 @@
 """Signed download URLs, which work without an API key for a limited time. Does not depend on what they name, or on
 HTTP.
 
-A URL names the key that requested it, the file and its expiry. The secret of its signature is in memory alone, so a
-restart of the coordinator invalidates all URLs. The standard library's `hmac` signs them: itsdangerous would put the
-same HMAC around one opaque token, where people and logs of a relay see no path and no expiry.
+A URL names the key that requested it, the file and its expiry, and is signed. A restart of the coordinator invalidates
+all URLs.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from coordinator.base.errors import ServiceError, denied
 from coordinator.base.time import Time
+from coordinator.doors.http.signatures import Signer
 from coordinator.limits.ceiling import Ceiling, Refusal
 
 DOWNLOAD_S = 3600
@@ -37,7 +34,7 @@ class Downloads:
 
     def __init__(self, time: Time) -> None:
         self._time = time
-        self._secret = secrets.token_bytes(32)
+        self._signer = Signer()
         self.running = RunningDownloads(
             Refusal("DOWNLOADS_BUSY", "wait for one to end"), "downloads of yours that are running"
         )
@@ -48,21 +45,17 @@ class Downloads:
 
     def query(self, key_id: str, path: str, file: str, expires: int) -> str:
         """Return the query of a URL. It holds the id of the API key, which is not secret."""
-        signature = self._signature(key_id, path, file, str(expires))
+        signature = self._signer.sign(key_id, path, file, str(expires))
         return urlencode({"path": path, "key": key_id, "expires": expires, "signature": signature})
 
     def check(self, query: Mapping[str, str], file: str) -> tuple[str, str]:
         """Check the query of a URL; return its key id and path. Raises ServiceError PERMISSION_DENIED."""
         key_id, path, expires = query.get("key", ""), query.get("path", ""), query.get("expires", "")
-        expected = self._signature(key_id, path, file, expires)
-        if not hmac.compare_digest(expected.encode(), query.get("signature", "").encode()):
+        if not self._signer.has_signed(query.get("signature", ""), key_id, path, file, expires):
             raise _refused("was not made by this pool since its last start")
         if int(expires) < self._time.wall():
             raise _refused("has expired")
         return key_id, path
-
-    def _signature(self, *parts: str) -> str:
-        return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def _refused(why: str) -> ServiceError:

@@ -9,9 +9,6 @@ Main invariants: no script can read the cookie (`HttpOnly`), and no other site m
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 from http import HTTPMethod
 from urllib.parse import urlsplit
 
@@ -20,6 +17,7 @@ from starlette.responses import Response
 
 from coordinator.base.errors import Code, ServiceError, denied
 from coordinator.base.time import Time
+from coordinator.doors.http.signatures import Signer
 
 SIGN_IN_S = 12 * 3600
 """Lifetime of a sign-in in seconds."""
@@ -33,12 +31,12 @@ class SignIns:
         """`is_tls`: the door serves HTTPS, so browsers send the cookie over HTTPS only."""
         self._time = time
         self._is_tls = is_tls
-        self._secret = secrets.token_bytes(32)
+        self._signer = Signer()
 
     def begin(self, request: Request, response: Response, key_id: str) -> None:
         """Sign the browser in: set its cookie."""
         expires = int(self._time.wall()) + SIGN_IN_S
-        value = f"{key_id}.{expires}.{self._signature(key_id, str(expires))}"
+        value = f"{key_id}.{expires}.{self._signer.sign(key_id, str(expires))}"
         self._set(request, response, value, SIGN_IN_S)
 
     def end(self, request: Request, response: Response) -> None:
@@ -56,8 +54,7 @@ class SignIns:
             return ""
         key_id, _, rest = value.partition(".")
         expires, _, signature = rest.partition(".")
-        is_ours = hmac.compare_digest(self._signature(key_id, expires).encode(), signature.encode())
-        if not is_ours or int(expires) < self._time.wall():
+        if not self._signer.has_signed(signature, key_id, expires) or int(expires) < self._time.wall():
             raise ServiceError(
                 Code.UNAUTHENTICATED,
                 "SIGN_IN_EXPIRED",
@@ -71,9 +68,6 @@ class SignIns:
         response.set_cookie(
             _name(request), value, max_age=max_age, httponly=True, samesite="strict", secure=self._is_tls, path="/"
         )
-
-    def _signature(self, *parts: str) -> str:
-        return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def check_origin(request: Request) -> None:

@@ -2,8 +2,8 @@
 
 What a caller may see of a cycle depends on its tenant alone, or on its being an administrator. So each cycle is read
 and encoded once for all readers with the same sight, in a feed that lives as long as it has readers; a reader gets what
-has come together within `TOGETHER_S`. One that reads slowly misses events: nobody waits for it, and a feed keeps a
-bounded number. Does not depend on what a cycle holds.
+has come together within `TOGETHER_S`. A reader that falls behind misses events: nobody waits for it, and a feed
+keeps a bounded number. Does not depend on what a cycle holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEPT = 500
 
 
 class _Feed:
-    """The events of everybody with the same sight."""
+    """The events of all readers that see the same of each cycle."""
 
     def __init__(self) -> None:
         self.num_readers = 0
