@@ -401,8 +401,9 @@ class SimPoolFront:
         await self._until_running(worker)
         if kind == "crash before":
             self._crash(worker, f"before batch {batch.cycle_id}")
+        sent = self._by_reference(batch)
         try:
-            result = worker.engine.run(self._by_reference(batch))
+            result = worker.engine.run(sent)
         except RuntimeError:  # it has a token that ends its engine
             samples = frozenset(worker.engine._done)
             self._pool.kills.killed(worker_id, worker.incarnation, sent_s, batch, samples)
@@ -410,7 +411,7 @@ class SimPoolFront:
         worker.last = batch
         self._world.work["batches"] += 1
         if kind == "twice":
-            result = self._again(worker, batch, result)
+            result = self._again(worker, sent, result)
         elif kind == "crash after":
             self._crash(worker, f"after batch {batch.cycle_id}")
         elif kind == "pause after":
@@ -489,6 +490,7 @@ class SimPoolFront:
         worker.change()
 
     def _again(self, worker: _Incarnation, batch: Batch, first: BatchResult) -> BatchResult:
+        """Deliver the same message once more; return one of the two replies."""
         second = worker.engine.run(batch)
         if self._random.random() < 0.5 and worker.num_second_replies < 2:
             worker.num_second_replies += 1
