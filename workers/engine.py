@@ -97,7 +97,7 @@ class TrainingEngine:
             fitting_tokens=fitting,
             host_bytes_max=settings.host_bytes_max or int(HOST_PART * settings.host_share * free_host_bytes()),
             num_cache_blocks=self.sampler.num_cache_blocks,
-            num_sequence_slots=limits.num_sequences_max,
+            num_sequence_slots=self.sampler.num_sequence_slots,
         )
         self._copies = AdapterCopies(bank, base_model.max_rank, self._info.fingerprint)
         self._items = ItemRunner(self._passes, self._copies, pass_tokens_max=settings.pass_tokens_max)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from workers.contract.adapted_modules import ModuleKind, initial_A
 from workers.contract.messages import AdapterSpec
 
+GroupKind = ModuleKind | Literal["frozen"]
+"""Which setting of an adapter adapts a group; or none does."""
 ALIGNMENT = 64
 """In values: 256 bytes, a whole number of cache lines and of vector registers."""
 
@@ -32,7 +35,7 @@ class GroupShape:
 
     index: int
     """Index among the base model's groups."""
-    kind: ModuleKind
+    kind: GroupKind
     names: tuple[str, ...]
     """Full module names, as `named_modules` gives them."""
     d_in: int

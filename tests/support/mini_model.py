@@ -6,6 +6,7 @@ are noise. The tokenizer is the 256 bytes and two special tokens, so every text 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,10 +19,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
-Architecture = Literal["qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window"]
+Architecture = Literal[
+    "qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window", "qwen3.5", "qwen3-next"
+]
 
 NUM_BYTES = 256
 END_OF_TEXT_ID = 256
@@ -52,9 +57,10 @@ def build_mini_model(
     Hidden size 64, two layers, four heads and two key-value heads of 16, MLP 128, float32, 512 positions. Gemma 3 has
     one layer with a sliding window of 8 tokens and one with full attention; "mistral-window" has that window in both,
     "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has
-    three heads to one key-value head. Every weight is drawn, norms included. Entries of the vocabulary above 257 have
-    no text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the
-    architecture is unknown.
+    three heads to one key-value head. "qwen3.5" and "qwen3-next" are hybrids: the first layer has linear attention,
+    with two heads of 16 for keys and four for values. Every weight is drawn, norms included. Entries of the vocabulary
+    above 257 have no text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or
+    the architecture is unknown.
     """
     if vocab_size < VOCAB_SIZE_MIN:
         raise ValueError(f"vocab_size is {vocab_size}; the bytes and special tokens need at least {VOCAB_SIZE_MIN}")
@@ -102,6 +108,12 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
         case "mistral" | "mistral-window":
             window = WINDOW if architecture == "mistral-window" else None
             return MistralConfig(**shape | {"tie_word_embeddings": False, "sliding_window": window})
+        case "qwen3.5" | "qwen3-next":
+            heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+            kinds = {"layer_types": ["linear_attention", "full_attention"]}
+            make = Qwen3_5TextConfig if architecture == "qwen3.5" else partial(Qwen3NextConfig, num_experts=0)
+            return make(**shape | heads | sizes | kinds)
     raise ValueError(f"unknown architecture {architecture!r}; expected one of {', '.join(get_args(Architecture))}")
 
 

@@ -43,8 +43,9 @@ class Attend(Protocol):
     ) -> Tensor:
         """Attend: query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied; return (1, T, H, E).
 
-        `layer` counts from 0. With `sliding_window` w, a query at position i sees keys at positions i - w + 1 to i;
-        with None, all up to i. T includes padding rows at the end, whose output is ignored but must be finite.
+        `layer` counts the layers of full attention from 0. With `sliding_window` w, a query at position i sees keys at
+        positions i - w + 1 to i; with None, all up to i. T includes padding rows at the end, whose output is ignored
+        but must be finite.
         """
 
 
@@ -74,10 +75,12 @@ class LayerAttention:
         model.set_attn_implementation(ATTENTION_NAME)
         # Some layers have a window of their own, others pass on the config's.
         self.has_sliding_window = getattr(model.config, "sliding_window", None) is not None
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                module.tinkerpool_attention = self
-                self.has_sliding_window |= getattr(module, "sliding_window", None) is not None
+        layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        numbers = {index: number for number, index in enumerate(sorted({layer.layer_idx for layer in layers}))}
+        for module in layers:
+            module.tinkerpool_attention = self
+            module.tinkerpool_number = numbers[module.layer_idx]
+            self.has_sliding_window |= getattr(module, "sliding_window", None) is not None
 
     def begin(self, attend: Attend) -> None:
         """Attend this way in the next forward, and in its backward."""
@@ -105,7 +108,7 @@ def _attention(
     scaling = module.head_dim**-0.5 if scaling is None else scaling
     attention: LayerAttention = module.tinkerpool_attention
     assert attention.current is not None, "no pass has begun"
-    out = attention.current(module.layer_idx, query, key, value, scaling=scaling, sliding_window=sliding_window)
+    out = attention.current(module.tinkerpool_number, query, key, value, scaling=scaling, sliding_window=sliding_window)
     return out, None
 
 

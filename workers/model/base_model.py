@@ -45,10 +45,12 @@ from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
+from workers.model.gated_delta import DeltaShape
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
+from workers.model.packed_delta import PackedDelta, Recur
 from workers.model.pretrained import Probe, UnsupportedModelError, eos_token_ids, load_pretrained
 from workers.model.replacement import decoder_layers, replace_layers
 from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections, has_form
@@ -100,8 +102,12 @@ class BaseModel:
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
-        self.groups = replace_layers(model, self.current)
+        self.groups, delta_layers = replace_layers(model, self.current)
         self.group_shapes = tuple(group.shape for group in self.groups)
+        self.delta_shape: DeltaShape | None = DeltaShape.of(delta_layers)
+        """The linear attention of a hybrid; None: all layers are of full attention."""
+        self.num_attention_layers = self.num_layers - len(delta_layers)
+        """Layers of full attention: those that have keys and values."""
         self._attention = LayerAttention(model)
         self.has_sliding_window = self._attention.has_sliding_window
         """Whether any layer may attend with a sliding window."""
@@ -136,7 +142,8 @@ class BaseModel:
             attend: Attend = self.attend_packed(lengths, [1] * len(lengths))
             if is_projected:
                 attend = SplitProjections(attend, self.num_heads, self.num_key_value_heads)
-            return self.unembed(self.forward(tokens, positions, (), attend), ())
+            recur = PackedDelta(lengths, self.device)
+            return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
 
         probe.check(logits_of, self.dtype)
         if self.sampling_layers is not None:
@@ -158,6 +165,7 @@ class BaseModel:
         positions: Tensor,
         segments: Sequence[Segment],
         attend: Attend,
+        recur: Recur | None = None,
         *,
         recompute: bool = False,
     ) -> Tensor:
@@ -165,11 +173,12 @@ class BaseModel:
 
         Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it. Without
         gradients, an `attend` that takes projections has the `sampling_layers`, if there are any, and no padding.
+        `recur` is the linear attention of a hybrid, and sees the padding too.
         With gradients enabled, `backward` adds every adapter's gradient to its row; it must run before the next
         forward. With `recompute` it runs every layer again, so that only the layers' inputs stay in memory meanwhile;
         the bits are the same.
         """
-        self.current.begin(segments)
+        self.current.begin(segments, recur)
         if self.sampling_layers is not None and isinstance(attend, AttendsProjected):
             return self.sampling_layers.forward(tokens, positions, self.current.routing, attend)
         num_rows = tokens.shape[0]
@@ -242,6 +251,7 @@ class BaseModel:
             modules=tuple(
                 AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out)
                 for shape in self.group_shapes
+                if shape.kind != "frozen"
                 for name, d_out in zip(shape.names, shape.d_outs, strict=True)
             ),
             tokenizer_files=tokenizer_files(self.path),

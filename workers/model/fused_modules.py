@@ -149,7 +149,10 @@ class _RotaryFunction(torch.autograd.Function):
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Return queries (1, H, T, E) and keys, rotated by cos and sin (1, T, E)."""
+    """Return queries (1, H, T, E) and keys, rotated by cos and sin (1, T, R); R < E: only the first R values are."""
+    if (width := cos.shape[-1]) < q.shape[-1]:
+        first = apply_rotary(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+        return torch.cat([first[0], q[..., width:]], -1), torch.cat([first[1], k[..., width:]], -1)
     angles = (cos.unsqueeze(unsqueeze_dim), *sin.unsqueeze(unsqueeze_dim).chunk(2, -1))
     if not torch.is_grad_enabled():
         return _rotated(q, *angles), _rotated(k, *angles)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from workers.model.frozen_products import ExactProducts, FrozenProducts, PackedProducts, PlainProducts
 from workers.model.numerics import ROWS_MIN, Numerics
+from workers.model.packed_delta import Recur
 from workers.model.segments import Fuse, Routing, Segment, SegmentRun
 from workers.rows import GroupShape
 
@@ -46,6 +47,8 @@ class CurrentPass:
         self.fuse_forward: Fuse | None = None
         """`forward_runs.forward_runs` if the device has such kernels: for passes without a backward."""
         self.routing = Routing((), self.rows_min)
+        self.recur: Recur | None = None
+        """The linear attention of the pass; None: the model has none."""
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
@@ -57,13 +60,14 @@ class CurrentPass:
         self.can_batch = numerics.can_batch
         self.fuse, self.fuse_forward = fuse, fuse_forward
 
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Set the segments of the next forward, and of its backward."""
+    def begin(self, segments: Sequence[Segment], recur: Recur | None = None) -> None:
+        """Set the segments and the linear attention of the next forward, and of its backward."""
+        self.recur = recur
         self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
 
     def reset(self) -> None:
         """Drop the last pass and the count of products."""
-        self.routing, self.num_base_matmuls = self.route(()), 0
+        self.routing, self.recur, self.num_base_matmuls = self.route(()), None, 0
 
     def count_matmuls(self, number: int) -> None:
         """Count products of activations with frozen weights."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-PROBE_LENGTHS = (24, 11)
-"""Tokens of the probe's two sequences, unless the model takes fewer."""
+PROBE_LENGTHS, HYBRID_LENGTHS = (24, 11), (150, 70)
+"""Tokens of the probe's two sequences, unless the model takes fewer: those of hybrids have several chunks each."""
 TOLERANCE = 1e-4
 """Largest difference of the probe's log-probabilities in fp32."""
 ROUNDINGS_PER_LAYER = 16
@@ -104,7 +104,8 @@ class Probe:
     @torch.no_grad()
     def of(cls, model: Any, max_seq_len: int) -> Probe:
         """Run the model's own forward, before any layer is replaced."""
-        lengths = [min(length, max_seq_len) for length in PROBE_LENGTHS]
+        is_hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+        lengths = [min(length, max_seq_len) for length in (HYBRID_LENGTHS if is_hybrid else PROBE_LENGTHS)]
         num_tokens = min(int(model.get_input_embeddings().num_embeddings), model.get_output_embeddings().out_features)
         tokens = (torch.arange(sum(lengths), device=model.device) * 7919 + 13) % num_tokens
         logprobs = [

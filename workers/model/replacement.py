@@ -15,24 +15,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.contract.adapted_modules import ModuleKind
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
+from workers.model.gated_delta import FROZEN, GatedDelta, replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
-from workers.rows import GroupShape
+from workers.rows import GroupKind, GroupShape
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_q", "in_proj_k", "in_proj_v"),
+    FROZEN,
+)
 """Leaf names of linears that read the same input and are computed together."""
-KIND_OF_PARENT: Mapping[str, ModuleKind] = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "mlp"}
+KIND_OF_PARENT: Mapping[str, ModuleKind] = {
+    "self_attn": "attn",
+    "attention": "attn",
+    "attn": "attn",
+    "linear_attn": "attn",
+    "mlp": "mlp",
+}
 
 
-def replace_layers(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
-    """Replace linears, norms and rotary functions; return the linears in the order of the forward.
+def replace_layers(model: Any, current: CurrentPass) -> tuple[tuple[LinearGroup, ...], tuple[GatedDelta, ...]]:
+    """Replace linear attention, linears, norms and rotary functions.
 
-    The last group is the unembedding. The linears share `current`. Raises UnsupportedModelError.
+    Return the linears in the order of the forward, the unembedding last, and the layers of linear attention. All of
+    them share `current`. Raises UnsupportedModelError.
     """
+    delta_layers = replace_delta_layers(model, current)
     groups = _replace_linears(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
-    return groups
+    return groups, delta_layers
 
 
 def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
@@ -66,7 +80,8 @@ def _replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...
             )
         for siblings in _sibling_groups(leaves):
             names = tuple(f"{parent}.{leaf}" for leaf in siblings)
-            groups.append(_replace_group(model, current, len(groups), kind, names))
+            own_kind: GroupKind = "frozen" if siblings == FROZEN else kind
+            groups.append(_replace_group(model, current, len(groups), own_kind, names))
     if not unembedding_name or not groups:
         raise UnsupportedModelError("the model has no linear output layer or no linear layers at all")
     groups.append(_replace_group(model, current, len(groups), "unembed", (unembedding_name,)))
@@ -74,7 +89,7 @@ def _replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...
 
 
 def _replace_group(
-    model: Any, current: CurrentPass, index: int, kind: ModuleKind, names: tuple[str, ...]
+    model: Any, current: CurrentPass, index: int, kind: GroupKind, names: tuple[str, ...]
 ) -> LinearGroup:
     linears = [model.get_submodule(name) for name in names]
     shape = GroupShape(

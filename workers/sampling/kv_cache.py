@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,14 +63,14 @@ class SequenceBlocks:
 
 
 class KVCache:
-    """Keys and values of every layer. On a CPU, blocks that were never written take no memory."""
+    """Keys and values of every layer of full attention. On a CPU, blocks that were never written take no memory."""
 
     block_tokens = BLOCK_TOKENS
 
     def __init__(self, model: BaseModel, num_blocks: int) -> None:
         """Allocate the blocks; raises the library's error if there is not enough memory."""
         sizes = (BLOCK_TOKENS, model.head_dim)
-        shape = (model.num_layers, num_blocks, model.num_key_value_heads)
+        shape = (model.num_attention_layers, num_blocks, model.num_key_value_heads)
         self.device = model.device
         self._keys = torch.empty(*shape, *reversed(sizes), dtype=model.dtype, device=model.device)
         self._values = torch.empty(*shape, *sizes, dtype=model.dtype, device=model.device)
@@ -87,7 +87,7 @@ class KVCache:
 
 
 class PagedCache:
-    """Keys and values of every layer in pages: blocks in which a token's heads are together, as the kernel reads."""
+    """Like `KVCache`, in pages: blocks in which a token's heads are together, as the kernel reads."""
 
     block_tokens = PAGE_TOKENS
 
@@ -95,7 +95,7 @@ class PagedCache:
         """Allocate the pages, and one more; raises the library's error if there is not enough memory."""
         self.scratch_page = num_blocks
         """A page that no sequence has, for rows that nobody needs."""
-        shape = (model.num_layers, num_blocks + 1, PAGE_TOKENS, model.num_key_value_heads, model.head_dim)
+        shape = (model.num_attention_layers, num_blocks + 1, PAGE_TOKENS, model.num_key_value_heads, model.head_dim)
         self.device = model.device
         self._keys, self._values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
 
@@ -118,6 +118,8 @@ class Prefix:
     num_holders: int = 0
     is_dropped: bool = False
     """No prompt can find it any more; its block becomes free when its last holder releases it."""
+    state: int | None = None
+    """The slot with the states of linear attention after the block; see `delta_states`."""
     children: dict[bytes, Prefix] = field(default_factory=dict)
 
 
@@ -134,10 +136,16 @@ class _Root:
 class BlockPool:
     """The blocks 0 to `num_blocks` - 1. Used by one thread only."""
 
-    def __init__(self, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
-        """Begin with all blocks free; `block_tokens`: tokens of a block."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int = BLOCK_TOKENS,
+        on_leave: Callable[[Prefix], None] = lambda _: None,
+    ) -> None:
+        """Begin with all blocks free; `block_tokens`: tokens of a block. `on_leave` gets a shared block that leaves."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self._on_leave = on_leave
         self.num_evictions = 0
         """Idle blocks that gave way, since the pool was made."""
         self._free = list(range(num_blocks))  # ascending
@@ -261,6 +269,7 @@ class BlockPool:
     def _drop(self, key: Hashable) -> None:
         for prefix in _descendants(self._roots.pop(key).prefix):
             prefix.is_dropped = True
+            self._on_leave(prefix)
             if prefix in self._idle:
                 del self._idle[prefix]
                 self.free([prefix.block])
@@ -270,13 +279,14 @@ class BlockPool:
         assert prefix.parent is not None
         assert not prefix.children, "the blocks after an idle block are evicted before it"
         del prefix.parent.children[prefix.tokens]
+        self._on_leave(prefix)
         self.free([prefix.block])
         self.num_evictions += 1
 
 
 def block_bytes(model: BaseModel, block_tokens: int = BLOCK_TOKENS) -> int:
     """Return the bytes of one block, all layers together."""
-    token_values = 2 * model.num_layers * model.num_key_value_heads * model.head_dim
+    token_values = 2 * model.num_attention_layers * model.num_key_value_heads * model.head_dim
     return block_tokens * token_values * int(model.dtype.itemsize)
 
 

@@ -13,19 +13,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from workers.bank.bank import Bank
+from workers.sampling.delta_states import StateMove, StateOwner, StatePool
 from workers.sampling.kv_cache import BlockPool, Prefix
 from workers.sampling.sequences import ActiveRequest
 
 DECODING_SHARE = 1 / 4
 """The part of `tokens_max` that a step computes while sequences are decoding, so that their next token is not late."""
+CHECKPOINT_BLOCKS = 8
+"""A hybrid's prompt leaves a checkpoint at the ends of so many blocks, and at the last one that it shares."""
 
 
 class Prefill:
     """The prompts of one worker that are being computed. Used by one thread only."""
 
-    def __init__(self, pool: BlockPool, bank: Bank, tokens_max: int) -> None:
+    def __init__(self, pool: BlockPool, states: StatePool, bank: Bank, tokens_max: int) -> None:
         """Compute at most `tokens_max` tokens in a step, rounded up to a whole block."""
         self._pool = pool
+        self._states = states
         self._bank = bank
         self._tokens_max = tokens_max
         self._active: dict[str, deque[ActiveRequest]] = {}
@@ -33,7 +37,7 @@ class Prefill:
 
     def add(self, active: ActiveRequest, shared: Sequence[Prefix]) -> None:
         """Begin a prompt with shared blocks that are held for it; blocks for the rest are reserved."""
-        active.prompt.use_shared(shared)
+        self._use_shared(active, shared)
         self._active.setdefault(active.scope, deque()).append(active)
 
     def remove(self, active: ActiveRequest) -> None:
@@ -65,23 +69,59 @@ class Prefill:
         """Record that a prompt is computed up to `stop`, and share its whole blocks."""
         prompt = active.prompt
         prompt.advance(stop)
+        if active.state is not None:
+            active.state.commit()
         for block in range(len(prompt.shared), stop // self._pool.block_tokens):
             parent = prompt.shared[-1] if prompt.shared else self._root(active)
             prefix = self._pool.share(parent, prompt.block_tokens(block), prompt.blocks[block])
             if prefix is None:
                 break
             prompt.make_shared(prefix)
+        if active.state is not None:
+            self._keep_states(active, active.state)
         if prompt.is_computed:
             self.remove(active)
 
+    def move(self, active: ActiveRequest, stop: int) -> StateMove | None:
+        """Return how a pass up to `stop` moves a prompt's state on; None: the model has no linear attention."""
+        if active.state is None:
+            return None
+        position = active.prompt.last_shareable
+        slot = active.state.spare() if active.prompt.num_computed < position < stop else None
+        checkpoint = None if slot is None else (position - active.prompt.num_computed, slot)
+        return StateMove(active.state.current, active.state.writable(), checkpoint)
+
+    def _keep_states(self, active: ActiveRequest, state: StateOwner) -> None:
+        """Make checkpoints of a prompt's states: a state is of use where a shared block ends."""
+        prompt = active.prompt
+        state.keep_spare(prompt.shared_until(prompt.last_shareable))
+        prefix = prompt.shared_until(prompt.num_computed)
+        if prefix is not None and prefix.state is None and state.current is not None:
+            self._states.keep(prefix, state.current)
+            if prompt.kept is not None:
+                self._states.forget(prompt.kept)
+            is_lasting = len(prompt.shared) % CHECKPOINT_BLOCKS == 0
+            prompt.kept = None if is_lasting else prefix
+        if prompt.is_computed:
+            state.end_writing()
+
+    def _use_shared(self, active: ActiveRequest, shared: Sequence[Prefix]) -> None:
+        """Use shared blocks that are held for a prompt, and the state behind the last of them."""
+        active.prompt.use_shared(shared)
+        if shared and active.state is not None:
+            assert shared[-1].state is not None
+            active.state.adopt(shared[-1].state)
+
     def find_shared(self, active: ActiveRequest) -> list[Prefix]:
-        """Return the blocks that a prompt needs next and that are shared already."""
+        """Return the blocks that a prompt needs next and that are shared already; of a hybrid, up to a checkpoint."""
         found: list[Prefix] = []
         while (wanted := self._next_shareable(active, found)) is not None:
             prefix = self._pool.find(*wanted)
             if prefix is None:
                 break
             found.append(prefix)
+        while found and self._states.num_slots and found[-1].state is None:
+            found.pop()
         return found
 
     def hold_shared(self, active: ActiveRequest) -> list[Prefix]:
@@ -112,7 +152,7 @@ class Prefill:
         for active in [active for requests in self._active.values() for active in requests]:
             shared = self.hold_shared(active)
             self._pool.unreserve(len(shared))
-            active.prompt.use_shared(shared)
+            self._use_shared(active, shared)
             wanted = self._next_shareable(active, ())
             if wanted is None or wanted not in in_progress:
                 stops[active] = active.prompt.num_computed

@@ -40,6 +40,8 @@ class Prompt:
         """Tokens whose keys and values are there."""
         self.num_cached_tokens = 0
         """Tokens that were found in shared blocks instead of being computed."""
+        self.kept: Prefix | None = None
+        """The last of its shared blocks that has a checkpoint because this prompt was computed up to its end."""
         self._num_shareable_blocks = num_shareable_blocks
 
     @property
@@ -66,6 +68,16 @@ class Prompt:
     def is_computed(self) -> bool:
         """Whether the keys and values of all tokens are there."""
         return self.num_computed == self.length
+
+    @property
+    def last_shareable(self) -> int:
+        """The end of the last block that a prompt with the same tokens need not compute."""
+        return (self.length - 1) // self._block_tokens * self._block_tokens
+
+    def shared_until(self, position: int) -> Prefix | None:
+        """Return the shared block that ends at a position; None if there is none."""
+        number, rest = divmod(position, self._block_tokens)
+        return self.shared[number - 1] if not rest and 0 < number <= len(self.shared) else None
 
     def block_tokens(self, block: int) -> bytes:
         """Return the tokens of a whole block of the prompt."""

@@ -3,7 +3,7 @@
 Does not depend on requests or on how tokens are drawn.
 
 Main invariant: the outcome of a part depends only on that part and its version. A failed pass can be run again: it
-writes only the keys and values of its own rows.
+writes only the keys and values of its own rows, and states to slots that nothing reads before the pass has succeeded.
 
 Dimensions: T rows of the pass, n rows of a part, S sequences of a part, D hidden size, N rows of logits, V vocabulary.
 """
@@ -27,6 +27,7 @@ from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import PromptChunk, Steps
+from workers.sampling.delta_states import DeltaStates, StateChunk, StateMove
 from workers.sampling.kv_cache import PromptBlocks, SequenceBlocks
 from workers.sampling.step_graphs import StepGraphs
 
@@ -47,6 +48,8 @@ class NextPart:
     """What logits are divided by for log-probabilities at sampled positions, above 0."""
     sequences: Sequence[SequenceBlocks]
     """One per token."""
+    moves: Sequence[StateMove] = ()
+    """Of a hybrid, how their states move on; one per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class PromptPart:
     """The first position of the prompt whose logits are wanted by `note`."""
     note: Callable[[int, Tensor], None]
     """Takes the first of consecutive positions, and their logits (N, V), fp32. Never the prompt's last position."""
+    move: StateMove | None = None
+    """Of a hybrid, how the prompt's state moves on."""
 
     @property
     def stop(self) -> int:
@@ -131,12 +136,20 @@ class Outcome:
 class SamplePass:
     """Runs passes on one base model and bank. Used by one thread only."""
 
-    def __init__(self, base_model: BaseModel, bank: Bank, steps: Steps, graphs: StepGraphs | None = None) -> None:
-        """Attend by `steps`; passes without prompts run by `graphs`, if there are any."""
+    def __init__(
+        self,
+        base_model: BaseModel,
+        bank: Bank,
+        steps: Steps,
+        graphs: StepGraphs | None = None,
+        states: DeltaStates | None = None,
+    ) -> None:
+        """Attend by `steps`; passes without prompts run by `graphs`, if there are any. A hybrid has `states`."""
         self._base_model = base_model
         self._bank = bank
         self._steps = steps
         self._graphs = graphs
+        self._states = states
 
     def run(self, parts: Sequence[Part]) -> Outcome:
         """Run one forward of parts with at most as many versions as the bank has slots."""
@@ -182,7 +195,8 @@ class SamplePass:
                 return hidden
         device = self._base_model.device
         inputs = on_device(token_ids, device), on_device(positions, device)
-        return self._base_model.forward(*inputs, segments, self._steps.begin(chunks, tokens))
+        recur = None if self._states is None else self._states.begin(*_moves(parts, starts))
+        return self._base_model.forward(*inputs, segments, self._steps.begin(chunks, tokens), recur)
 
     def _logits(self, hidden: Sequence[Tensor], parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows:
         """Return the rows for drawing, from the hidden states of every part, (0, D) for a part without any."""
@@ -245,6 +259,19 @@ def _places(parts: Sequence[Part], starts: Sequence[int]) -> tuple[list[PromptCh
             chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
         else:
             tokens += [NextToken(row, part.prompt, sequence) for row, sequence in enumerate(part.sequences, start)]
+    return chunks, tokens
+
+
+def _moves(parts: Sequence[Part], starts: Sequence[int]) -> tuple[list[StateChunk], list[tuple[int, StateMove]]]:
+    """Return the chunks and the next tokens of a hybrid's parts that begin at these rows."""
+    chunks: list[StateChunk] = []
+    tokens: list[tuple[int, StateMove]] = []
+    for part, start in zip(parts, starts, strict=False):
+        if isinstance(part, NextPart):
+            tokens += enumerate(part.moves, start)
+        else:
+            assert part.move is not None
+            chunks.append(StateChunk(start, start + len(part.tokens), part.move))
     return chunks, tokens
 
 

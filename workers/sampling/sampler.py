@@ -37,6 +37,7 @@ from workers.model.base_model import BaseModel
 from workers.sampling import device_drawing
 from workers.sampling.attention.pages import PageKernel, PageSteps
 from workers.sampling.attention.step import BlockSteps, Steps
+from workers.sampling.delta_states import OWNER_PLACES, DeltaStates, StatePool, state_bytes
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
 from workers.sampling.kv_cache import BlockPool, KVCache, PagedCache, block_bytes
@@ -47,6 +48,10 @@ from workers.sampling.slot_queue import SequenceSlots
 from workers.sampling.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
+STATES_SHARE = 1 / 2
+"""The part of the memory for samples that a hybrid's states of linear attention take at most."""
+NUM_CHECKPOINTS = 64
+"""States beyond those of as many sequences and prompts as may run: for prompts that begin alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +110,20 @@ class Sampler:
         if limits.cache_bytes_max is not None:
             num_bytes = min(limits.cache_bytes_max, num_bytes)
         self._block_bytes = block_bytes(base_model, block_tokens)
-        num_blocks = max(1, num_bytes // self._block_bytes)
+        self._state_bytes = state_bytes(base_model)
+        num_states = self._num_states(num_bytes, limits.num_sequences_max)
+        num_blocks = max(1, (num_bytes - num_states * self._state_bytes) // self._block_bytes)
         self._base_model = base_model
         self._bank = bank
-        self.blocks = BlockPool(num_blocks, block_tokens)
-        """Changed by `prefill` and `slots` only."""
-        self._prefill = Prefill(self.blocks, bank, limits.prefill_tokens_max)
-        self.slots = SequenceSlots(self.blocks, self._prefill, limits.num_sequences_max)
+        self.states = StatePool(num_states)
+        self.blocks = BlockPool(num_blocks, block_tokens, on_leave=self.states.forget)
+        """Both are changed by `prefill` and `slots` only."""
+        self.num_sequence_slots = limits.num_sequences_max
+        """Sequences that may run at a time."""
+        if num_states:
+            self.num_sequence_slots = min(self.num_sequence_slots, num_states // OWNER_PLACES - 1)
+        self._prefill = Prefill(self.blocks, self.states, bank, limits.prefill_tokens_max)
+        self.slots = SequenceSlots(self.blocks, self.states, self._prefill, self.num_sequence_slots)
         self._cache: KVCache | PagedCache
         self._steps: Steps
         graphs: StepGraphs | None = None
@@ -123,7 +135,9 @@ class Sampler:
             self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
             if base_model.sampling_layers is not None and base_model.device.type == "cuda":
                 graphs = StepGraphs(base_model, pages, page_kernel)
-        self._pass = SamplePass(base_model, bank, self._steps, graphs)
+        shape = base_model.delta_shape
+        states = None if shape is None else DeltaStates(base_model, shape, num_states)
+        self._pass = SamplePass(base_model, bank, self._steps, graphs, states)
         self._clock = clock
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""
@@ -193,7 +207,15 @@ class Sampler:
     def _promise_blocks(self) -> None:
         """Let passes leave the memory free that a CPU will give to blocks when they are first written."""
         if self._base_model.device.type == "cpu":
-            self._memory.promise(len(self.blocks.untouched) * self._block_bytes)
+            blocks = len(self.blocks.untouched) * self._block_bytes
+            self._memory.promise(blocks + len(self.states.untouched) * self._state_bytes)
+
+    def _num_states(self, num_bytes: int, num_sequences: int) -> int:
+        """Return how many states of linear attention the memory for samples has."""
+        if not self._state_bytes:
+            return 0
+        wanted = 2 * OWNER_PLACES * num_sequences + NUM_CHECKPOINTS
+        return max(2 * OWNER_PLACES, min(wanted, int(STATES_SHARE * num_bytes) // self._state_bytes))
 
     def _stop_strings(self, request: SampleRequest) -> StopStrings | None:
         """Return the request's stop strings; raises ValueError if this model has no tokenizer for them."""
@@ -273,6 +295,7 @@ class Sampler:
                 logprobs_temperature=active.logprobs_temperature,
                 first_row=active.outputs.first_row,
                 note=active.note,
+                move=self._prefill.move(active, work.stop),
             )
         for sequence in active.sequences:
             self._cache.clear(self.slots.extend(sequence))
@@ -282,6 +305,7 @@ class Sampler:
             tokens=np.array([sequence.tokens[-1] for sequence in active.sequences], np.int64),
             logprobs_temperature=active.logprobs_temperature,
             sequences=[sequence.location for sequence in active.sequences],
+            moves=[move for sequence in active.sequences if (move := self.slots.move(active, sequence)) is not None],
         )
 
     def _apply(self, works: Sequence[_Work], outcome: Outcome) -> None:
@@ -291,6 +315,7 @@ class Sampler:
             active = work.active
             if isinstance(work, _Decode):
                 assert rows is not None
+                self.slots.moved(active)
                 drawing.append((active, rows))
                 continue
             self._prefill.advance(active, work.stop)

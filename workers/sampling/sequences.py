@@ -31,6 +31,7 @@ from workers.contract.messages import (
     TokenEvent,
     TokenLogprobs,
 )
+from workers.sampling.delta_states import StateOwner
 from workers.sampling.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
 from workers.sampling.kv_cache import SequenceBlocks
 from workers.sampling.prompts import Prompt, PromptOutputs
@@ -77,6 +78,8 @@ class ActiveSequence:
     topk: list[tuple[NDArray[np.intp], NDArray[np.float32]]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     """Key-value blocks of its own tokens."""
+    state: StateOwner | None = None
+    """Of a hybrid, from its first decode step on; that reads the prompt's."""
     _numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     @property
@@ -119,6 +122,8 @@ class ActiveRequest:
         num_shareable = min(self.outputs.first_row, len(request.prompt) - 1) // block_tokens
         self.prompt = Prompt(request.prompt, num_shareable, block_tokens)
         self._block_tokens = block_tokens
+        self.state: StateOwner | None = None
+        """Of a hybrid's prompt, from its first slot on."""
         self.sequences: list[ActiveSequence] = []
         self.num_slots = 0
         """Sequence slots that it has."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from workers.sampling.delta_states import StateMove, StateOwner, StatePool
 from workers.sampling.kv_cache import BlockPool
 from workers.sampling.prefill import Prefill
 from workers.sampling.sequences import ActiveRequest, ActiveSequence
@@ -87,12 +88,13 @@ class SlotOrder(Generic[T]):
 class SequenceSlots:
     """The requests of one worker, waiting and running. Used by one thread only."""
 
-    def __init__(self, pool: BlockPool, prefill: Prefill, num_slots: int) -> None:
+    def __init__(self, pool: BlockPool, states: StatePool, prefill: Prefill, num_slots: int) -> None:
         """Grant `num_slots` slots at most."""
         self.running: list[ActiveRequest] = []
         """Requests with a slot, in the order in which they got their first."""
         self.num_granted = 0
         self._pool = pool
+        self._states = states
         self._prefill = prefill
         self._num_slots = num_slots
         self._waiting: SlotOrder[ActiveRequest] = SlotOrder(PATIENCE)
@@ -131,12 +133,19 @@ class SequenceSlots:
 
     def _try_reserve(self, active: ActiveRequest) -> bool:
         """Reserve the memory for one more sequence, and for the prompt if it is the first; return whether it fits."""
-        if active.num_slots:
-            return self._pool.reserve(active.num_own_blocks)
-        shared = self._prefill.hold_shared(active)
-        if not self._pool.reserve(active.prompt.num_blocks - len(shared) + active.num_own_blocks):
-            self._pool.release(shared)
+        num_owners = 1 if active.num_slots else 2
+        if not self._states.reserve(num_owners):
             return False
+        shared = [] if active.num_slots else self._prefill.hold_shared(active)
+        num_blocks = 0 if active.num_slots else active.prompt.num_blocks - len(shared)
+        if not self._pool.reserve(num_blocks + active.num_own_blocks):
+            self._pool.release(shared)
+            self._states.unreserve(num_owners * self._states.owner_places)
+            return False
+        if active.num_slots:
+            return True
+        if self._states.num_slots:
+            active.state = StateOwner(self._states)
         self.running.append(active)
         self._prefill.add(active, shared)
         return True
@@ -149,10 +158,36 @@ class SequenceSlots:
         sequence.add_block(block)
         return [block]
 
+    def move(self, active: ActiveRequest, sequence: ActiveSequence) -> StateMove | None:
+        """Return how a pass moves a sequence's state on; None: the model has no linear attention."""
+        if not self._states.num_slots:
+            return None
+        if sequence.state is None:
+            sequence.state = StateOwner(self._states)
+        read = sequence.state.current
+        if read is None and active.state is not None:
+            read = active.state.current
+        return StateMove(read, sequence.state.writable())
+
+    def moved(self, active: ActiveRequest) -> None:
+        """Record that a pass has moved on the states of all running sequences; drop the prompt's if nobody needs it."""
+        if active.state is None:
+            return
+        for sequence in active.sequences:
+            assert sequence.state is not None
+            sequence.state.commit()
+        if active.num_begun == active.request.num_samples:
+            active.state.close()
+
     def end_sequence(self, active: ActiveRequest, sequence: ActiveSequence) -> None:
         """Free an ended sequence's blocks, and its slot unless it is the last one of a request with more to run."""
         self._pool.free(sequence.blocks)
-        if active.num_slots == 1 and active.num_begun < active.request.num_samples:
+        is_followed = active.num_slots == 1 and active.num_begun < active.request.num_samples
+        if sequence.state is not None:
+            sequence.state.close(keeps_places=is_followed)
+        elif not is_followed:
+            self._states.unreserve(self._states.owner_places)
+        if is_followed:
             is_reserved = self._pool.reserve(len(sequence.blocks))
             assert is_reserved, "the blocks were freed just now"
             if not active.num_waiting:
@@ -174,4 +209,8 @@ class SequenceSlots:
         self._pool.free(active.prompt.private_blocks)
         self._pool.unreserve(active.num_slots * active.num_own_blocks - len(own) + active.prompt.num_missing_blocks)
         self._pool.release(active.prompt.shared)
+        states = [sequence.state for sequence in active.sequences if sequence.state is not None]
+        self._states.unreserve((active.num_slots - len(states)) * self._states.owner_places)
+        for state in [*states, *([] if active.state is None else [active.state])]:
+            state.close()
         self.num_granted -= active.num_slots

@@ -31,6 +31,7 @@ from workers.host.allocator import is_out_of_memory, without_holes
 from workers.host.free_memory import MemoryShare
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
+from workers.model.packed_delta import PackedDelta
 from workers.model.segments import Segment
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
@@ -278,8 +279,9 @@ class PassRunner:
         self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
             attend = self.base_model.attend_packed(packed.lengths, packed.counts)
+            recur = PackedDelta(packed.lengths, self.base_model.device)
             hidden = self.base_model.forward(
-                packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
+                packed.tokens, packed.positions, packed.segments, attend, recur, recompute=recompute
             )
             self.times.end("forward")
             self.prefetch.begin()  # these copies follow the forward, and run while the backward computes

@@ -18,7 +18,7 @@ from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
 from workers.selftest.loading import load_base_model
 
-PER_PASS = {"routing", "num_base_matmuls"}
+PER_PASS = {"recur", "routing", "num_base_matmuls"}
 """What each pass sets anew, or only counts."""
 
 

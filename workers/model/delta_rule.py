@@ -1,0 +1,220 @@
+"""The gated delta rule: a state for each sequence and head that every token reads, corrects and lets decay.
+
+With queries and keys of length one, a state S (E, P), a log decay g <= 0 and a strength 0 < beta < 1 of each token::
+
+    S' = exp(g) S        delta = beta (v - S'^T k)        S = S' + k delta^T        o = S^T q / sqrt(E)
+
+Tokens are computed in chunks: inside of a chunk all deltas are the solution of one triangular system, and only the
+state goes from chunk to chunk (Yang et al., "Gated Delta Networks", 2024, section 3.3). A step computes one token.
+
+Before it, queries, keys and values go through a causal convolution of each channel with its own few weights and SiLU;
+behind it, the result of each head is normalised and multiplied by SiLU of a gate.
+
+Does not depend on models, passes or adapters: on the library's elementwise kernels, batched products and triangular
+solutions, which `selftest` tries.
+
+Main invariant: the numbers of a chunk depend on its own tokens and its own first state alone, not on the other chunks
+of a call. Everything is computed in fp32 and rounded once, at the end. Nothing is masked by multiplying with zero.
+
+Dimensions: N chunks or sequences, C tokens of a chunk, W weights of a convolution, H key heads, G value heads for each
+key head, E key head dimension, P value head dimension, K = H E, V = H G P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+UNIT_EPS = 1e-6
+"""What is added to the square of a query's or key's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The frozen weights of a layer besides its linears; fp32."""
+
+    conv: Sequence[Tensor]
+    """(W, K) of queries, (W, K) of keys, (W, V) of values; the last weight is the token's own."""
+    decay: Tensor
+    """(H G,): exp(A_log)."""
+    dt_bias: Tensor
+    """(H G,)"""
+    norm: Tensor
+    """(P,)"""
+    norm_eps: float
+    num_key_heads: int
+    num_value_heads: int
+
+    @property
+    def history(self) -> int:
+        """Tokens before a token that its convolution reads: W - 1."""
+        return len(self.conv[0]) - 1
+
+    @property
+    def key_dim(self) -> int:
+        """E."""
+        return self.conv[0].shape[1] // self.num_key_heads
+
+    @property
+    def value_dim(self) -> int:
+        """P."""
+        return self.conv[2].shape[1] // self.num_value_heads
+
+    @property
+    def heads_per_key(self) -> int:
+        """G."""
+        return self.num_value_heads // self.num_key_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a layer's linears give for some tokens. The leading dimensions are (T,), (N, C) or (N,)."""
+
+    qkv: Sequence[Tensor]
+    """(..., K), (..., K), (..., V) before the convolution; chunks have W - 1 tokens more, those before the chunk."""
+    gate: Tensor
+    """(..., V)"""
+    strength: Tensor
+    """(..., H G): beta before the sigmoid."""
+    decay: Tensor
+    """(..., H G): the decay's argument."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all of them in the order of the fields."""
+        return *self.qkv, self.gate, self.strength, self.decay
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> DeltaInputs:
+        """Return the inputs of `tensors()`."""
+        return cls(tensors[:3], *tensors[3:])
+
+
+def chunked(
+    inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None, counts: Sequence[int], state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the layer's results (N, C, V), fp32, of N chunks, and the state after the last chunk of each sequence.
+
+    Chunks come in rounds: `counts[i]` sequences have an i-th chunk, the first ones of those that have the one before
+    it. `is_token` (N, C) is False at padding behind the last token of a sequence, None without padding. Sequences begin
+    with `state` (S, H, G, E, P), or with zeros; only in the first case a state is returned, and all have equally many
+    chunks.
+    """
+    query, key, value = (_convolved(rows, conv) for rows, conv in zip(inputs.qkv, weights.conv, strict=True))
+    beta, log_decay = _coefficients(inputs, weights, is_token)
+    num, length = beta.shape[:2]
+    heads, per_key = weights.num_key_heads, weights.heads_per_key
+    query, key = (_unit(rows.view(num, length, heads, -1)).transpose(1, 2) for rows in (query, key))  # (N, H, C, E)
+    query = query * weights.key_dim**-0.5
+    value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
+    beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
+    total = log_decay.cumsum(-1)  # (N, H, G, C)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=total.device).triu_(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()  # (N, H, G, C, C)
+    passed = total.exp().unsqueeze(-1)  # (N, H, G, C, 1): the decay since the chunk began
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)  # until it ends
+    key_t = key.transpose(-1, -2)
+    reads = (query @ key_t).unsqueeze(2) * between
+    system = (key @ key_t).unsqueeze(2) * between * beta.unsqueeze(-1)
+    keys, queries = key.unsqueeze(2), query.unsqueeze(2) * passed  # (N, H, 1, C, E), (N, H, G, C, E)
+    known = torch.cat([value, keys * passed], -1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    values, corrections = solved.split([weights.value_dim, weights.key_dim], -1)
+    writes = (keys * left).transpose(-1, -2)  # (N, H, G, E, C)
+    kept = passed[..., -1:, :]  # (N, H, G, 1, 1)
+    keeps_state = state is not None
+    outs = []
+    start = 0
+    for number, count in enumerate(counts):
+        chunks = slice(start, start + count)
+        start += count
+        deltas = values[chunks]
+        if state is not None:
+            state = state[:count]
+            deltas = deltas - corrections[chunks] @ state
+        out = reads[chunks] @ deltas
+        outs.append(out if state is None else out + queries[chunks] @ state)
+        goes_on = counts[number + 1] if number + 1 < len(counts) else count if keeps_state else 0
+        if goes_on:
+            again = slice(chunks.start, chunks.start + goes_on)
+            update = writes[again] @ deltas[:goes_on]
+            state = update if state is None else torch.addcmul(update, state[:goes_on], kept[again])
+    out = torch.cat(outs).permute(0, 3, 1, 2, 4).flatten(2, 3)  # (N, C, H G, P)
+    return _gated(out, inputs.gate, weights), state if keeps_state else None
+
+
+def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], state: Tensor) -> Tensor:
+    """Return the layer's results (N, V), fp32, of one more token of N sequences; `state` (N, H, G, E, P) is changed.
+
+    `before` has the W - 1 tokens before it: (N, W - 1, K), (N, W - 1, K), (N, W - 1, V).
+    """
+    windows = [torch.cat([rows, own.unsqueeze(1)], 1) for rows, own in zip(before, inputs.qkv, strict=True)]
+    query, key, value = (_convolved(rows, conv).squeeze(1) for rows, conv in zip(windows, weights.conv, strict=True))
+    beta, log_decay = _coefficients(inputs, weights, None)
+    num, heads, per_key = len(value), weights.num_key_heads, weights.heads_per_key
+    query, key = (_unit(rows.view(num, heads, -1)) for rows in (query, key))  # (N, H, E)
+    query = query * weights.key_dim**-0.5
+    value = value.view(num, heads, per_key, -1)  # (N, H, G, P)
+    beta, decay = (each.view(num, heads, per_key, 1) for each in (beta, log_decay.exp()))
+    seen = torch.stack([query, key], 2).unsqueeze(2) @ state  # (N, H, G, 2, P): what both read in the old state
+    delta = (value - seen[..., 1, :] * decay) * beta
+    overlap = (query * key).sum(-1)[:, :, None, None]  # (N, H, 1, 1)
+    out = seen[..., 0, :] * decay + delta * overlap
+    state.mul_(decay.unsqueeze(-1)).addcmul_(key[:, :, None, :, None], delta.unsqueeze(-2))
+    return _gated(out.flatten(1, 2), inputs.gate, weights)
+
+
+def _coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return beta and the log decay of each token and value head, (..., H G); zeros at padding."""
+    beta = inputs.strength.float().sigmoid()
+    log_decay = F.softplus(inputs.decay.float() + weights.dt_bias) * -weights.decay
+    if is_token is None:
+        return beta, log_decay
+    padding = ~is_token.unsqueeze(-1)
+    return beta.masked_fill(padding, 0.0), log_decay.masked_fill(padding, 0.0)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Return rows (..., E) divided by their length."""
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def _gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
+    """Return results (..., H G, P), normalised by head and multiplied by SiLU of the gate (..., V): (..., V)."""
+    normal = F.rms_norm(out, (weights.value_dim,), weights.norm, weights.norm_eps)
+    gated: Tensor = normal * F.silu(gate.float()).view(normal.shape)
+    return gated.flatten(-2)
+
+
+def _convolved(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return SiLU of the convolution of rows (N, C + W - 1, K) with weights (W, K): (N, C, K), fp32."""
+    out: Tensor = _ConvFunction.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ConvFunction(torch.autograd.Function):
+    """Sums products in a fixed order, the oldest token first. Autograd's own backward takes four copies of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        rows = rows.float()
+        length = rows.shape[1] - len(weights) + 1
+        total = rows[:, :length] * weights[0]
+        for offset in range(1, len(weights)):
+            total.addcmul_(rows[:, offset : offset + length], weights[offset])
+        ctx.save_for_backward(total, weights)
+        return F.silu(total)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        total, weights = ctx.saved_tensors
+        dtotal = torch.ops.aten.silu_backward.default(dout, total)
+        num, length, width = dtotal.shape
+        drows = dtotal.new_zeros(num, length + len(weights) - 1, width)
+        for offset, weight in enumerate(weights):
+            drows[:, offset : offset + length].addcmul_(dtotal, weight)
+        return drows, None

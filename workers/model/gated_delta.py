@@ -1,0 +1,145 @@
+"""Layers of linear attention by the gated delta rule: Gated DeltaNet, as Qwen3.5 and Qwen3-Next have it.
+
+transformers' layer computes one sequence a row of a batch, and ignores where packed sequences begin. It is replaced by
+one that takes apart the weights which belong to queries, keys, values and gates, because adapters adapt each of them
+alone, and gives the results of its linears to the `Recur` of the pass.
+
+Depends on the names that transformers gives to a layer's weights; not on adapters, or on how a pass computes the rule.
+
+Main invariant: the linears of a layer are views of the weights that were loaded, except where Qwen3-Next's order, key
+head by key head, has to be undone.
+
+Dimensions: T rows of the pass, D hidden size, H key heads, G value heads for each key head, E key head dimension, P
+value head dimension, K = H E, V = H G P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.delta_rule import DeltaInputs, DeltaWeights
+from workers.model.linears import CurrentPass
+from workers.model.pretrained import UnsupportedModelError
+
+JOINED, INTERLEAVED = "in_proj_qkv", "in_proj_qkvz"
+"""Names of the linear by which a layer of Qwen3.5 and of Qwen3-Next is known."""
+LINEARS = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a")
+"""The linears that read a layer's input, in the order of `DeltaInputs`."""
+FROZEN = ("in_proj_b", "in_proj_a")
+"""Those that adapters do not adapt: their outputs are one number for each head."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The sizes that all layers of linear attention of a model have."""
+
+    num_layers: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    """E."""
+    value_dim: int
+    """P."""
+    history: int
+    """Tokens before a token that its convolution reads."""
+
+    @classmethod
+    def of(cls, layers: Sequence[GatedDelta]) -> DeltaShape | None:
+        """Return the sizes of a model's layers; None without any. Raises UnsupportedModelError if they differ."""
+        shapes = {
+            (w.num_key_heads, w.num_value_heads, w.key_dim, w.value_dim, w.history)
+            for w in (layer.delta_weights for layer in layers)
+        }
+        if len(shapes) > 1:
+            raise UnsupportedModelError("the model's layers of linear attention have different sizes")
+        return cls(len(layers), *shapes.pop()) if shapes else None
+
+    @property
+    def conv_widths(self) -> tuple[int, int, int]:
+        """Values of a token before the convolution: of its queries, keys and values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+
+class GatedDelta(nn.Module):
+    """Replaces a layer of transformers. Its linears are replaced in turn by multi-LoRA linears."""
+
+    def __init__(self, theirs: Any, number: int, current: CurrentPass) -> None:
+        """Take the weights; `number` counts such layers of the model from 0. Raises UnsupportedModelError."""
+        super().__init__()
+        if theirs.conv1d.bias is not None or theirs.activation not in {"silu", "swish"}:
+            raise UnsupportedModelError(
+                "linear attention whose convolution has a bias, or another activation than SiLU, is not supported"
+            )
+        self._number = number
+        self._current = current
+        for name, weight in zip(LINEARS, _input_weights(theirs), strict=True):
+            setattr(self, name, _linear(weight))
+        self.out_proj = theirs.out_proj
+        widths = [theirs.key_dim, theirs.key_dim, theirs.value_dim]
+        conv = theirs.conv1d.weight.detach().squeeze(1).t().float()  # (W, 2 K + V)
+        self.delta_weights = DeltaWeights(
+            conv=[part.contiguous() for part in conv.split(widths, 1)],
+            decay=theirs.A_log.detach().float().exp(),
+            dt_bias=theirs.dt_bias.detach().float(),
+            norm=theirs.norm.weight.detach().float(),
+            norm_eps=float(theirs.norm.variance_epsilon),
+            num_key_heads=int(theirs.num_k_heads),
+            num_value_heads=int(theirs.num_v_heads),
+        )
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Return (1, T, D) for (1, T, D), as transformers calls it."""
+        rows = [getattr(self, name)(hidden_states).squeeze(0) for name in LINEARS]
+        recur = self._current.recur
+        assert recur is not None, "a pass of a hybrid began without its linear attention"
+        out = recur(self._number, self.delta_weights, DeltaInputs.of(rows))
+        projected: Tensor = self.out_proj(out.unsqueeze(0))
+        return projected
+
+
+def replace_delta_layers(model: nn.Module, current: CurrentPass) -> tuple[GatedDelta, ...]:
+    """Replace every layer of linear attention; return them in order. Raises UnsupportedModelError."""
+    layers: list[GatedDelta] = []
+    for name, module in list(model.named_modules()):
+        if hasattr(module, JOINED) or hasattr(module, INTERLEAVED):
+            layer = GatedDelta(module, len(layers), current)
+            model.set_submodule(name, layer)
+            layers.append(layer)
+    return tuple(layers)
+
+
+def interleaved_rows(num_key_heads: int, key_dim: int, heads_per_key: int, value_dim: int) -> list[Tensor]:
+    """Return the rows of Qwen3-Next's joined linear that are the queries', keys', values' and gates'.
+
+    It has for each key head E rows of queries, E of keys, G P of values and G P of gates.
+    """
+    widths = [key_dim, key_dim, heads_per_key * value_dim, heads_per_key * value_dim]
+    by_head = torch.arange(num_key_heads * sum(widths)).view(num_key_heads, -1)
+    return [part.flatten() for part in by_head.split(widths, 1)]
+
+
+def _input_weights(theirs: Any) -> list[Tensor]:
+    """Return the weights (F, D) of `LINEARS`."""
+    if hasattr(theirs, JOINED):
+        joined = theirs.in_proj_qkv.weight.detach().split([theirs.key_dim, theirs.key_dim, theirs.value_dim])
+        return [*joined, *(linear.weight.detach() for linear in (theirs.in_proj_z, theirs.in_proj_b, theirs.in_proj_a))]
+    joined, heads = theirs.in_proj_qkvz.weight.detach(), theirs.in_proj_ba.weight.detach()
+    per_key = theirs.num_v_heads // theirs.num_k_heads
+    rows = interleaved_rows(theirs.num_k_heads, theirs.head_k_dim, per_key, theirs.head_v_dim)
+    of_heads = heads.unflatten(0, (theirs.num_k_heads, 2, per_key))  # strength, then decay, of each key head
+    return [
+        *(joined.index_select(0, own.to(joined.device)) for own in rows),
+        *(of_heads[:, part].flatten(0, 1) for part in (0, 1)),
+    ]
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
