@@ -102,11 +102,11 @@ class BaseModel:
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
-        self.groups, delta_layers = replace_layers(model, self.current)
+        self.groups, self.delta_layers = replace_layers(model, self.current)
         self.group_shapes = tuple(group.shape for group in self.groups)
-        self.delta_shape: DeltaShape | None = DeltaShape.of(delta_layers)
+        self.delta_shape: DeltaShape | None = DeltaShape.of(self.delta_layers)
         """The linear attention of a hybrid; None: all layers are of full attention."""
-        self.num_attention_layers = self.num_layers - len(delta_layers)
+        self.num_attention_layers = self.num_layers - len(self.delta_layers)
         """Layers of full attention: those that have keys and values."""
         self._attention = LayerAttention(model)
         self.has_sliding_window = self._attention.has_sliding_window

@@ -32,6 +32,8 @@ from torch.nn import functional as F
 
 UNIT_EPS = 1e-6
 """What is added to the square of a query's or key's length."""
+STRENGTH_MIN = -80.0
+"""beta before the sigmoid, at least: exp of more than 88 is infinite, and its derivative not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +171,14 @@ def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], s
 
 
 def _coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return beta and the log decay of each token and value head, (..., H G); zeros at padding."""
-    beta = inputs.strength.float().sigmoid()
-    log_decay = F.softplus(inputs.decay.float() + weights.dt_bias) * -weights.decay
+    """Return beta and the log decay of each token and value head, (..., H G); zeros at padding.
+
+    By `exp` and `log1p`: the library's sigmoid and softplus compute the last values of a tensor, those behind a
+    multiple of 32, by another kernel, and few heads are not a multiple of 32.
+    """
+    beta = 1 / (1 + torch.exp(-inputs.strength.float().clamp(min=STRENGTH_MIN)))
+    argument = inputs.decay.float() + weights.dt_bias
+    log_decay = (argument.clamp(min=0) + torch.log1p(torch.exp(-argument.abs()))) * -weights.decay  # softplus
     if is_token is None:
         return beta, log_decay
     padding = ~is_token.unsqueeze(-1)
