@@ -123,8 +123,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     numerics = base_model.numerics
     if base_model.device.type == "cuda" and numerics.block_rows is None:
         return numerics
-    first, shape = next(iter(base_model.delta_layers), None), base_model.delta_shape
-    keeps = first is None or shape is None or keeps_sequences(first.delta_weights, shape, base_model.dtype)
+    keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
     if numerics.block_rows is not None:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
         is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % VALUES_MULTIPLE == 0

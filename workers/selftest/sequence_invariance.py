@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, step
-from workers.model.gated_delta import DeltaShape
 from workers.model.packed_delta import PackedDelta
 
 TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
@@ -24,9 +23,10 @@ STEP_SEQUENCES = (1, 2, 3, 7)
 """Sequences of a decode step, out of so many as there are lengths."""
 
 
-def keeps_sequences(weights: DeltaWeights, shape: DeltaShape, dtype: torch.dtype) -> bool:
+def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
     """Return whether each sequence has the bits that it has solo, in passes with a backward and in decode steps."""
-    generator = torch.Generator().manual_seed(shape.num_layers)
+    shape = weights.shape
+    generator = torch.Generator().manual_seed(shape.num_value_heads)
     device = weights.norm.device
 
     def draw(*sizes: int) -> Tensor:
@@ -38,13 +38,7 @@ def keeps_sequences(weights: DeltaWeights, shape: DeltaShape, dtype: torch.dtype
         weights,
         [draw(len(TRIAL_LENGTHS), width) for width in widths],
         [draw(len(TRIAL_LENGTHS), shape.history, width) for width in shape.conv_widths],
-        draw(
-            len(TRIAL_LENGTHS),
-            shape.num_key_heads,
-            shape.num_value_heads // shape.num_key_heads,
-            shape.key_dim,
-            shape.value_dim,
-        ).float(),
+        draw(len(TRIAL_LENGTHS), shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim).float(),
     )
 
 
