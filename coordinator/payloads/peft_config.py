@@ -21,6 +21,7 @@ _SHOWN = 80
 """Characters of a value in a message."""
 _IGNORED = frozenset(
     {
+        "alpha_pattern",
         "auto_mapping",
         "base_model_name_or_path",
         "eva_config",
@@ -34,12 +35,12 @@ _IGNORED = frozenset(
         "qalora_group_size",
         "r",
         "revision",
+        "rank_pattern",
         "target_modules",
     }
 )
 """Settings that are read below, or change nothing that a saved adapter computes while the others are as accepted."""
 _MERGE = "merge the adapter into its base model (merge_and_unload) and serve that"
-_UNIFORM = "train with one rank and one alpha for all modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,6 @@ _RULES: Mapping[str, _Rule] = {
     "use_dora": _Rule((None, False), f"train without DoRA, or {_MERGE}"),
     "use_qalora": _Rule((None, False), f"train without QALoRA, or {_MERGE}"),
     "lora_bias": _Rule((None, False), "train with lora_bias=False: the pool trains no bias"),
-    "rank_pattern": _Rule((None, {}), _UNIFORM),
-    "alpha_pattern": _Rule((None, {}), _UNIFORM),
     "modules_to_save": _Rule(
         (None, []),
         "an import has LoRA matrices only: train without modules_to_save, or export without --whole-unembedding",
@@ -92,6 +91,9 @@ class PeftConfig:
     base_model: str
     """What it calls its base model: a hint. Empty: nothing."""
     dropout: float
+    rank_pattern: Mapping[str, float]
+    """Other ranks of modules, by names as in `targets`. Which of them can be imported depends on the base model."""
+    alpha_pattern: Mapping[str, float]
 
 
 def not_importable(message: str) -> ServiceError:
@@ -144,6 +146,8 @@ def read_config(text: str) -> PeftConfig:
         targets=_targets(config),
         base_model=hint if isinstance(hint, str) else "",
         dropout=float(dropout) if isinstance(dropout, int | float) and 0 < dropout <= 1 else 0.0,
+        rank_pattern=_pattern(config, "rank_pattern"),
+        alpha_pattern=_pattern(config, "alpha_pattern"),
     )
 
 
@@ -175,6 +179,15 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise not_importable("adapter_config.json has no target_modules: it must be the list of the adapted modules")
     return tuple(targets)
+
+
+def _pattern(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    pattern = config.get(name) or {}
+    if not isinstance(pattern, dict) or not all(type(value) in (int, float) for value in pattern.values()):
+        raise not_importable(
+            f"adapter_config.json has {name} = {_shown(pattern)}: it must be numbers by names of modules"
+        )
+    return pattern
 
 
 def _shown(value: Any) -> str:

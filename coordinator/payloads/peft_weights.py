@@ -1,13 +1,16 @@
 """Plans the import of a PEFT adapter from its configuration and the header of its weights, and makes the weights of a
 state of its tensors.
 
+Where transformers joins modules in one linear, an adapter of the linear is taken apart: each module gets its rows of B,
+and A as it is; or its rows of A and its block of B, where an export put the modules' own matrices together.
+
 An adapter adapts all modules of a kind (`train_attn`, ...) or none, so a plan adds the kind's modules that the adapter
 lacks. They begin as in a new adapter: A from the seed, B = 0, which adds exactly nothing to what the adapter computes.
 
 Main invariants: names, shapes, types and places of all tensors are checked before a value is read, and each byte of the
 file belongs to exactly one tensor. Ranks and alpha are kept. Values become fp32 without rounding, and are finite.
 
-Dimensions: r rank, D inputs, F outputs.
+Dimensions: r rank, D inputs, F outputs, n modules in a linear.
 """
 
 from __future__ import annotations
@@ -36,7 +39,40 @@ have less than 200; what is longer would only hold the interpreter while it is p
 READ_BYTES = 4 << 20
 """Bytes of a tensor that are converted at a time: a multiple of every item size."""
 _ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
-_NAMES_SHOWN = 8
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A linear of transformers' model that the adapter adapts, or one of the modules that the pool has in its place."""
+
+    name: str
+    """Full name."""
+    rank: int
+    """The adapter's, or n times that: then `modules` have matrices of their own in it."""
+    modules: tuple[AdaptedModule, ...]
+    """What the pool adapts of it, in the order of its rows."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the pool has several modules in its place."""
+        return len(self.modules) > 1
+
+    @property
+    def leaf_name(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def matrices(self) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
+        """The names of A and B in the file, with their shapes."""
+        whole = AdaptedModule(
+            name=self.name,
+            kind=self.modules[0].kind,
+            d_in=self.modules[0].d_in,
+            d_out=sum(module.d_out for module in self.modules),
+        )
+        return (PREFIX + whole.A_name, (self.rank, whole.d_in)), (PREFIX + whole.B_name, (whole.d_out, self.rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +83,11 @@ class Tensor:
     begin: int
     num_bytes: int
 
+    def rows(self, rows: range, num_columns: int) -> Tensor:
+        """Return the place of consecutive rows."""
+        row_bytes = num_columns * _ITEM_BYTES[self.dtype]
+        return Tensor(dtype=self.dtype, begin=self.begin + rows.start * row_bytes, num_bytes=len(rows) * row_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
@@ -55,10 +96,14 @@ class Matrix:
     name: str
     """As in a state's file."""
     shape: tuple[int, int]
-    source: Tensor | None
-    """None: the adapter lacks the module."""
+    sources: tuple[Tensor, ...]
+    """Its rows in the file, one after another; empty: the adapter lacks the module."""
     seeded_as: str
     """The name by which `initial_A` draws a new A; empty: B, which begins with zeros."""
+    first_column: int = 0
+    """Which of a row's columns in the file is the first; others than the matrix's must be zero."""
+    num_columns: int = 0
+    """Columns of a row in the file; 0: as many as the matrix has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +141,20 @@ def plan_import(config: PeftConfig, header: str, model: ModelInfo) -> ImportPlan
         )
     adapted = _adapted(config, model)
     tensors, num_bytes = _checked_tensors(config, header, adapted, model)
-    kinds = tuple(dict.fromkeys(module.kind for module in adapted))
-    matrices = []
-    for module in model.modules:
-        if module.kind in kinds:
-            for name, shape in _matrices_of(module, config.rank):
-                matrices.append(
-                    Matrix(
-                        name=name,
-                        shape=shape,
-                        source=tensors.get(name),
-                        seeded_as=module.A_name if name == PREFIX + module.A_name else "",
-                    )
-                )
+    kinds = tuple(dict.fromkeys(linear.modules[0].kind for linear in adapted))
+    found = {matrix.name: matrix for linear in adapted for matrix in _matrices(linear, config.rank, tensors)}
+    lacking = {
+        matrix.name: matrix
+        for module in model.modules
+        for matrix in _matrices(Linear(name=module.name, rank=config.rank, modules=(module,)), config.rank, {})
+        if module.kind in kinds
+    }
     return ImportPlan(
         base_model=model.name,
         rank=config.rank,
         alpha=config.alpha,
         kinds=kinds,
-        matrices=tuple(matrices),
+        matrices=tuple((lacking | found).values()),
         num_bytes=num_bytes,
         notes=tuple(_notes(config, adapted, kinds, model)),
     )
@@ -143,18 +183,28 @@ def state_weights(plan: ImportPlan, seed: int, read: Callable[[int, int], bytes]
 
 def _values(matrix: Matrix, seed: int, read: Callable[[int, int], bytes]) -> Iterator[Array]:
     """Yield the values of a matrix, piece by piece."""
-    source = matrix.source
-    if source is None:
+    if not matrix.sources:
         if matrix.seeded_as:
             yield initial_A(seed, matrix.seeded_as, *matrix.shape)
         else:
             yield np.zeros(matrix.shape, np.float32)
         return
-    for start in range(0, source.num_bytes, READ_BYTES):
-        values = _to_float32(read(source.begin + start, min(READ_BYTES, source.num_bytes - start)), source.dtype)
-        if not np.isfinite(values).all():
-            raise not_importable(f"{matrix.name} has values that are infinite or not a number: train it again")
-        yield values
+    num_columns = matrix.num_columns or matrix.shape[1]
+    own = slice(matrix.first_column, matrix.first_column + matrix.shape[1])
+    for source in matrix.sources:
+        step = READ_BYTES - READ_BYTES % (num_columns * _ITEM_BYTES[source.dtype])
+        for start in range(0, source.num_bytes, step):
+            values = _to_float32(read(source.begin + start, min(step, source.num_bytes - start)), source.dtype)
+            if not np.isfinite(values).all():
+                raise not_importable(f"{matrix.name} has values that are infinite or not a number: train it again")
+            rows = values.reshape(-1, num_columns)
+            if np.count_nonzero(rows[:, own]) != np.count_nonzero(rows):
+                raise not_importable(
+                    f"the rows of {matrix.name} in the adapter's file are not zero in other modules' columns: it was "
+                    "trained on after its export, which only an adapter of a larger rank could hold. Train the "
+                    "exported checkpoint in a pool, or a new adapter in PEFT, without rank_pattern and alpha_pattern"
+                )
+            yield np.ascontiguousarray(rows[:, own])
 
 
 def _to_float32(data: bytes, dtype: str) -> Array:
@@ -163,28 +213,93 @@ def _to_float32(data: bytes, dtype: str) -> Array:
     return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32, copy=False)
 
 
-def _adapted(config: PeftConfig, model: ModelInfo) -> list[AdaptedModule]:
-    """Return the base model's modules that the targets name: by a full name, or by its end, as in PEFT."""
-    targets, found = set(config.targets), set[str]()
-    adapted = []
+def _matrices(linear: Linear, rank: int, tensors: Mapping[str, Tensor]) -> Iterator[Matrix]:
+    """Yield A and B of a linear's modules; without their tensors, as the adapter lacks them."""
+    (A_name, _), (B_name, _) = linear.matrices
+    A, B = tensors.get(A_name), tensors.get(B_name)
+    has_blocks = linear.rank != rank
+    for number, module in enumerate(linear.modules):
+        own_A = range(number * rank, (number + 1) * rank) if has_blocks else range(rank)
+        own_B = (
+            module.joined.runs(module.d_out) if module.joined and len(linear.modules) > 1 else (range(module.d_out),)
+        )
+        yield Matrix(
+            name=PREFIX + module.A_name,
+            shape=(rank, module.d_in),
+            sources=() if A is None else (A.rows(own_A, module.d_in),),
+            seeded_as=module.A_name,
+        )
+        yield Matrix(
+            name=PREFIX + module.B_name,
+            shape=(module.d_out, rank),
+            sources=() if B is None else tuple(B.rows(run, linear.rank) for run in own_B),
+            seeded_as="",
+            first_column=number * rank if has_blocks else 0,
+            num_columns=linear.rank,
+        )
+
+
+def _adapted(config: PeftConfig, model: ModelInfo) -> list[Linear]:
+    """Return what the targets name: by a full name, or by its end, as in PEFT."""
+    every: dict[str, tuple[AdaptedModule, ...]] = {}
     for module in model.modules:
-        parts = module.name.split(".")
-        ends = targets.intersection(".".join(parts[start:]) for start in range(len(parts)))
-        if ends:
-            adapted.append(module)
+        every[module.linear_name] = (*every.get(module.linear_name, ()), module)
+        every[module.name] = (module,)
+    found, adapted, owners = set[str](), list[Linear](), dict[str, str]()
+    for name, modules in every.items():
+        if ends := _ends(name).intersection(config.targets):
             found |= ends
+            rank = _rank_of(name, len(modules), config)
+            adapted.append(Linear(name=name, rank=rank, modules=tuple(sorted(modules, key=_first_row))))
+            for module in modules:
+                if (other := owners.setdefault(module.name, name)) != name:
+                    raise not_importable(
+                        f"target_modules names {other} and {name}, which is the same: name one of them"
+                    )
     for target in config.targets:
         if target not in found:
-            names = leaf_names(model.modules, "attn", "mlp", "unembed")
+            names = dict.fromkeys(module.linear_name.rpartition(".")[2] for module in model.modules)
             raise not_importable(
                 f"target_modules names {target[:200]!r}, which the pool does not adapt in {model.name}: it adapts "
-                f"{', '.join(names[:_NAMES_SHOWN])}. Train with these modules only{_other_model(config, model)}"
+                f"{', '.join(list(names)[:_NAMES_SHOWN])}. Train with these modules only{_other_model(config, model)}"
             )
+    ends = {end for linear in adapted if linear.is_joined for end in _ends(linear.name)}
+    for setting, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for name in pattern:
+            if name not in ends:
+                raise _not_uniform(setting, name)
     return adapted
 
 
+def _first_row(module: AdaptedModule) -> int:
+    return module.joined.begin if module.joined else 0
+
+
+def _ends(name: str) -> set[str]:
+    """Return what may name a module: its full name and the ends of it."""
+    parts = name.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
+def _rank_of(name: str, num_modules: int, config: PeftConfig) -> int:
+    """Return the rank of a linear with so many modules. Raises ServiceError unless it is one that they can have."""
+    ends = _ends(name)
+    rank = next((value for end, value in config.rank_pattern.items() if end in ends), config.rank)
+    alpha = next((value for end, value in config.alpha_pattern.items() if end in ends), config.alpha)
+    for factor in (1, num_modules):
+        if (rank, alpha) == (factor * config.rank, factor * config.alpha):
+            return factor * config.rank
+    raise _not_uniform("rank_pattern" if rank != config.rank else "alpha_pattern", name)
+
+
+def _not_uniform(setting: str, name: str) -> ServiceError:
+    return not_importable(
+        f"adapter_config.json has a {setting} for {name[:200]!r}: train with one rank and one alpha for all modules"
+    )
+
+
 def _checked_tensors(
-    config: PeftConfig, header: str, adapted: Sequence[AdaptedModule], model: ModelInfo
+    config: PeftConfig, header: str, adapted: Sequence[Linear], model: ModelInfo
 ) -> tuple[dict[str, Tensor], int]:
     """Return the tensors of a header by name, and their bytes together, after all checks."""
     longest = HEADER_BYTES + 2 * len(model.modules) * ENTRY_BYTES
@@ -196,10 +311,10 @@ def _checked_tensors(
     entries = load_object(header, "the header of adapter_model.safetensors")
     entries.pop("__metadata__", None)
     tensors: dict[str, Tensor] = {}
-    for module in adapted:
-        for name, shape in _matrices_of(module, config.rank):
+    for linear in adapted:
+        for name, shape in linear.matrices:
             if name not in entries:
-                raise _missing(name, module, set(entries) - set(tensors), config, model)
+                raise _missing(name, linear, set(entries) - set(tensors), config, model)
             tensors[name] = _tensor(name, entries[name], shape, config, model)
     for name in entries:
         if name not in tensors:
@@ -213,11 +328,6 @@ def _checked_tensors(
             )
         end += tensor.num_bytes
     return tensors, end
-
-
-def _matrices_of(module: AdaptedModule, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
-    """Return the names of A and B with their shapes."""
-    return (PREFIX + module.A_name, (rank, module.d_in)), (PREFIX + module.B_name, (module.d_out, rank))
 
 
 def _tensor(name: str, entry: Any, shape: tuple[int, int], config: PeftConfig, model: ModelInfo) -> Tensor:
@@ -251,10 +361,10 @@ def _other_shape(
     return f"{shown} for {model.name}: it was trained on another base model{_other_model(config, model)}"
 
 
-def _missing(name: str, module: AdaptedModule, others: set[str], config: PeftConfig, model: ModelInfo) -> ServiceError:
+def _missing(name: str, linear: Linear, others: set[str], config: PeftConfig, model: ModelInfo) -> ServiceError:
     other = f"; it has {min(others)[:200]!r}" if others else ""
     return not_importable(
-        f"adapter_model.safetensors lacks {name}, though target_modules names {module.leaf_name}{other}. An adapter "
+        f"adapter_model.safetensors lacks {name}, though target_modules names {linear.leaf_name}{other}. An adapter "
         f"has both matrices of a module, in every layer of {model.name}, under PEFT's names: save it with PEFT's "
         f"save_pretrained{_other_model(config, model)}"
     )
@@ -285,21 +395,32 @@ def is_same_model(hint: str, name: str) -> bool:
 
 
 def _notes(
-    config: PeftConfig, adapted: Sequence[AdaptedModule], kinds: Sequence[ModuleKind], model: ModelInfo
+    config: PeftConfig, adapted: Sequence[Linear], kinds: Sequence[ModuleKind], model: ModelInfo
 ) -> Iterator[str]:
     if not is_same_model(config.base_model, model.name):
         yield (
             f"The configuration names the base model {config.base_model[:200]!r}, and the pool's is {model.name!r}. "
             "All shapes fit; the adapter computes what it did only if the weights are the same."
         )
-    has = {module.name for module in adapted}
+    modules = [module for linear in adapted for module in linear.modules]
+    has = {module.name for module in modules}
     for kind in kinds:
         if lacks := leaf_names((module for module in model.modules if module.name not in has), kind):
-            partial = leaf_names(adapted, kind)
+            partial = leaf_names(modules, kind)
             shown = (f"{name} (in some layers)" if name in partial else name for name in lacks)
             yield (
                 f"The adapter lacks {', '.join(shown)}, which train_{kind} trains too. They begin with B = 0, so the "
                 "adapter computes what it did until it is trained further."
             )
+    shared = {
+        linear.leaf_name: ", ".join(module.leaf_name for module in linear.modules)
+        for linear in adapted
+        if linear.rank == config.rank and linear.is_joined
+    }
+    for name, parts in shared.items():
+        yield (
+            f"The adapter has one A for {name}; the pool adapts {parts} in its place, each with an A of its own. Each "
+            "begins with that A, so the adapter computes what it did, and has more to train."
+        )
     if config.dropout:
         yield f"The adapter was trained with lora_dropout {config.dropout:g}; the pool trains without dropout."

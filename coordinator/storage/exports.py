@@ -6,7 +6,7 @@ Does not depend on the disk, on rows or on what a checkpoint is. Main invariant:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,10 @@ _UNEMBEDDING, _TINKERS_UNEMBEDDING = "base_model.model.lm_head.", "base_model.mo
 
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
-    """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
+    """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank.
+
+    They have the pool's names, which are the Tinker service's: see `joined_exports` for PEFT's.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -51,6 +54,11 @@ def tinkers_head(head: bytes) -> bytes:
         _TINKERS_UNEMBEDDING + name.removeprefix(_UNEMBEDDING) if name.startswith(_UNEMBEDDING) else name: entry
         for name, entry in json.loads(head[LENGTH_BYTES:]).items()
     }
+    return head_of(header)
+
+
+def head_of(header: Mapping[str, Any]) -> bytes:
+    """Return the length and header of a safetensors file."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data is aligned
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -2,12 +2,12 @@
 
 Does not depend on the database; every access to the disk goes through `disk`.
 
-A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory; in an export to
-recipients each is encrypted and has the suffix `.age`), `optimizer.safetensors` if moments were saved,
-`gradient.safetensors` in a snapshot that was taken while a gradient was pending, and `state.json`. A folder is written
-under a temporary name, its files and the folder itself are synced, then it is renamed and its parent is synced. Main
-invariant: only after that a row of the database may name it. A folder without a row is an orphan of a crash: the next
-start moves it into quarantine, where it stays for a while.
+A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory, but for the modules of
+`joined_exports`; in an export to recipients each is encrypted and has the suffix `.age`), `optimizer.safetensors` if
+moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was pending, and `state.json`.
+A folder is written under a temporary name, its files and the folder itself are synced, then it is renamed and its
+parent is synced. Main invariant: only after that a row of the database may name it. A folder without a row is an orphan
+of a crash: the next start moves it into quarantine, where it stays for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ from coordinator.storage.exports import (
     tinkers_head,
 )
 from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
+from coordinator.storage.joined_exports import (
+    Joined,
+    JoinedWeights,
+    dump_joined,
+    joined_config,
+    load_joined,
+    to_joined,
+)
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
@@ -193,11 +202,10 @@ class StateFiles:
         """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`, as `piecewise`."""
         yield from self._verify(folder, sha256, piece_bytes)
         for name in self.exported(folder):
-            head = self._head(folder, name) if for_tinker else _AS_STORED
             member = tarfile.TarInfo(name)
-            member.size = len(head.sent) - head.num_stored + self._disk.size(self._root / folder / name)
+            member.size, pieces = self._sent(folder, name, piece_bytes, for_tinker=for_tinker)
             yield Piece(member.tobuf())
-            yield from self._pieces(folder, name, piece_bytes, head)
+            yield from pieces
             if padding := bytes(-member.size % tarfile.BLOCKSIZE):
                 yield Piece(padding)
         yield from [Piece(bytes(tarfile.BLOCKSIZE))] * 2  # the end of an archive
@@ -207,11 +215,12 @@ class StateFiles:
     ) -> Iterator[Piece]:
         """Verify a folder, then yield one of its files, one piece in memory at a time.
 
-        With `for_tinker` the tensors have the names of the Tinker service. While it verifies, it yields pieces without
-        data. Raises ServiceError as `read`, before the first data, and OSError if the folder is removed meanwhile.
+        With `for_tinker` the tensors have the names of the Tinker service, else those of PEFT. While it verifies, it
+        yields pieces without data. Raises ServiceError as `read`, before the first data, and OSError if the folder is
+        removed meanwhile.
         """
         yield from self._verify(folder, sha256, piece_bytes)
-        yield from self._pieces(folder, name, piece_bytes, self._head(folder, name) if for_tinker else _AS_STORED)
+        yield from self._sent(folder, name, piece_bytes, for_tinker=for_tinker)[1]
 
     def remove(self, folder: str) -> None:
         """Delete a folder that no row names any more."""
@@ -263,13 +272,29 @@ class StateFiles:
         if digest.hexdigest() != sha256:
             raise _damaged()
 
-    def _head(self, folder: str, name: str) -> _Head:
-        """Return a file's beginning with the names of the Tinker service. Raises OSError."""
-        if name != WEIGHTS:
-            return _AS_STORED
-        path = self._root / folder / name
-        num_stored = head_bytes(self._disk.read_piece(path, 0, LENGTH_BYTES))
-        return _Head(tinkers_head(self._disk.read_piece(path, 0, num_stored)), num_stored)
+    def _sent(self, folder: str, name: str, piece_bytes: int, *, for_tinker: bool) -> tuple[int, Iterator[Piece]]:
+        """Return the size of a file as it is sent, and its pieces. Raises OSError."""
+        path, head = self._root / folder / name, _AS_STORED
+        if name == WEIGHTS and for_tinker:
+            stored = self._stored_head(path)
+            head = _Head(tinkers_head(stored), len(stored))
+        elif name in EXPORTED and not for_tinker and (joined := self._joined(folder)):
+            if name == CONFIG:
+                config = _to_json(joined_config(json.loads(self._disk.read(path)), joined))
+                return len(config), iter([Piece(config, self._disk.size(path))])
+            weights = JoinedWeights(self._stored_head(path), joined)
+            pieces = weights.pieces(partial(self._disk.read_piece, path), piece_bytes)
+            return weights.num_bytes, (Piece(*piece) for piece in pieces)
+        size = len(head.sent) - head.num_stored + self._disk.size(path)
+        return size, self._pieces(folder, name, piece_bytes, head)
+
+    def _joined(self, folder: str) -> Joined:
+        """Return where transformers has the modules that it joins. Raises OSError."""
+        return load_joined(json.loads(self._disk.read(self._root / folder / STATE)).get("joined", {}))
+
+    def _stored_head(self, path: Path) -> bytes:
+        """Return the length and header of weights. Raises OSError."""
+        return self._disk.read_piece(path, 0, head_bytes(self._disk.read_piece(path, 0, LENGTH_BYTES)))
 
     def _pieces(self, folder: str, name: str, piece_bytes: int, head: _Head = _AS_STORED) -> Iterator[Piece]:
         for begin in range(0, len(head.sent), piece_bytes):
@@ -338,6 +363,7 @@ class StateFolders:
 
 def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[str, bytes]:
     """Return the files of a state, by name."""
+    joined = to_joined(model.modules)
     files = {
         WEIGHTS: state.weights,
         CONFIG: _to_json(peft_config(spec, model)),
@@ -352,6 +378,7 @@ def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[
                 "seed": spec.seed,
                 "base_model": model.name,
             }
+            | ({"joined": dump_joined(joined)} if joined else {})
         ),
     }
     if state.optimizer is not None:

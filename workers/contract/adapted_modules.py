@@ -25,15 +25,38 @@ COPY_PARAM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRows:
+    """Rows of a linear in which transformers joins several modules: `width` of every `period`, from `begin` on."""
+
+    linear: str
+    """The last part of the linear's name, `in_proj_qkv`."""
+    begin: int
+    width: int
+    period: int
+
+    def runs(self, num_rows: int) -> tuple[range, ...]:
+        """Return the rows, consecutive ones together, of a module that has so many."""
+        starts = range(self.begin, num_rows // self.width * self.period, self.period)
+        return tuple(range(start, start + self.width) for start in starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedModule:
     """A linear module (F, D) of a base model that adapters can adapt."""
 
     name: str
-    """Full name, as `named_modules` gives it: `model.layers.0.self_attn.q_proj`."""
+    """Full name: `model.layers.0.self_attn.q_proj`; as `named_modules` gives it, unless the module is `joined`."""
     kind: ModuleKind
     """Which of `train_attn`, `train_mlp` and `train_unembed` adapts it."""
     d_in: int
     d_out: int
+    joined: JoinedRows | None = None
+    """Where it is in transformers' model, if that has no module of this name."""
+
+    @property
+    def linear_name(self) -> str:
+        """The full name of the linear of transformers' model that it is, or is in."""
+        return f"{self.name.rpartition('.')[0]}.{self.joined.linear}" if self.joined else self.name
 
     @property
     def leaf_name(self) -> str:

@@ -45,6 +45,7 @@ from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
+from workers.model.gated_delta import joined_modules
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
@@ -238,6 +239,7 @@ class BaseModel:
         """Return the facts that the coordinator and clients need; the flags are part of the `fingerprint`."""
         # A deferred loss does not pad its blocks of logits to `rows_min`.
         numerics = replace(self.numerics, rows_min=None) if self.is_deferred else self.numerics
+        joined = joined_modules(self.model)
         return ModelInfo(
             name=self.name,
             num_params=self.num_params,
@@ -247,7 +249,7 @@ class BaseModel:
             chunk_tokens=self.chunk_tokens,
             eos_token_ids=eos_token_ids(self.model),
             modules=tuple(
-                AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out)
+                AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out, joined=joined.get(name))
                 for shape in self.group_shapes
                 if shape.kind != "frozen"
                 for name, d_out in zip(shape.names, shape.d_outs, strict=True)

@@ -15,11 +15,13 @@ value head dimension, K = H E, V = H G P.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from workers.contract.adapted_modules import JoinedRows
 from workers.model.delta_rule import DeltaInputs, DeltaShape, DeltaWeights
 from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
@@ -44,7 +46,9 @@ class GatedDelta(nn.Module):
             )
         self._number = number
         self._current = current
-        for name, weight in zip(LINEARS, _input_weights(theirs), strict=True):
+        self.joined = _joined_rows(theirs)
+        """Where transformers has those of `LINEARS` that it joins, by name."""
+        for name, weight in zip(LINEARS, _input_weights(theirs, self.joined), strict=True):
             setattr(self, name, _linear(weight))
         self.out_proj = theirs.out_proj
         widths = [theirs.key_dim, theirs.key_dim, theirs.value_dim]
@@ -87,29 +91,47 @@ def replace_delta_layers(model: nn.Module, current: CurrentPass) -> tuple[GatedD
     return tuple(layers)
 
 
-def interleaved_rows(num_key_heads: int, key_dim: int, heads_per_key: int, value_dim: int) -> list[Tensor]:
-    """Return the rows of Qwen3-Next's joined linear that are the queries', keys', values' and gates'.
+def joined_modules(model: nn.Module) -> dict[str, JoinedRows]:
+    """Return where transformers has them, for the modules of the replaced layers that it joins with others."""
+    return {
+        f"{name}.{leaf}": rows
+        for name, layer in model.named_modules()
+        if isinstance(layer, GatedDelta)
+        for leaf, rows in layer.joined.items()
+    }
 
-    It has for each key head E rows of queries, E of keys, G P of values and G P of gates.
+
+def _joined_rows(theirs: Any) -> dict[str, JoinedRows]:
+    """Return the rows of queries, keys and values, and of Qwen3-Next's gates, by the names in `LINEARS`.
+
+    Qwen3.5 has all queries, all keys, all values. Qwen3-Next has for each key head E rows of queries, E of keys, G P of
+    values and G P of gates.
     """
-    widths = [key_dim, key_dim, heads_per_key * value_dim, heads_per_key * value_dim]
-    by_head = torch.arange(num_key_heads * sum(widths)).view(num_key_heads, -1)
-    return [part.flatten() for part in by_head.split(widths, 1)]
+    is_interleaved = hasattr(theirs, INTERLEAVED)
+    num_periods, num_linears = (theirs.num_k_heads, 4) if is_interleaved else (1, 3)
+    rows = (theirs.key_dim, theirs.key_dim, theirs.value_dim, theirs.value_dim)
+    widths = [num_rows // num_periods for num_rows in rows[:num_linears]]
+    return {
+        name: JoinedRows(linear=INTERLEAVED if is_interleaved else JOINED, begin=begin, width=width, period=sum(widths))
+        for name, begin, width in zip(LINEARS[:num_linears], accumulate(widths, initial=0), widths, strict=False)
+    }
 
 
-def _input_weights(theirs: Any) -> list[Tensor]:
+def _input_weights(theirs: Any, joined: Mapping[str, JoinedRows]) -> list[Tensor]:
     """Return the weights (F, D) of `LINEARS`."""
-    if hasattr(theirs, JOINED):
-        joined = theirs.in_proj_qkv.weight.detach().split([theirs.key_dim, theirs.key_dim, theirs.value_dim])
-        return [*joined, *(linear.weight.detach() for linear in (theirs.in_proj_z, theirs.in_proj_b, theirs.in_proj_a))]
-    joined, heads = theirs.in_proj_qkvz.weight.detach(), theirs.in_proj_ba.weight.detach()
-    per_key = theirs.num_v_heads // theirs.num_k_heads
-    rows = interleaved_rows(theirs.num_k_heads, theirs.head_k_dim, per_key, theirs.head_v_dim)
-    of_heads = heads.unflatten(0, (theirs.num_k_heads, 2, per_key))  # strength, then decay, of each key head
-    return [
-        *(joined.index_select(0, own.to(joined.device)) for own in rows),
-        *(of_heads[:, part].flatten(0, 1) for part in (0, 1)),
+    parts = [
+        getattr(theirs, rows.linear)
+        .weight.detach()
+        .unflatten(0, (-1, rows.period))[:, rows.begin : rows.begin + rows.width]
+        .flatten(0, 1)
+        for rows in joined.values()
     ]
+    if hasattr(theirs, JOINED):
+        return [*parts, *(linear.weight.detach() for linear in (theirs.in_proj_z, theirs.in_proj_b, theirs.in_proj_a))]
+    per_key = theirs.num_v_heads // theirs.num_k_heads
+    heads = theirs.in_proj_ba.weight.detach()
+    of_heads = heads.unflatten(0, (theirs.num_k_heads, 2, per_key))  # strength, then decay, of each key head
+    return [*parts, *(of_heads[:, part].flatten(0, 1) for part in (0, 1))]
 
 
 def _linear(weight: Tensor) -> nn.Linear:

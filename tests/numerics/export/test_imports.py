@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import plan_import, state_weights
-from coordinator.storage.exports import peft_config
 from tests.support.adapters import AdapterFiles
-from tests.support.numerics.by_peft import logprobs, peft_name, trained_by_peft
+from tests.support.numerics.by_peft import logprobs, trained_by_peft
 from tests.support.numerics.exports import checkpoint_files, train
 from tests.support.numerics.harness import Driver, make_data
 from workers.contract.adapted_modules import ModuleKind, leaf_names
@@ -75,7 +74,8 @@ def test_an_adapter_that_peft_made_computes_the_same_in_every_architecture(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
     driver = Driver(any_model_directory)
-    directory = made_by_peft(any_model_directory, tmp_path, list(leaf_names(driver.engine.info.modules, *ALL)))
+    linears = {module.linear_name.rpartition(".")[2] for module in driver.engine.info.modules}
+    directory = made_by_peft(any_model_directory, tmp_path, sorted(linears))
     spec = imported(driver, directory)
     assert (spec.rank, spec.alpha, spec.kinds) == (12, 20.0, ALL)
     assert_computes_what_peft_does(driver, any_model_directory, directory)
@@ -100,12 +100,12 @@ def test_an_imported_adapter_trains_as_in_peft(qwen3: Path, tmp_path: Path) -> N
     for _ in range(num_steps):
         losses.append(driver.train(driver.backward("a", DATA))[0].metrics["loss:sum"])
         driver.train(driver.step("a", params))
-    expected, parameters = trained_by_peft(qwen3, directory, DATA, params, num_steps)
+    expected, expected_weights = trained_by_peft(qwen3, directory, DATA, params, num_steps, driver.engine.info.modules)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-3)
     weights = driver.weights("a")
-    assert {peft_name(name) for name in weights} == set(parameters)
+    assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, parameters[peft_name(name)].detach(), rtol=0, atol=2e-5)
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kinds", [ALL, ("attn",), ("mlp",), ("unembed",), ("attn", "mlp")], ids="-".join)
@@ -113,10 +113,22 @@ def test_an_exported_adapter_is_imported_with_equal_bits_and_exported_again_equa
     qwen3: Path, tmp_path: Path, kinds: tuple[str, ...]
 ) -> None:
     flags: dict[str, Any] = {f"train_{kind}": kind in kinds for kind in ALL}
-    driver, spec = train(qwen3, **flags)
-    for name, content in checkpoint_files(driver, spec).items():
-        (tmp_path / name).write_bytes(content)
-    again = Driver(qwen3)
-    back = imported(again, tmp_path)
-    assert peft_config(back, again.engine.info) == json.loads((tmp_path / "adapter_config.json").read_text())
-    assert again.state("a").weights == (tmp_path / "adapter_model.safetensors").read_bytes()
+    assert_travels(qwen3, tmp_path, **flags)
+
+
+def test_an_exported_adapter_of_every_architecture_is_imported_with_equal_bits(
+    any_model_directory: Path, tmp_path: Path
+) -> None:
+    assert_travels(any_model_directory, tmp_path)
+
+
+def assert_travels(model: Path, directory: Path, **flags: Any) -> None:
+    """Assert that an adapter is the same after an export and an import, and its export too."""
+    driver, spec = train(model, **flags)
+    files = checkpoint_files(driver, spec)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    again = Driver(model)
+    back = imported(again, directory)
+    assert again.state("a").weights == driver.state("a").weights
+    assert checkpoint_files(again, back) == files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import peft
@@ -10,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.numerics.by_peft import cross_entropy, logprobs, peft_name, trained_by_peft
+from tests.support.numerics.by_peft import cross_entropy, logprobs, own_matrices, trained_by_peft
+from tests.support.numerics.exports import checkpoint_files
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
-from workers.contract.adapted_modules import leaf_names
-from workers.contract.messages import AdamParams, AdapterSpec, AdapterState
+from workers.contract.messages import AdamParams, AdapterSpec
 
 # PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
 pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"), pytest.mark.slow]
@@ -30,18 +29,10 @@ def trained(model: Path, spec: AdapterSpec) -> Driver:
     return driver
 
 
-def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec, state: AdapterState) -> None:
-    """Write the weights' bytes unchanged, and a configuration, as an export does."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "target_modules": list(leaf_names(driver.engine.info.modules, *spec.kinds)),
-        "bias": "none",
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    (directory / "adapter_model.safetensors").write_bytes(state.weights)
+def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec) -> None:
+    """Write the files of an export."""
+    for name, content in checkpoint_files(driver, spec).items():
+        (directory / name).write_bytes(content)
 
 
 def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradients(
@@ -49,7 +40,7 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
 ) -> None:
     spec = make_spec("a", 4)
     driver = trained(model_directory, spec)
-    write_peft_directory(tmp_path, driver, spec, driver.state("a"))
+    write_peft_directory(tmp_path, driver, spec)
     (result,) = driver.train(driver.backward("a", DATA))
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
@@ -59,11 +50,12 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
         torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=1e-5, atol=2e-5)
 
     cross_entropy(expected, DATA).backward()
-    parameters = dict(model.named_parameters())
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected_gradients = own_matrices(theirs, driver.engine.info.modules)
     gradients = driver.gradients("a")
-    assert gradients
+    assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
-        wanted = parameters[peft_name(name)].grad
+        wanted = expected_gradients[name]
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * (1 + float(wanted.abs().max())))
 
 
@@ -83,7 +75,7 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
     losses: dict[str, list[float]] = {tenant.key: [] for tenant in tenants}
     for tenant in tenants:
         (tmp_path / tenant.key).mkdir()
-        write_peft_directory(tmp_path / tenant.key, driver, tenant.spec, driver.state(tenant.key))
+        write_peft_directory(tmp_path / tenant.key, driver, tenant.spec)
     num_matmuls = driver.engine.base_model.num_base_matmuls
     for _ in range(NUM_STEPS):
         results = driver.train(*(driver.backward(tenant.key, tenant.passes[0]) for tenant in tenants))
@@ -94,13 +86,14 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
     assert driver.engine.base_model.num_base_matmuls - num_matmuls == NUM_STEPS * linears, "each step has one pass"
 
     for tenant in tenants:
-        expected, parameters = trained_by_peft(
-            any_model_directory, tmp_path / tenant.key, tenant.passes[0], PARAMS, NUM_STEPS
+        modules = driver.engine.info.modules
+        expected, expected_weights = trained_by_peft(
+            any_model_directory, tmp_path / tenant.key, tenant.passes[0], PARAMS, NUM_STEPS, modules
         )
         assert expected[-1] < expected[0], "the loss decreases"
         torch.testing.assert_close(torch.tensor(losses[tenant.key]), torch.tensor(expected), rtol=1e-5, atol=1e-3)
         weights = driver.weights(tenant.key)
-        assert {peft_name(name) for name in weights} == set(parameters)
+        assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
             # Weights move by up to 0.12 and the two sides round differently by 4e-6; no weight decay would be 2e-3.
-            torch.testing.assert_close(weight, parameters[peft_name(name)].detach(), rtol=0, atol=2e-5)
+            torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=2e-5)

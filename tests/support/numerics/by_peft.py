@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
+from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import AdamParams, Datum
 
 
@@ -32,10 +33,52 @@ def peft_name(name: str) -> str:
     return "base_model.model." + name.replace(".weight", ".default.weight")
 
 
+def own_parts(
+    named: Mapping[str, torch.Tensor], modules: Sequence[AdaptedModule]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, slice]]:
+    """Return for each of our matrices PEFT's matrix that it is or is in, and which rows and columns of it.
+
+    Where PEFT adapts one linear that joins n modules, their As are one below the other, their Bs in blocks.
+    """
+    parts, used = {}, set()
+    for module in modules:
+        joined = [each for each in modules if each.joined and each.linear_name == module.linear_name]
+        number = joined.index(module) if joined else 0
+        for name, own_name in ((module.A_name, ".lora_A.weight"), (module.B_name, ".lora_B.weight")):
+            theirs = peft_name(module.linear_name + own_name)
+            if theirs not in named:
+                continue
+            used.add(theirs)
+            matrix = named[theirs]
+            rank = matrix.shape[0 if name == module.A_name else 1] // (len(joined) or 1)
+            own = range(number * rank, (number + 1) * rank)
+            if name == module.A_name:
+                parts[name] = matrix, torch.tensor(own), slice(None)
+            else:
+                runs = module.joined.runs(module.d_out) if module.joined else (range(module.d_out),)
+                rows = torch.tensor([row for run in runs for row in run])
+                parts[name] = matrix, rows, slice(own.start, own.stop)
+    assert used == set(named), "PEFT has other matrices"
+    return parts
+
+
+def own_matrices(named: Mapping[str, torch.Tensor], modules: Sequence[AdaptedModule]) -> dict[str, torch.Tensor]:
+    """Return PEFT's matrices, or their gradients, by our names."""
+    return {name: matrix[rows][:, columns] for name, (matrix, rows, columns) in own_parts(named, modules).items()}
+
+
 def trained_by_peft(
-    model_directory: Path, adapter: Path, data: Sequence[Datum], params: AdamParams, num_steps: int
-) -> tuple[list[float], dict[str, Any]]:
-    """Train one tenant with PEFT, autograd and torch's AdamW; return its losses and final parameters."""
+    model_directory: Path,
+    adapter: Path,
+    data: Sequence[Datum],
+    params: AdamParams,
+    num_steps: int,
+    modules: Sequence[AdaptedModule],
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train one tenant with PEFT, autograd and torch's AdamW; return its losses and final matrices by our names.
+
+    The zeros beside the blocks of a joined B are not trained.
+    """
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -46,12 +89,18 @@ def trained_by_peft(
         eps=params.eps,
         weight_decay=params.weight_decay,
     )
+    masks = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for mask, rows, columns in own_parts(masks, modules).values():
+        mask[rows, columns] = 1
     losses = []
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss = cross_entropy(logprobs(model, data), data)
         loss.backward()
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            parameter.grad *= masks[name]
         torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, parameters
+    return losses, own_matrices({name: parameter.detach() for name, parameter in parameters.items()}, modules)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import io
+import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.storage.exports import peft_config
+from coordinator.storage.disk import RealDisk
+from coordinator.storage.folders import StateFiles
+from coordinator.storage.identity import Identity
 from tests.support.exports import Files
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec
@@ -25,10 +29,12 @@ def train(model: Path, **spec: Any) -> tuple[Driver, AdapterSpec]:
     return driver, made
 
 
-def checkpoint_files(driver: Driver, spec: AdapterSpec) -> Files:
-    """Return the files that a pool sends of an adapter."""
-    config = peft_config(spec, driver.engine.info)
-    return {
-        "adapter_config.json": json.dumps(config).encode(),
-        "adapter_model.safetensors": driver.state(spec.adapter_id).weights,
-    }
+def checkpoint_files(driver: Driver, spec: AdapterSpec, *, for_tinker: bool = False) -> Files:
+    """Return the files that a pool sends of an adapter: to its own client, or to Tinker's."""
+    with tempfile.TemporaryDirectory() as directory:
+        states = StateFiles(Path(directory) / "checkpoints", "checkpoint", RealDisk())
+        states.begin_epoch(Identity(pool_id=1, epoch=1))
+        saved = states.write(spec, driver.engine.info, driver.state(spec.adapter_id))
+        pieces = [piece.data for piece in states.tar(saved.folder, saved.sha256, for_tinker=for_tinker)]
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
+        return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]

@@ -18,18 +18,35 @@ from workers.contract.messages import AdapterSpec, Datum
 
 
 class NaiveLora(nn.Module):
-    """y = W x + alpha / r * B A x."""
+    """y = W x + alpha / r * B A x; the second part only in these elements of y, if some are given."""
 
-    def __init__(self, linear: nn.Linear, A: Tensor, B: Tensor, scaling: float) -> None:
+    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, scaling: float, elements: Tensor | None = None) -> None:
         super().__init__()
         self.linear = linear
         self.lora_A = nn.Parameter(A.clone())
         self.lora_B = nn.Parameter(B.clone())
         self.scaling = scaling
+        self.elements = elements
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) + self.scaling * (x @ self.lora_A.T @ self.lora_B.T)
-        return out
+        out: Tensor = self.linear(x)
+        delta = self.scaling * (x @ self.lora_A.T @ self.lora_B.T)
+        return out + delta if self.elements is None else out.index_add(-1, self.elements, delta)
+
+
+def joined_projection(linear_attn: Any, leaf: str) -> tuple[str, Tensor]:
+    """Return the linear of transformers' linear attention that a projection is in, and its elements of the output.
+
+    Qwen3.5 has all queries, all keys and all values; Qwen3-Next has queries, keys, values and gates of each key head.
+    """
+    key_dim, value_dim = linear_attn.head_k_dim, linear_attn.head_v_dim
+    heads, values_per_key = linear_attn.num_k_heads, linear_attn.num_v_heads // linear_attn.num_k_heads
+    of_head = {"q": key_dim, "k": key_dim, "v": values_per_key * value_dim, "z": values_per_key * value_dim}
+    if hasattr(linear_attn, "in_proj_qkvz"):
+        joined, owners = "in_proj_qkvz", [part for _ in range(heads) for part in of_head for _ in range(of_head[part])]
+    else:
+        joined, owners = "in_proj_qkv", [part for part in "qkv" for _ in range(heads * of_head[part])]
+    return joined, torch.tensor([element for element, part in enumerate(owners) if leaf == f"in_proj_{part}"])
 
 
 class NaiveModel:
@@ -43,9 +60,11 @@ class NaiveModel:
         self.modules: dict[str, NaiveLora] = {}
         for name in {key.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for key in weights}:
             A, B = weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]
-            lora = NaiveLora(self.model.get_submodule(name), A, B, spec.alpha / spec.rank)
             parent, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(parent) if parent else self.model, leaf, lora)
+            module = self.model.get_submodule(parent)
+            joined, elements = (leaf, None) if hasattr(module, leaf) else joined_projection(module, leaf)
+            lora = NaiveLora(getattr(module, joined), A, B, spec.alpha / spec.rank, elements)
+            setattr(module, joined, lora)
             self.modules[name] = lora
 
     def logprobs(self, datum: Datum) -> Tensor:
