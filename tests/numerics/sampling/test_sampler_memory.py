@@ -72,8 +72,10 @@ def test_second_prompt_with_the_same_beginning_computes_only_the_rest(
     assert_all_free(s)
 
 
-def test_fully_cached_prompt_still_computes_its_last_token(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = sampling(qwen3)
+def test_fully_cached_prompt_still_computes_its_last_token(
+    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = sampling(dense_or_hybrid)
     (first,) = s.sequences(request("first", length=128))
     rows = s.count_rows(monkeypatch)
     (result,) = s.run(request("again", length=128))
@@ -97,8 +99,8 @@ def test_positions_whose_logprobs_are_wanted_are_computed_again(qwen3: Path, mon
     assert (rows[0], all_.num_cached_tokens) == (200, 0)
 
 
-def test_scopes_do_not_share_cached_prompts(qwen3: Path) -> None:
-    s = sampling(qwen3)
+def test_scopes_do_not_share_cached_prompts(dense_or_hybrid: Path) -> None:
+    s = sampling(dense_or_hybrid)
     wanted = [request(scope + number, length=200, scope=scope) for number in "12" for scope in ("a", "b")]
     results = [s.run(one)[0] for one in wanted]
     assert [result.num_cached_tokens for result in results] == [0, 0, 192, 192]
@@ -109,10 +111,12 @@ def test_scopes_do_not_share_cached_prompts(qwen3: Path) -> None:
     assert_all_free(s)
 
 
-def test_same_prompt_of_concurrent_requests_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = sampling(qwen3)
+def test_same_prompt_of_concurrent_requests_is_computed_once(
+    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = sampling(dense_or_hybrid)
     (solo,) = s.sequences(request("solo", length=150, seed=3))
-    s = sampling(qwen3)
+    s = sampling(dense_or_hybrid)
     rows = s.count_rows(monkeypatch)
     results = s.run(*(request(str(seed), length=150, seed=seed, max_tokens=2) for seed in range(5)))
     assert [result.num_cached_tokens for result in results] == [0, 128, 128, 128, 128]
@@ -121,11 +125,11 @@ def test_same_prompt_of_concurrent_requests_is_computed_once(qwen3: Path, monkey
 
 
 def test_long_prompt_is_computed_in_parts_and_does_not_stall_decoding(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = request("long", length=400, max_tokens=2)
-    (solo,) = sampling(qwen3).sequences(long)
-    s = sampling(qwen3, prefill_tokens_max=256)
+    (solo,) = sampling(dense_or_hybrid).sequences(long)
+    s = sampling(dense_or_hybrid, prefill_tokens_max=256)
     s.sampler.start_sample(request("short", max_tokens=20))
     s.step()
     rows = s.count_rows(monkeypatch)
@@ -171,10 +175,10 @@ def test_request_that_can_never_fit_is_refused_at_once_with_the_largest_that_fit
     assert_all_free(s)
 
 
-def test_request_that_does_not_fit_waits_and_gets_the_same_bits(qwen3: Path) -> None:
+def test_request_that_does_not_fit_waits_and_gets_the_same_bits(dense_or_hybrid: Path) -> None:
     wanted = [request(f"r{number}", length=100 + number, num_samples=5, max_tokens=70) for number in range(3)]
-    solo = [sampling(qwen3).sequences(one)[0] for one in wanted]
-    s = sampling(qwen3, num_blocks=9)
+    solo = [sampling(dense_or_hybrid).sequences(one)[0] for one in wanted]
+    s = sampling(dense_or_hybrid, num_blocks=9)
     for bits, crowded in zip(solo, s.sequences(*wanted), strict=True):
         assert_same_bits(bits, crowded)
     assert_all_free(s)
@@ -240,8 +244,8 @@ def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Pa
     assert s.sampler.blocks.num_in_use <= 30
 
 
-def test_solo_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
-    s = sampling(qwen3)
+def test_solo_request_of_many_samples_runs_them_all_at_once(dense_or_hybrid: Path) -> None:
+    s = sampling(dense_or_hybrid)
     s.sampler.start_sample(request("solo", num_samples=64))
     s.step()
     (solo,) = s.sampler.slots.running
@@ -260,8 +264,10 @@ def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen
 
 
 @pytest.mark.parametrize("way", ["cancel", "fail", "reset"])
-def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    s = sampling(qwen3, prefill_tokens_max=256)
+def test_memory_is_free_after_every_kind_of_end(
+    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    s = sampling(dense_or_hybrid, prefill_tokens_max=256)
     s.sampler.start_sample(request("decoding", length=100, num_samples=3, max_tokens=100))
     s.step()
     s.sampler.start_sample(request("prefilling", length=400, num_samples=2, max_tokens=100))
@@ -298,8 +304,8 @@ def test_least_recently_used_prompt_is_evicted_first(qwen3: Path) -> None:
     assert [num_cached(seed) for seed in (0, 1)] == [128, 0]
 
 
-def test_version_published_again_finds_no_cached_prompt(qwen3: Path) -> None:
-    s = sampling(qwen3)
+def test_version_published_again_finds_no_cached_prompt(dense_or_hybrid: Path) -> None:
+    s = sampling(dense_or_hybrid)
     s.publish("a")
     (before,) = s.sequences(request("before", "a/v", length=200))
     s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])))
@@ -360,16 +366,19 @@ def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     assert sampler.num_cache_blocks == 10
 
 
-def test_overflow_left_in_a_block_changes_no_later_sample(qwen3: Path) -> None:
-    s = sampling(qwen3, num_blocks=4)
+def test_overflow_left_in_a_block_changes_no_later_sample(dense_or_hybrid: Path) -> None:
+    s = sampling(dense_or_hybrid, num_blocks=12)
     s.publish("overflowed")
     (solo,) = s.sequences(request("solo", length=70, max_tokens=70, num_samples=2))
     s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("nan"))
     (overflowed,) = s.run(request("overflowed", "overflowed/v", length=150, max_tokens=60))
     assert code(overflowed) == ErrorCode.NON_FINITE
-    for layer in range(s.driver.engine.base_model.num_layers):
-        for memory in s.sampler._cache.layer(layer):  # private: every block, also those that no prompt used
-            memory.fill_(float("nan"))
+    model = s.driver.engine.base_model  # private: every block and state, also those that nobody used
+    memories = [memory for layer in range(model.num_attention_layers) for memory in s.sampler._cache.layer(layer)]
+    if (states := s.sampler._pass._states) is not None:
+        memories += [memory for layer in range(len(model.delta_layers)) for memory in states.layer(layer)]
+    for memory in memories:
+        memory.fill_(float("nan"))
     s.sampler.blocks.drop_all()
     (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))
     assert_same_bits(after, solo)
