@@ -164,4 +164,4 @@ class Owners(RuleBasedStateMachine):
 
 
 TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestOwners.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
