@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.numerics.by_peft import cross_entropy, logprobs, own_matrices, trained_by_peft
+from tests.support.numerics.by_peft import cross_entropy, flags_for, logprobs, own_matrices, trained_by_peft
 from tests.support.numerics.exports import checkpoint_files
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec
@@ -66,9 +66,12 @@ error would give a full step, in a direction that differs between the two sides.
 
 
 def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_directory: Path, tmp_path: Path) -> None:
+    flags = flags_for(any_model_directory)
     tenants = [
-        Tenant(spec=make_spec("a", 4), passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=PARAMS),
-        Tenant(spec=make_spec("b", 16), passes=[make_data("cross_entropy", [5, 41], seed=2)], params=PARAMS),
+        Tenant(
+            spec=make_spec("a", 4, **flags), passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=PARAMS
+        ),
+        Tenant(spec=make_spec("b", 16, **flags), passes=[make_data("cross_entropy", [5, 41], seed=2)], params=PARAMS),
     ]
     driver = Driver(any_model_directory)
     driver.install(*(tenant.spec for tenant in tenants))
@@ -96,4 +99,6 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
             # Weights move by up to 0.12 and the two sides round differently by 4e-6; no weight decay would be 2e-3.
-            torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=2e-5)
+            # Linear attention divides queries and keys by their lengths: where these are small, it is up to 7e-5.
+            atol = 2e-4 if driver.engine.base_model.delta_shape is not None else 2e-5
+            torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=atol)
