@@ -265,7 +265,8 @@ def test_matrices_in_blocks_are_taken_apart(linear: str, dtype: torch.dtype) -> 
                 values[rows, : 2 * number] = values[rows, 2 * (number + 1) :] = 0
     rounded = {name: torch.from_numpy(values).to(dtype) for name, values in tensors.items()}
     files = AdapterFiles(files.config, safetensors.torch.save(rounded))
-    state = state_of(files, model=hybrid(linear))
+    model = replace(hybrid(linear), modules=hybrid(linear).modules[::-1])  # the rows give the order of the blocks
+    state = state_of(files, model=model)
     for layer in range(2):
         parent = f"{PREFIX}model.layers.{layer}.linear_attn."
         A, B = (rounded[f"{parent}{linear}.lora_{matrix}.weight"].float().numpy() for matrix in "AB")
