@@ -34,8 +34,6 @@ independent values do."""
 _LOADING = threading.Lock()
 """transformers changes global state of torch while it loads. If two threads load at once, one of them may get a model
 whose weights were never filled."""
-
-
 READS_TEXT_ALONE = frozenset({"qwen3_5"})
 """Model types whose checkpoints have a vision tower, and of which transformers loads the text model alone."""
 

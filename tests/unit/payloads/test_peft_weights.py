@@ -317,6 +317,19 @@ def test_modules_that_are_joined_elsewhere_are_imported_by_their_own_names_too()
     assert plan(files, model=model).notes == ()
 
 
+def test_an_adapter_of_the_text_model_in_a_model_that_can_see_is_imported() -> None:
+    files = adapter_files(QUERIES)
+    inside = {
+        name.replace("model.layers", "model.language_model.layers"): values
+        for name, values in safetensors.numpy.load(files.weights).items()
+    }
+    renamed = AdapterFiles(files.config, safetensors.numpy.save(inside))
+    state, expected = state_of(renamed), state_of(files)
+    assert all(np.array_equal(state[name], values) for name, values in expected.items())
+    both = with_header(files, **{FIRST_A.replace("model.layers", "model.language_model.layers"): {}})
+    assert "model.language_model" in refusal(files, both)
+
+
 def test_a_module_that_is_named_alone_and_with_others_is_refused() -> None:
     files, _ = joined_files("in_proj_qkv", 2, target_modules=["in_proj_qkv", "in_proj_k"])
     message = refusal(files, model=hybrid("in_proj_qkv"))
