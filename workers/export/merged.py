@@ -27,7 +27,7 @@ from workers.bank.state_files import PEFT_PREFIX
 from workers.export.adapter import WEIGHTS, ExportedAdapter
 from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
 from workers.model.files import TOKENIZER_FILES
-from workers.model.pretrained import load_pretrained, logprob_difference
+from workers.model.pretrained import load_pretrained, logprob_difference, num_roundings
 
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""
@@ -170,7 +170,7 @@ def _embeddings(base: Path) -> tuple[str, str, bool]:
 def _check(adapter: ExportedAdapter, base: Path, merged: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Compare the log-probabilities of a fixed prompt. Raises ExportError if they differ by more than rounding."""
     model = load_pretrained(base, "cpu", dtype)
-    num_layers = int(model.config.num_hidden_layers)
+    roundings = num_roundings(model.config)
     num_tokens = min(CHECK_TOKENS, int(model.config.max_position_embeddings))
     tokens = (torch.arange(num_tokens) * 7919 + 13) % model.get_input_embeddings().num_embeddings
     plain = _logprobs(model, tokens)
@@ -179,8 +179,8 @@ def _check(adapter: ExportedAdapter, base: Path, merged: Path, dtype: torch.dtyp
     detach()
     del model  # before the next one is loaded
     actual = _logprobs(load_pretrained(merged, "cpu", dtype), tokens)
-    difference, tolerance = logprob_difference(actual, expected, dtype, num_layers)
-    effect, _ = logprob_difference(plain, expected, dtype, num_layers)
+    difference, tolerance = logprob_difference(actual, expected, dtype, roundings)
+    effect, _ = logprob_difference(plain, expected, dtype, roundings)
     measure = "largest difference" if dtype == torch.float32 else "root mean square, relative to the spread"
     if not difference <= tolerance:
         raise ExportError(

@@ -44,7 +44,6 @@ from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
-from workers.model.gated_delta import DeltaShape
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
@@ -101,11 +100,10 @@ class BaseModel:
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
-        self.groups, delta_layers = replace_layers(model, self.current)
+        self.groups, self.delta_layers = replace_layers(model, self.current)
+        """The linears; and the layers of linear attention of a hybrid, all of one shape."""
         self.group_shapes = tuple(group.shape for group in self.groups)
-        self.delta_shape: DeltaShape | None = DeltaShape.of(delta_layers)
-        """The linear attention of a hybrid; None: all layers are of full attention."""
-        self.num_attention_layers = self.num_layers - len(delta_layers)
+        self.num_attention_layers = self.num_layers - len(self.delta_layers)
         """Layers of full attention: those that have keys and values."""
         self._attention = LayerAttention(model)
         self.has_sliding_window = self._attention.has_sliding_window

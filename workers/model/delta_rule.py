@@ -32,12 +32,47 @@ from torch.nn import functional as F
 
 UNIT_EPS = 1e-6
 """What is added to the square of a query's or key's length."""
+STRENGTH_MIN = -80.0
+"""beta before the sigmoid, at least: exp of more than 88 is infinite, and its derivative not a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The sizes of a layer."""
+
+    num_key_heads: int
+    """H."""
+    num_value_heads: int
+    """H G."""
+    key_dim: int
+    """E."""
+    value_dim: int
+    """P."""
+    history: int
+    """Tokens before a token that its convolution reads: W - 1."""
+
+    @property
+    def heads_per_key(self) -> int:
+        """G."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def conv_widths(self) -> tuple[int, int, int]:
+        """Values of a token's queries, keys and values: K, K, V."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def token_values(self) -> int:
+        """Values of a token's queries, keys or values of all value heads, whichever are most."""
+        return self.num_value_heads * max(self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
     """The frozen weights of a layer besides its linears; fp32."""
 
+    shape: DeltaShape
     conv: Sequence[Tensor]
     """(W, K) of queries, (W, K) of keys, (W, V) of values; the last weight is the token's own."""
     decay: Tensor
@@ -47,28 +82,6 @@ class DeltaWeights:
     norm: Tensor
     """(P,)"""
     norm_eps: float
-    num_key_heads: int
-    num_value_heads: int
-
-    @property
-    def history(self) -> int:
-        """Tokens before a token that its convolution reads: W - 1."""
-        return len(self.conv[0]) - 1
-
-    @property
-    def key_dim(self) -> int:
-        """E."""
-        return self.conv[0].shape[1] // self.num_key_heads
-
-    @property
-    def value_dim(self) -> int:
-        """P."""
-        return self.conv[2].shape[1] // self.num_value_heads
-
-    @property
-    def heads_per_key(self) -> int:
-        """G."""
-        return self.num_value_heads // self.num_key_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +120,10 @@ def chunked(
     query, key, value = (_convolved(rows, conv) for rows, conv in zip(inputs.qkv, weights.conv, strict=True))
     beta, log_decay = _coefficients(inputs, weights, is_token)
     num, length = beta.shape[:2]
-    heads, per_key = weights.num_key_heads, weights.heads_per_key
+    shape = weights.shape
+    heads, per_key = shape.num_key_heads, shape.heads_per_key
     query, key = (_unit(rows.view(num, length, heads, -1)).transpose(1, 2) for rows in (query, key))  # (N, H, C, E)
-    query = query * weights.key_dim**-0.5
+    query = query * shape.key_dim**-0.5
     value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
     beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
     total = log_decay.cumsum(-1)  # (N, H, G, C)
@@ -123,7 +137,7 @@ def chunked(
     keys, queries = key.unsqueeze(2), query.unsqueeze(2) * passed  # (N, H, 1, C, E), (N, H, G, C, E)
     known = torch.cat([value, keys * passed], -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    values, corrections = solved.split([weights.value_dim, weights.key_dim], -1)
+    values, corrections = solved.split([shape.value_dim, shape.key_dim], -1)
     writes = (keys * left).transpose(-1, -2)  # (N, H, G, E, C)
     kept = passed[..., -1:, :]  # (N, H, G, 1, 1)
     keeps_state = state is not None
@@ -155,9 +169,10 @@ def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], s
     windows = [torch.cat([rows, own.unsqueeze(1)], 1) for rows, own in zip(before, inputs.qkv, strict=True)]
     query, key, value = (_convolved(rows, conv).squeeze(1) for rows, conv in zip(windows, weights.conv, strict=True))
     beta, log_decay = _coefficients(inputs, weights, None)
-    num, heads, per_key = len(value), weights.num_key_heads, weights.heads_per_key
+    shape = weights.shape
+    num, heads, per_key = len(value), shape.num_key_heads, shape.heads_per_key
     query, key = (_unit(rows.view(num, heads, -1)) for rows in (query, key))  # (N, H, E)
-    query = query * weights.key_dim**-0.5
+    query = query * shape.key_dim**-0.5
     value = value.view(num, heads, per_key, -1)  # (N, H, G, P)
     beta, decay = (each.view(num, heads, per_key, 1) for each in (beta, log_decay.exp()))
     seen = torch.stack([query, key], 2).unsqueeze(2) @ state  # (N, H, G, 2, P): what both read in the old state
@@ -169,9 +184,14 @@ def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], s
 
 
 def _coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return beta and the log decay of each token and value head, (..., H G); zeros at padding."""
-    beta = inputs.strength.float().sigmoid()
-    log_decay = F.softplus(inputs.decay.float() + weights.dt_bias) * -weights.decay
+    """Return beta and the log decay of each token and value head, (..., H G); zeros at padding.
+
+    By `exp` and `log1p`: the library's sigmoid and softplus compute the last values of a tensor, those behind a
+    multiple of 32, by another kernel, and few heads are not a multiple of 32.
+    """
+    beta = 1 / (1 + torch.exp(-inputs.strength.float().clamp(min=STRENGTH_MIN)))
+    argument = inputs.decay.float() + weights.dt_bias
+    log_decay = (argument.clamp(min=0) + torch.log1p(torch.exp(-argument.abs()))) * -weights.decay  # softplus
     if is_token is None:
         return beta, log_decay
     padding = ~is_token.unsqueeze(-1)
@@ -185,7 +205,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 def _gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
     """Return results (..., H G, P), normalised by head and multiplied by SiLU of the gate (..., V): (..., V)."""
-    normal = F.rms_norm(out, (weights.value_dim,), weights.norm, weights.norm_eps)
+    normal = F.rms_norm(out, (weights.shape.value_dim,), weights.norm, weights.norm_eps)
     gated: Tensor = normal * F.silu(gate.float()).view(normal.shape)
     return gated.flatten(-2)
 

@@ -15,15 +15,14 @@ value head dimension, K = H E, V = H G P.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from workers.contract.adapted_modules import JoinedRows
-from workers.model.delta_rule import DeltaInputs, DeltaWeights
+from workers.model.delta_rule import DeltaInputs, DeltaShape, DeltaWeights
 from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
 
@@ -33,38 +32,6 @@ LINEARS = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_
 """The linears that read a layer's input, in the order of `DeltaInputs`."""
 FROZEN = ("in_proj_b", "in_proj_a")
 """Those that adapters do not adapt: their outputs are one number for each head."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """The sizes that all layers of linear attention of a model have."""
-
-    num_layers: int
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    """E."""
-    value_dim: int
-    """P."""
-    history: int
-    """Tokens before a token that its convolution reads."""
-
-    @classmethod
-    def of(cls, layers: Sequence[GatedDelta]) -> DeltaShape | None:
-        """Return the sizes of a model's layers; None without any. Raises UnsupportedModelError if they differ."""
-        shapes = {
-            (w.num_key_heads, w.num_value_heads, w.key_dim, w.value_dim, w.history)
-            for w in (layer.delta_weights for layer in layers)
-        }
-        if len(shapes) > 1:
-            raise UnsupportedModelError("the model's layers of linear attention have different sizes")
-        return cls(len(layers), *shapes.pop()) if shapes else None
-
-    @property
-    def conv_widths(self) -> tuple[int, int, int]:
-        """Values of a token before the convolution: of its queries, keys and values."""
-        keys = self.num_key_heads * self.key_dim
-        return keys, keys, self.num_value_heads * self.value_dim
 
 
 class GatedDelta(nn.Module):
@@ -87,13 +54,18 @@ class GatedDelta(nn.Module):
         widths = [theirs.key_dim, theirs.key_dim, theirs.value_dim]
         conv = theirs.conv1d.weight.detach().squeeze(1).t().float()  # (W, 2 K + V)
         self.delta_weights = DeltaWeights(
+            shape=DeltaShape(
+                num_key_heads=int(theirs.num_k_heads),
+                num_value_heads=int(theirs.num_v_heads),
+                key_dim=int(theirs.head_k_dim),
+                value_dim=int(theirs.head_v_dim),
+                history=len(conv) - 1,
+            ),
             conv=[part.contiguous() for part in conv.split(widths, 1)],
             decay=theirs.A_log.detach().float().exp(),
             dt_bias=theirs.dt_bias.detach().float(),
             norm=theirs.norm.weight.detach().float(),
             norm_eps=float(theirs.norm.variance_epsilon),
-            num_key_heads=int(theirs.num_k_heads),
-            num_value_heads=int(theirs.num_v_heads),
         )
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -107,13 +79,15 @@ class GatedDelta(nn.Module):
 
 
 def replace_delta_layers(model: nn.Module, current: CurrentPass) -> tuple[GatedDelta, ...]:
-    """Replace every layer of linear attention; return them in order. Raises UnsupportedModelError."""
+    """Replace every layer of linear attention, all of one shape; return them in order. Raises UnsupportedModelError."""
     layers: list[GatedDelta] = []
     for name, module in list(model.named_modules()):
         if hasattr(module, JOINED) or hasattr(module, INTERLEAVED):
             layer = GatedDelta(module, len(layers), current)
             model.set_submodule(name, layer)
             layers.append(layer)
+    if len({layer.delta_weights.shape for layer in layers}) > 1:
+        raise UnsupportedModelError("the model's layers of linear attention have different sizes")
     return tuple(layers)
 
 

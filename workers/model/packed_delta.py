@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.host.uploads import on_device
-from workers.model.delta_rule import DeltaInputs, DeltaWeights, chunked
+from workers.model.delta_rule import DeltaInputs, DeltaShape, DeltaWeights, chunked
 
 CHUNK_TOKENS = (16, 32, 64)
 """Chunk sizes. A sequence has the smallest that holds it whole, or else the largest."""
@@ -49,6 +49,23 @@ class Recur(Protocol):
 def chunk_tokens(length: int) -> int:
     """Return the chunk size of a sequence."""
     return next((size for size in CHUNK_TOKENS if length <= size), CHUNK_TOKENS[-1])
+
+
+def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], *, backward: bool) -> int:
+    """Return the values in fp32 that the rule of a pass takes for one group, besides its inputs and results.
+
+    At most, and at most a fifth more than it takes; by a count of all tensors for several shapes. `lengths`: of the
+    sequences; each length once is enough.
+    """
+    padded = {length: -(-length // chunk_tokens(length)) * chunk_tokens(length) for length in lengths}
+    all_tokens = max(num_tokens * tokens / length for length, tokens in padded.items())
+    most = max(GROUP_VALUES // shape.token_values, *padded.values())
+    heads, chunk = shape.num_value_heads, chunk_tokens(max(lengths))
+    of_rows, of_pairs, of_heads = (8, 8, 6) if backward else (4, 4, 5)
+    of_token = of_rows * sum(shape.conv_widths) + heads * (
+        of_pairs * chunk + of_heads * (shape.key_dim + shape.value_dim)
+    )
+    return int(min(all_tokens, most)) * of_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +135,13 @@ class PackedDelta:
         return _run(weights, groups, self._num_rows, inputs)
 
     def _cut(self, weights: DeltaWeights) -> list[Chunks]:
-        token_values = weights.num_value_heads * max(weights.key_dim, weights.value_dim)
-        key = token_values, weights.history
+        token_values = weights.shape.token_values
+        key = token_values, weights.shape.history
         if key not in self._groups:
             starts = np.cumsum([0, *self._lengths])[:-1].tolist()
             sequences = list(zip(starts, self._lengths, strict=True))
             self._groups[key] = [
-                _chunks(own, size, weights.history, self._device)
+                _chunks(own, size, weights.shape.history, self._device)
                 for size, own in _grouped(sequences, GROUP_VALUES // token_values)
             ]
         return self._groups[key]

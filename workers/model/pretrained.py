@@ -31,6 +31,9 @@ ROUNDINGS_PER_LAYER = 16
 """How often a layer rounds to 8 bits in bf16 from input to output: seven linears, two to four norms, rotary embedding,
 attention, activation and residual sums. Two forwards may round each differently, and the errors add up as those of
 independent values do."""
+ROUNDINGS_PER_HYBRID_LAYER = 64
+"""The same of a layer with linear attention. It rounds 24 times, and the rounding of a decay's argument counts more: it
+is multiplied by exp(A_log), 9 on average, and goes into the states of all later tokens."""
 _LOADING = threading.Lock()
 """transformers changes global state of torch while it loads. If two threads load at once, one of them may get a model
 whose weights were never filled."""
@@ -101,7 +104,7 @@ class Probe:
     tokens: Tensor
     """(N,) both sequences, one after the other."""
     lengths: list[int]
-    num_layers: int
+    num_roundings: int
     logprobs: list[Tensor]
     """(length, V) of each sequence, fp32."""
 
@@ -109,7 +112,7 @@ class Probe:
     @torch.no_grad()
     def of(cls, model: Any, max_seq_len: int) -> Probe:
         """Run the model's own forward, before any layer is replaced."""
-        is_hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+        is_hybrid = bool(_num_hybrid_layers(model.config))
         lengths = [min(length, max_seq_len) for length in (HYBRID_LENGTHS if is_hybrid else PROBE_LENGTHS)]
         num_tokens = min(int(model.get_input_embeddings().num_embeddings), model.get_output_embeddings().out_features)
         tokens = (torch.arange(sum(lengths), device=model.device) * 7919 + 13) % num_tokens
@@ -117,7 +120,7 @@ class Probe:
             model(input_ids=part.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
             for part in tokens.split(lengths)
         ]
-        return cls(tokens, lengths, int(model.config.num_hidden_layers), logprobs)
+        return cls(tokens, lengths, num_roundings(model.config), logprobs)
 
     def check(self, logits_of: Callable[[Tensor, Tensor, list[int]], Tensor], dtype: torch.dtype) -> None:
         """Compare the packed forward: tokens and positions (N,), int64, and lengths -> logits (N, V).
@@ -127,7 +130,7 @@ class Probe:
         positions = torch.cat([torch.arange(length, device=self.tokens.device) for length in self.lengths])
         actual = logits_of(self.tokens, positions, self.lengths).float().log_softmax(-1)
         for logprobs, own in zip(actual.split(self.lengths), self.logprobs, strict=True):
-            difference, tolerance = logprob_difference(logprobs, own, dtype, self.num_layers)
+            difference, tolerance = logprob_difference(logprobs, own, dtype, self.num_roundings)
             if not difference <= tolerance:
                 raise UnsupportedModelError(
                     f"the fused pass gives other log-probabilities than the model's own code (by {difference:.2g}, "
@@ -135,7 +138,18 @@ class Probe:
                 )
 
 
-def logprob_difference(actual: Tensor, expected: Tensor, dtype: torch.dtype, num_layers: int) -> tuple[float, float]:
+def num_roundings(config: Any) -> int:
+    """Return how often a value is rounded on its way through a model with this config, for `logprob_difference`."""
+    num_hybrid = _num_hybrid_layers(config)
+    return ROUNDINGS_PER_LAYER * (int(config.num_hidden_layers) - num_hybrid) + ROUNDINGS_PER_HYBRID_LAYER * num_hybrid
+
+
+def _num_hybrid_layers(config: Any) -> int:
+    """Return the number of layers with linear attention."""
+    return list(getattr(config, "layer_types", None) or ()).count("linear_attention")
+
+
+def logprob_difference(actual: Tensor, expected: Tensor, dtype: torch.dtype, num_roundings: int) -> tuple[float, float]:
     """Return the difference of two forwards' log-probabilities (N, V), fp32, and how much rounding in `dtype` explains.
 
     In fp32 the largest difference. In bf16 and fp16, in which two roundings of one value may be 2^-8 and 2^-11 of it
@@ -145,4 +159,4 @@ def logprob_difference(actual: Tensor, expected: Tensor, dtype: torch.dtype, num
         return float((actual - expected).abs().max()), TOLERANCE
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
     difference = (actual - expected).square().mean().sqrt() / spread
-    return float(difference), torch.finfo(dtype).eps / 2 * (ROUNDINGS_PER_LAYER * num_layers) ** 0.5
+    return float(difference), torch.finfo(dtype).eps / 2 * num_roundings**0.5

@@ -31,10 +31,11 @@ from torch.nn import functional as F
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, chunked, step
-from workers.model.gated_delta import DeltaShape
 from workers.model.packed_delta import CHUNK_TOKENS, GROUP_VALUES, chunk_tokens
 from workers.sampling.kv_cache import Prefix
 
+FULL_BYTES = 4
+"""Of an fp32 value."""
 OWNER_PLACES = 2
 """Slots that an owner may hold at a time."""
 
@@ -215,12 +216,12 @@ class StateChunk:
 class DeltaStates:
     """The memory of all slots. On a CPU, slots that were never written take no memory."""
 
-    def __init__(self, model: BaseModel, shape: DeltaShape, num_slots: int) -> None:
-        """Allocate the slots; raises the library's error if there is not enough memory."""
+    def __init__(self, model: BaseModel, num_slots: int) -> None:
+        """Allocate the slots of a hybrid; raises the library's error if there is not enough memory."""
+        shape = model.delta_layers[0].delta_weights.shape
         self._widths = shape.conv_widths
-        per_key = shape.num_value_heads // shape.num_key_heads
-        sizes = (shape.num_layers, num_slots)
-        heads = (shape.num_key_heads, per_key, shape.key_dim, shape.value_dim)
+        sizes = (len(model.delta_layers), num_slots)
+        heads = (shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim)
         self.device = model.device
         self._inputs = torch.empty(*sizes, shape.history, sum(self._widths), dtype=model.dtype, device=model.device)
         self._states = torch.empty(*sizes, *heads, dtype=torch.float32, device=model.device)
@@ -241,11 +242,12 @@ class DeltaStates:
 
 def state_bytes(model: BaseModel) -> int:
     """Return the bytes of a slot; 0 for a model without linear attention."""
-    shape = model.delta_shape
-    if shape is None:
-        return 0
-    inputs = shape.history * sum(shape.conv_widths) * int(model.dtype.itemsize)
-    return shape.num_layers * (inputs + shape.num_value_heads * shape.key_dim * shape.value_dim * 4)
+    num_bytes = 0
+    for layer in model.delta_layers:
+        shape = layer.delta_weights.shape
+        num_bytes += shape.history * sum(shape.conv_widths) * int(model.dtype.itemsize)
+        num_bytes += shape.num_value_heads * shape.key_dim * shape.value_dim * FULL_BYTES
+    return num_bytes
 
 
 class StepDelta:

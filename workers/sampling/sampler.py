@@ -135,8 +135,7 @@ class Sampler:
             self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
             if base_model.sampling_layers is not None and base_model.device.type == "cuda":
                 graphs = StepGraphs(base_model, pages, page_kernel)
-        shape = base_model.delta_shape
-        states = None if shape is None else DeltaStates(base_model, shape, num_states)
+        states = DeltaStates(base_model, num_states) if base_model.delta_layers else None
         self._pass = SamplePass(base_model, bank, self._steps, graphs, states)
         self._clock = clock
         self._requests: list[ActiveRequest] = []

@@ -27,6 +27,7 @@ from workers.model.numerics import ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Run, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupViews
+from workers.selftest.sequence_invariance import keeps_sequences
 
 LARGE_WEIGHT = 1 << 22
 """Values of a weight from which on fewer sizes are tried."""
@@ -120,16 +121,17 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     groups = [group.weights for group in base_model.groups]
     weights = [weight for group in groups for weight in group]
     numerics = base_model.numerics
+    if base_model.device.type == "cuda" and numerics.block_rows is None:
+        return numerics
+    keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
     if numerics.block_rows is not None:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
         is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % VALUES_MULTIPLE == 0
-        if not (is_aligned and are_blocks_invariant(weights, numerics.block_rows)):
+        if not (keeps and is_aligned and are_blocks_invariant(weights, numerics.block_rows)):
             raise UnsupportedModelError(
                 "exact mode is not possible with this model on this device: in products of "
                 f"{numerics.block_rows} rows a row's bits depend on its place; load it without exact"
             )
-        return numerics
-    if base_model.device.type == "cuda":
         return numerics
     elementwise = _elementwise(base_model)
     rows_min = find_rows_min(groups, elementwise, is_packed=True) if can_pack(groups) else None
@@ -137,7 +139,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
     can_batch = can_batch_segments(weights, rows_min or ROWS_MIN)
-    return Numerics(rows_min=rows_min, is_packed=is_packed, can_batch=can_batch)
+    return Numerics(rows_min=rows_min if keeps else None, is_packed=is_packed, can_batch=can_batch)
 
 
 def _elementwise(base_model: BaseModel) -> list[Elementwise]:
@@ -152,6 +154,8 @@ def _elementwise(base_model: BaseModel) -> list[Elementwise]:
             return torch.autograd.grad(activation(values).sum(), values)[0]
 
     functions = [(width, function) for width in widths for function in (activation, derivative)]
+    if base_model.delta_layers:
+        functions.append((base_model.num_heads * base_model.head_dim, torch.sigmoid))  # gates of full attention
     return [*functions, (base_model.head_dim, torch.cos), (base_model.head_dim, torch.sin)]
 
 

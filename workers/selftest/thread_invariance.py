@@ -64,7 +64,8 @@ def is_thread_count_invariant(base_model: BaseModel) -> bool:
     num_threads = torch.get_num_threads()
     if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
         return False
-    sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim)
+    delta = tuple(layer.delta_weights.shape for layer in base_model.delta_layers[:1])
+    sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim, delta)
     key = (sizes, num_threads, base_model.dtype, base_model.numerics)
     if key not in _TRIED:
         several = _trial(base_model)

@@ -20,6 +20,7 @@ from typing import Any
 
 from workers.contract.settings import Recompute
 from workers.host.free_memory import MemoryShare
+from workers.model import packed_delta
 from workers.model.base_model import BaseModel
 from workers.training import device_logits, logits
 
@@ -73,6 +74,8 @@ class PassMemory:
         self._num_heads = int(config.num_attention_heads)
         self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        self._delta = base_model.delta_layers[0].delta_weights.shape if base_model.delta_layers else None
+        self._num_attention_layers = base_model.num_attention_layers
         window = getattr(config, "sliding_window", None)
         self._window = int(window) if self._attend.makes_masks and window is not None and _has_window(config) else None
         """Longer sequences have a mask; None: no sequence has one."""
@@ -83,18 +86,24 @@ class PassMemory:
 
     def peak_bytes(self, load: Load, *, backward: bool, recompute: bool = False) -> int:
         """Return the bytes that a pass allocates, at its peak."""
-        per_token = forward = 6 * self._hidden + max(3 * self._mlp, 6 * self._queries)
+        token_bytes = load.num_tokens * self._value_bytes
+        # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
+        besides = load.num_tokens * FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
+        forward_peak = besides + max(
+            token_bytes * max(3 * self._mlp, 6 * self._queries), self._delta_bytes(load, backward=False)
+        )
+        forward_peak += token_bytes * 6 * self._hidden
+        peak = forward_peak + self._fixed_bytes(load)
         if backward:
             kept = self._kept_values(load.rank)
-            of_one_layer = -(-kept // self._num_layers)
-            per_token = self._transient_values() + kept
             if recompute:
-                per_token = self._transient_values() + of_one_layer + self._num_layers * self._hidden
-        # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
-        besides = FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
-        peak, forward_peak = (load.num_tokens * (self._value_bytes * each + besides) for each in (per_token, forward))
-        peak += self._fixed_bytes(load)
-        if backward:
+                kept = -(-kept // self._num_layers) + self._num_layers * self._hidden
+            of_layer = max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
+            # The backward of a layer holds on top, with the last hidden states, their gradient, and its own gradients:
+            transient = token_bytes * 6 * self._hidden + max(
+                token_bytes * of_layer, self._delta_bytes(load, backward=True)
+            )
+            peak = besides + token_bytes * kept + transient + self._fixed_bytes(load)
             peak += self._attend.buffer_bytes(load.num_tokens, load.num_sequences, self._num_heads, self._head_dim)
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
         return max(peak, forward_peak + making_masks) + kept_masks
@@ -105,22 +114,25 @@ class PassMemory:
         The input of every linear, twice the residual stream (both norms' inputs), gate, activation and up, and of the
         attention queries, keys and values, repeated to all heads, its output, and the inputs of norms of heads. Counted
         as all inputs and outputs of linears (two outputs of D values each stand for the residual stream), the
-        activation, four times Q, D for each further norm, and x A^T of every linear.
+        activation, four times Q, D for each further norm, and x A^T of every linear. The full attention of hybrids has
+        a gate and rotates a part of each head: it keeps eight times Q.
         """
         further_norms = max(0, self._num_norms - 2 * self._num_layers - 1)
         return (
             self._linear_values
-            + self._num_layers * (self._mlp + 4 * self._queries)
+            + self._num_layers * self._mlp
+            + self._num_attention_layers * (4 if self._delta is None else 8) * self._queries
             + further_norms * self._hidden
             + self._num_linears * rank
         )
 
-    def _transient_values(self) -> int:
-        """Return the values per token that the backward of a layer holds on top, in the MLP or in the attention.
-
-        With the last hidden states, their gradient, and the layer's own gradients of D values.
-        """
-        return 6 * self._hidden + max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
+    def _delta_bytes(self, load: Load, *, backward: bool) -> int:
+        """Return the bytes that a layer of linear attention holds: its inputs, their gradients, one group's tensors."""
+        if self._delta is None:
+            return 0
+        *_, values = widths = self._delta.conv_widths
+        group = packed_delta.group_values(self._delta, load.num_tokens, load.lengths, backward=backward)
+        return load.num_tokens * self._value_bytes * (2 * sum(widths) + values) + FULL_BYTES * group
 
     def _fixed_bytes(self, load: Load) -> int:
         """Return the bytes that do not depend on the number of tokens.

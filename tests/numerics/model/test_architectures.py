@@ -23,14 +23,11 @@ from workers.selftest.loading import load_base_model
 
 
 def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
-    info = Driver(model_directory).engine.info
+    engine = Driver(model_directory).engine
+    info, delta = engine.info, ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "out_proj")
     assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
-    linear_attention = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "out_proj")
-    is_hybrid = model_directory.name == "qwen3.5"
-    assert leaf_names(info.modules, "attn") == (
-        *(linear_attention if is_hybrid else ()),
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-    )
+    names = (*(delta if engine.base_model.delta_layers else ()), "q_proj", "k_proj", "v_proj", "o_proj")
+    assert leaf_names(info.modules, "attn") == names
     assert leaf_names(info.modules, "mlp") == ("gate_proj", "up_proj", "down_proj")
     assert leaf_names(info.modules, "unembed") == ("lm_head",)
     assert info.eos_token_ids == (256,)

@@ -25,6 +25,7 @@ from workers.model.gpu_attention import (
     VarlenAttention,
     attend_packed_for,
 )
+from workers.model.packed_delta import PackedDelta
 from workers.model.segments import Segment
 
 LENGTHS = [5, 12, 12, 1, 33]
@@ -173,7 +174,8 @@ def test_backward_copies_no_tensor_of_all_rows_to_take_off_the_batch(
     driver.install(make_spec("a"))
     (row,) = driver.engine.bank.acquire(["a"])
     tokens, positions = torch.zeros(9, dtype=torch.long), torch.arange(9)
-    hidden = driver.engine.base_model.forward(tokens, positions, [Segment(0, 9, row.groups)], attention([9], [1]))
+    model, recur = driver.engine.base_model, PackedDelta([9], tokens.device)
+    hidden = model.forward(tokens, positions, [Segment(0, 9, row.groups)], attention([9], [1]), recur)
     nodes = [hidden.grad_fn]
     for node in nodes:
         assert node is not None

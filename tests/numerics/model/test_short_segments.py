@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.samplers import Sampling, sampling
+from workers.model.packed_delta import PackedDelta
 from workers.model.segments import Run, Segment, ShortRun
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,8 @@ def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
     with torch.no_grad():
-        hidden = model.forward(tokens, torch.zeros_like(tokens), segments, attend)
+        recur = PackedDelta([1] * len(tokens), model.device)
+        hidden = model.forward(tokens, torch.zeros_like(tokens), segments, attend, recur)
         return hidden, model.unembed(hidden, segments)
 
 

@@ -63,7 +63,10 @@ def test_second_prompt_with_the_same_beginning_computes_only_the_rest(
         result = s.run(one)[0]
         computed[one.op_id] = (rows[0], result.num_cached_tokens)
         assert result.num_prompt_tokens == len(one.prompt)
-    assert computed == {"first": (200, 0), "longer": (52, 128), "base": (180, 0), "again": (52, 128)}
+    # A hybrid goes on where a state was kept: at the last whole block of a prompt with this beginning.
+    num_found = 0 if s.driver.engine.base_model.delta_layers else 128
+    second = (180 - num_found, num_found)
+    assert computed == {"first": (200, 0), "longer": second, "base": (180, 0), "again": (52, 128)}
     for op_id, bits in (("longer", solo[0]), ("again", solo[0]), ("base", solo[1])):
         assert_same_bits(s.result(op_id).sequences, bits)
     assert_all_free(s)

@@ -38,7 +38,7 @@ from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
 
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3", "qwen3.5")
-"""Architectures of most tests: tied and untied, with and without a window, with and without norms of heads; a hybrid."""
+"""Architectures of most tests: tied and untied, with and without a window, with and without norms of heads; hybrid."""
 ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 """Architectures of the comparison with PEFT."""
 VOCAB_SIZE = 258
