@@ -185,7 +185,7 @@ def _pattern(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict) or not all(type(value) in (int, float) for value in pattern.values()):
         raise not_importable(
-            f"adapter_config.json has {name} = {_shown(pattern)}: it must be numbers by names of modules"
+            f"adapter_config.json has {name} = {_shown(pattern)}: it must have a number for each name of a module"
         )
     return pattern
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from workers.contract.messages import AdapterSpec, ModelInfo
 Array = NDArray[np.float32]
 PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
+_TEXT_MODEL = re.compile(rf"^{re.escape(PREFIX)}model\.language_model\.")
+"""How names begin if PEFT adapted the text model inside a model that can see; the pool has the text model alone."""
 HEADER_BYTES, ENTRY_BYTES = 64 << 10, 512
 """Most bytes of a header: this many for its metadata, and for each matrix of the base model's modules. PEFT's entries
 have less than 200; what is longer would only hold the interpreter while it is parsed."""
@@ -220,9 +223,9 @@ def _matrices(linear: Linear, rank: int, tensors: Mapping[str, Tensor]) -> Itera
     has_blocks = linear.rank != rank
     for number, module in enumerate(linear.modules):
         own_A = range(number * rank, (number + 1) * rank) if has_blocks else range(rank)
-        own_B = (
-            module.joined.runs(module.d_out) if module.joined and len(linear.modules) > 1 else (range(module.d_out),)
-        )
+        own_B: tuple[range, ...] = (range(module.d_out),)
+        if linear.is_joined and module.joined is not None:
+            own_B = module.joined.runs(module.d_out)
         yield Matrix(
             name=PREFIX + module.A_name,
             shape=(rank, module.d_in),
@@ -254,7 +257,7 @@ def _adapted(config: PeftConfig, model: ModelInfo) -> list[Linear]:
             for module in modules:
                 if (other := owners.setdefault(module.name, name)) != name:
                     raise not_importable(
-                        f"target_modules names {other} and {name}, which is the same: name one of them"
+                        f"target_modules names {other} and {name}, one of which is in the other: name one"
                     )
     for target in config.targets:
         if target not in found:
@@ -308,8 +311,13 @@ def _checked_tensors(
             f"the header of adapter_model.safetensors has {len(header)} characters, and an adapter of {model.name} "
             f"needs at most {longest}: save the adapter alone, with PEFT's save_pretrained"
         )
-    entries = load_object(header, "the header of adapter_model.safetensors")
-    entries.pop("__metadata__", None)
+    found = load_object(header, "the header of adapter_model.safetensors")
+    found.pop("__metadata__", None)
+    entries = {_TEXT_MODEL.sub(f"{PREFIX}model.", name): entry for name, entry in found.items()}
+    if len(entries) != len(found):
+        raise not_importable(
+            "adapter_model.safetensors has matrices of model and of model.language_model: save it again"
+        )
     tensors: dict[str, Tensor] = {}
     for linear in adapted:
         for name, shape in linear.matrices:

@@ -29,6 +29,8 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 ARCHIVE = "checkpoint.tar"
 """File name of the download of a whole checkpoint."""
+PEFT_ARCHIVE = "checkpoint-for-peft.tar"
+"""The same, as `ExportCheckpoint` streams it."""
 Kind: TypeAlias = pb.CheckpointKind.ValueType
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
@@ -132,11 +134,14 @@ class CheckpointUseCases(UseCases):
         return await self._exported(await self._with_file(self._readable_checkpoint(principal, path)))
 
     async def export_for_tinker(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
-        """Stream a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker."""
+        """Stream a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker.
+
+        As `PEFT_ARCHIVE` all with those of PEFT.
+        """
         row = await self._with_file(self._readable_checkpoint(principal, path))
         states = self._core.states.folders.checkpoints
-        if file == ARCHIVE:
-            pieces = states.tar(row.folder, row.sha256, for_tinker=True)
+        if file in (ARCHIVE, PEFT_ARCHIVE):
+            pieces = states.tar(row.folder, row.sha256, for_tinker=file == ARCHIVE)
         elif file in await self._exported(row):
             pieces = states.piecewise(row.folder, row.sha256, file, for_tinker=True)
         else:

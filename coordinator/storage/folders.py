@@ -279,12 +279,12 @@ class StateFiles:
             stored = self._stored_head(path)
             head = _Head(tinkers_head(stored), len(stored))
         elif name in EXPORTED and not for_tinker and (joined := self._joined(folder)):
-            if name == CONFIG:
-                config = _to_json(joined_config(json.loads(self._disk.read(path)), joined))
-                return len(config), iter([Piece(config, self._disk.size(path))])
-            weights = JoinedWeights(self._stored_head(path), joined)
-            pieces = weights.pieces(partial(self._disk.read_piece, path), piece_bytes)
-            return weights.num_bytes, (Piece(*piece) for piece in pieces)
+            if name == WEIGHTS:
+                weights = JoinedWeights(self._stored_head(path), joined)
+                pieces = weights.pieces(partial(self._disk.read_piece, path), piece_bytes)
+                return weights.num_bytes, (Piece(*piece) for piece in pieces)
+            config = joined_config(json.loads(self._disk.read(path)), joined)
+            head = _Head(_to_json(config), self._disk.size(path))
         size = len(head.sent) - head.num_stored + self._disk.size(path)
         return size, self._pieces(folder, name, piece_bytes, head)
 

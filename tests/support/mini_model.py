@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -19,6 +20,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -72,6 +75,33 @@ def build_mini_model(
         _draw_weights(model)
     model.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
+    _byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def build_mini_vision_model(directory: Path | str, *, is_tied: bool = True, seed: int = 0) -> Path:
+    """Write a random checkpoint of Qwen3.5 as it is published, which can see, into `directory`; return that path.
+
+    Its text model is as "qwen3.5" of `build_mini_model`. It has a vision tower, and weights to predict more tokens at a
+    time (`mtp.*`), which transformers does not load.
+    """
+    directory = Path(directory)
+    text = _config("qwen3.5", VOCAB_SIZE_MIN)
+    text.tie_word_embeddings = is_tied
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(
+        text_config=text.to_dict(),
+        vision_config=sizes | {"patch_size": 4, "num_position_embeddings": 16},
+        tie_word_embeddings=is_tied,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3_5ForConditionalGeneration(config)
+        _draw_weights(model)
+        more = {"mtp.fc.weight": torch.randn(64, 128)}
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(file) | more, file, {"format": "pt"})
     _byte_tokenizer().save_pretrained(directory)
     return directory
 

@@ -31,7 +31,7 @@ from workers.model.pretrained import load_pretrained, logprob_difference, num_ro
 
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""
-_COPIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*")
+_COPIED = (*TOKENIZER_FILES, "generation_config.json", "*processor_config.json", "LICENSE*", "NOTICE*")
 """Patterns of a base model's other files than its weights and `config.json`."""
 
 
@@ -78,7 +78,7 @@ class _MergePlan:
         """The tensor that each adapted module's weight is, or is a copy of."""
         for module in adapter.modules:
             name = f"{embedding if self._has_own_file and module == self.unembedding else module}.weight"
-            stored = self._tensors.get(name)
+            stored = self._tensors.get(name, self._tensors.get(_name_beside_vision(name)))
             if stored is None or stored.shape != adapter.shape(module):
                 found = "no such tensor" if stored is None else f"shape {stored.shape}"
                 raise ExportError(
@@ -96,7 +96,7 @@ class _MergePlan:
         for pattern in _COPIED:
             for found in self._base.glob(pattern):
                 shutil.copyfile(found, out / found.name)
-        config = self._config | ({"tie_word_embeddings": False} if self._unties else {})
+        config = _untied(self._config) if self._unties else self._config
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         names = _new_names(sorted({stored.file for stored in self._tensors.values()}), has_own_file=self._has_own_file)
         for file, name in names.items():
@@ -129,6 +129,17 @@ class _MergePlan:
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def _name_beside_vision(name: str) -> str:
+    """Return the name that a tensor of the text model has in a checkpoint that can see, too."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` without ties; in that of a checkpoint that can see is another one, of its text model."""
+    text = {"text_config": _untied(config["text_config"])} if "text_config" in config else {}
+    return config | text | {"tie_word_embeddings": False}
+
+
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file of tensors with the mode of any other file: safetensors' own is 0600, whatever the umask."""
     path.touch()
@@ -152,7 +163,7 @@ def _embeddings(base: Path) -> tuple[str, str, bool]:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names = {module: name for name, module in model.named_modules()}
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return names[output], names[embedding], bool(config.tie_word_embeddings)
+    return names[output], names[embedding], bool(model.config.tie_word_embeddings)
 
 
 @torch.no_grad()

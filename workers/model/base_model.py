@@ -38,21 +38,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
-from workers.model.gated_delta import joined_modules
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
 from workers.model.packed_delta import PackedDelta, Recur
 from workers.model.pretrained import Probe, UnsupportedModelError, eos_token_ids, load_pretrained
-from workers.model.replacement import decoder_layers, replace_layers
+from workers.model.replacement import adapted_modules, decoder_layers, replace_layers
 from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections, has_form
 from workers.model.segments import Segment
 
@@ -239,7 +237,6 @@ class BaseModel:
         """Return the facts that the coordinator and clients need; the flags are part of the `fingerprint`."""
         # A deferred loss does not pad its blocks of logits to `rows_min`.
         numerics = replace(self.numerics, rows_min=None) if self.is_deferred else self.numerics
-        joined = joined_modules(self.model)
         return ModelInfo(
             name=self.name,
             num_params=self.num_params,
@@ -248,12 +245,7 @@ class BaseModel:
             max_rank=self.max_rank,
             chunk_tokens=self.chunk_tokens,
             eos_token_ids=eos_token_ids(self.model),
-            modules=tuple(
-                AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out, joined=joined.get(name))
-                for shape in self.group_shapes
-                if shape.kind != "frozen"
-                for name, d_out in zip(shape.names, shape.d_outs, strict=True)
-            ),
+            modules=adapted_modules(self.model, self.groups),
             tokenizer_files=tokenizer_files(self.path),
             fingerprint=fingerprint(
                 numerics,

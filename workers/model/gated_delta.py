@@ -113,7 +113,7 @@ def _joined_rows(theirs: Any) -> dict[str, JoinedRows]:
     widths = [num_rows // num_periods for num_rows in rows[:num_linears]]
     return {
         name: JoinedRows(linear=INTERLEAVED if is_interleaved else JOINED, begin=begin, width=width, period=sum(widths))
-        for name, begin, width in zip(LINEARS[:num_linears], accumulate(widths, initial=0), widths, strict=False)
+        for name, begin, width in zip(LINEARS[:num_linears], accumulate(widths[:-1], initial=0), widths, strict=True)
     }
 
 

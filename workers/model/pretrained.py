@@ -37,6 +37,8 @@ is multiplied by exp(A_log), 9 on average, and goes into the states of all later
 _LOADING = threading.Lock()
 """transformers changes global state of torch while it loads. If two threads load at once, one of them may get a model
 whose weights were never filled."""
+READS_TEXT_ALONE = frozenset({"qwen3_5"})
+"""Model types whose checkpoints have a vision tower, and of which transformers loads the text model alone."""
 
 
 class UnsupportedModelError(ValueError):
@@ -46,16 +48,19 @@ class UnsupportedModelError(ValueError):
 def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     """Return transformers' model, frozen, in this dtype on this device. Raises UnsupportedModelError, OSError."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    _check_config(config)
+    _check_config(config.get_text_config() if config.model_type in READS_TEXT_ALONE else config)
     with _LOADING:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
+            output_loading_info=True,
             dtype=dtype,
             trust_remote_code=False,
             local_files_only=True,
             attn_implementation="sdpa",
         )
+    if missing := sorted(found["missing_keys"]):
+        raise UnsupportedModelError(f"the model's files lack {missing[0]}, which its config.json needs")
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 

@@ -7,15 +7,15 @@ Main invariant: every linear of the model is replaced, or the model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from workers.contract.adapted_modules import ModuleKind
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
-from workers.model.gated_delta import FROZEN, GatedDelta, replace_delta_layers
+from workers.model.gated_delta import FROZEN, GatedDelta, joined_modules, replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
 from workers.rows import GroupKind, GroupShape
@@ -43,10 +43,21 @@ def replace_layers(model: Any, current: CurrentPass) -> tuple[tuple[LinearGroup,
     them share `current`. Raises UnsupportedModelError.
     """
     delta_layers = replace_delta_layers(model, current)
-    groups = _replace_linears(model, current)
+    groups = replace_linears(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
     return groups, delta_layers
+
+
+def adapted_modules(model: nn.Module, groups: Iterable[LinearGroup]) -> tuple[AdaptedModule, ...]:
+    """Return what adapters can adapt of a model whose layers were replaced, in its order."""
+    joined = joined_modules(model)
+    return tuple(
+        AdaptedModule(name=name, kind=group.shape.kind, d_in=group.shape.d_in, d_out=d_out, joined=joined.get(name))
+        for group in groups
+        if group.shape.kind != "frozen"
+        for name, d_out in zip(group.shape.names, group.shape.d_outs, strict=True)
+    )
 
 
 def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
@@ -60,7 +71,8 @@ def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
     return layers
 
 
-def _replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
+def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
+    """Replace all linears; return them as `replace_layers` does. Needs no weights. Raises UnsupportedModelError."""
     unembedding = model.get_output_embeddings()
     groups: list[LinearGroup] = []
     by_parent: dict[str, list[str]] = {}

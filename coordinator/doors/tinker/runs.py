@@ -23,7 +23,7 @@ from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.sdk_versions import known_kinds
 from coordinator.doors.tinker.training import no_access_tokens
-from coordinator.service.checkpoints import ARCHIVE, Kind
+from coordinator.service.checkpoints import ARCHIVE, PEFT_ARCHIVE, Kind
 from coordinator.tenants.principals import Role
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
@@ -158,12 +158,13 @@ async def download_urls(call: Call) -> Response:
 
 
 async def download_archive(call: Call) -> Response:
-    """GET of a checkpoint's /archive, for clients up to 0.35."""
+    """GET of a checkpoint's /archive, for clients up to 0.35; with `form=peft` for people, who want PEFT's names."""
     path = _path(call)
+    file = PEFT_ARCHIVE if call.request.query_params.get("form") == "peft" else ARCHIVE
     await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
     expires = call.door.downloads.expiry()
     headers = _UNCACHED | {
-        "location": _url(call, path, ARCHIVE, expires),
+        "location": _url(call, path, file, expires),
         "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
     }
     return Response(status_code=HTTPStatus.FOUND, headers=headers)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.support.mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model, build_mini_vision_model
 from tests.support.served_pool import ServedPool, shipped_pool
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,11 @@ COOKBOOK = Path(sys.prefix) / "beside" / "tinker_cookbook-0.6.1"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     where = tmp_path_factory.mktemp("models")
-    return {"tied": build_mini_model(where / "tied"), "untied": build_mini_model(where / "untied", "llama")}
+    return {
+        "tied": build_mini_model(where / "tied"),
+        "untied": build_mini_model(where / "untied", "llama"),
+        "sees": build_mini_vision_model(where / "sees", is_tied=False),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,9 @@ def downloaded_and_merged(pool: ServedPool, model: str, base: Path, out: Path, *
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("model", "options"), [("untied", ["train_unembed"]), ("tied", [])])
+@pytest.mark.parametrize(
+    ("model", "options"), [("untied", ["train_unembed"]), ("tied", []), ("sees", ["train_unembed"])]
+)
 def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(
     pool: ServedPool, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
 ) -> None:

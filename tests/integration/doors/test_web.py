@@ -23,7 +23,7 @@ from coordinator.doors.web.cycles import PATH as CYCLES
 from coordinator.doors.web.page import HOME
 from coordinator.doors.web.rpcs import unary
 from tests.support.served_pool import ServedPool
-from tinkerpool.v1 import pool_pb2
+from tinkerpool.v1 import checkpoints_pb2, pool_pb2
 
 STATIC = Path(sign_ins.__file__).parents[1] / "web" / "static"
 PAGE_CALLS = set(re.findall(r'"([A-Z]\w+Service/\w+)"', "".join(each.read_text() for each in STATIC.glob("*.js"))))
@@ -112,6 +112,26 @@ def test_what_the_page_reads_is_what_the_rpc_returns(
             for field in [field for field in worker if field.endswith("PerSecond")]:
                 del worker[field]  # measured anew at each call
     assert found == expected
+
+
+def test_the_page_downloads_a_checkpoint_as_the_pools_own_client_does_and_not_with_the_names_of_tinker(
+    pool: ServedPool, browser: httpx.Client, trained: str
+) -> None:
+    listed = browser.post("/tinkerpool.v1.CheckpointService/ListCheckpoints", json={}).json()["checkpoints"]
+    path = next(each["path"] for each in listed if trained in each["path"])
+    run, checkpoint = path.removeprefix("tinker://").split("/", 1)
+    link = re.search(r"`(/api/v1/training_runs/.*)`", (STATIC / "checkpoints.js").read_text())
+    assert link is not None
+    url = link[1].replace("${run}", run).replace('${checkpoint.join("/")}', checkpoint)
+    with grpc.insecure_channel(pool.url.removeprefix("http://")) as channel:
+        call: Any = channel.unary_stream("/tinkerpool.v1.CheckpointService/ExportCheckpoint")
+        request = checkpoints_pb2.ExportCheckpointRequest(path=path)
+        pieces = call(request.SerializeToString(), metadata=list(bearer(pool.key()).items()))
+        exported = b"".join(checkpoints_pb2.ExportCheckpointResponse.FromString(piece).data for piece in pieces)
+    assert browser.get(url, follow_redirects=True).content == exported
+    for_tinker = browser.get(url.partition("?")[0], follow_redirects=True)
+    assert for_tinker.is_success
+    assert for_tinker.content != exported, "the header is written again"
 
 
 def test_a_member_is_refused_what_administrators_read(browser: httpx.Client) -> None:

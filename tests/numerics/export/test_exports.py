@@ -11,10 +11,11 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForConditionalGeneration
 
 from tests.support.exports import Files, export, pool_of, vllm_refuses
-from tests.support.mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model, build_mini_vision_model
+from tests.support.numerics.by_peft import flags_for
 from tests.support.numerics.exports import DATA, checkpoint_files, train
 from tests.support.numerics.harness import Driver
 from tinkerpool.errors import ExportError
@@ -199,11 +200,57 @@ def test_peft_merges_an_adapter_of_an_untied_base_model_right(tmp_path: Path) ->
     assert difference(merged, engine_logprobs(driver)) < 1e-4
 
 
+def is_hybrid(directory: Path) -> bool:
+    return "linear_attention" in json.loads((directory / "config.json").read_text()).get("layer_types", ())
+
+
 def test_an_export_for_vllm_is_within_its_rules_and_has_the_same_weights_in_every_architecture(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
-    driver, spec = train(any_model_directory, train_unembed=False)
+    driver, spec = train(any_model_directory, train_attn=not is_hybrid(any_model_directory), train_unembed=False)
     out = tmp_path / "vllm"
     export(checkpoint_files(driver, spec), out, format="vllm", base_model=str(any_model_directory))
     assert vllm_refuses(out, facts(out)["max_lora_rank"]) == []
-    assert difference(peft.AutoPeftModelForCausalLM.from_pretrained(out), engine_logprobs(driver)) < 1e-4
+    if flags_for(any_model_directory).get("train_mlp", True):
+        assert difference(peft.AutoPeftModelForCausalLM.from_pretrained(out), engine_logprobs(driver)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_linear_attention_is_exported_as_peft_adapts_it(
+    model_directories: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    base = model_directories[name]
+    driver, spec = train(base, train_unembed=False, **flags_for(base))
+    expected = engine_logprobs(driver)
+    files = checkpoint_files(driver, spec)
+    export(files, tmp_path / "peft", base_model=str(base))
+    assert difference(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft"), expected) < 1e-4
+    with pytest.raises(ExportError, match="which vLLM may not take in an adapter: export with --format merged"):
+        export(files, tmp_path / "vllm", format="vllm", base_model=str(base))
+    as_tinkers = checkpoint_files(driver, spec, for_tinker=True)
+    export(as_tinkers, tmp_path / "split", base_model=str(base))
+    split = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "split")
+    assert difference(split, expected) > 0.1, "the other names are needed: PEFT ignores the service's"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_merged_checkpoint_that_can_see_has_all_its_other_tensors_as_they_were(tmp_path: Path, is_tied: bool) -> None:
+    base = build_mini_vision_model(tmp_path / "base", is_tied=is_tied)
+    (base / "preprocessor_config.json").write_text("{}")
+    driver, spec = train(base)
+    out = tmp_path / "merged"
+    export(checkpoint_files(driver, spec), out, format="merged", base_model=str(base))
+    before = safetensors.torch.load_file(base / "model.safetensors")
+    after = {name: t for file in out.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
+    assert after.keys() == before.keys() | {"lm_head.weight"}
+    prefix = "model.language_model."
+    adapted = {module.linear_name for module in driver.engine.info.modules}
+    changed = {f"{name.replace('model.', prefix, 1)}.weight" for name in adapted} - {"lm_head.weight"}
+    assert "mtp.fc.weight" in before
+    assert any(name.startswith("model.visual.") for name in before)
+    for name in before.keys() - {"lm_head.weight"}:
+        assert torch.equal(before[name], after[name]) == (name not in changed), name
+    expected = engine_logprobs(driver)
+    assert difference(load(out), expected) < 1e-4
+    assert difference(Qwen3_5ForConditionalGeneration.from_pretrained(out), expected) < 1e-4
+    assert (out / "preprocessor_config.json").is_file()

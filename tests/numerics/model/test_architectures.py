@@ -10,12 +10,15 @@ import pytest
 import torch
 import transformers
 
-from tests.support.mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model, build_mini_vision_model
 from tests.support.numerics.harness import DATA, Driver, make_spec, trained
 from tests.support.numerics.naive import NaiveModel, naive_pass
-from workers.contract.adapted_modules import leaf_names
+from workers.contract.adapted_modules import adapter_params, leaf_names
 from workers.contract.settings import EngineSettings
+from workers.model.gated_delta import replace_delta_layers
+from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
+from workers.model.replacement import adapted_modules, replace_linears
 from workers.selftest.loading import load_base_model
 
 
@@ -108,4 +111,65 @@ def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config:
 def test_mixture_of_experts_is_refused_with_alternatives(tmp_path: Path, config: Any, name: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
+        load_base_model(EngineSettings(model_path=str(tmp_path)))
+
+
+LARGE: dict[str, Any] = {"linear_num_key_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        ((2560, 9216, 32, 16, 32), (897_024, 1_130_496, 250_880)),
+        ((4096, 12288, 32, 16, 32), (1_130_496, 1_572_864, 252_416)),
+        ((5120, 17408, 64, 24, 48), (2_965_504, 4_325_376, 253_440)),
+    ],
+    ids=["4B", "9B", "27B"],
+)
+def test_an_adapter_of_qwen_3_5_has_as_many_parameters_as_the_hosted_services(
+    sizes: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    """Of rank 1: attention, MLP and unembedding, as Tinker's cookbook 0.6.1 counts them (`hyperparam_utils`)."""
+    hidden, intermediate, num_layers, num_heads, num_value_heads = sizes
+    config = transformers.Qwen3_5TextConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        linear_num_value_heads=num_value_heads,
+        **LARGE,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    current = CurrentPass()
+    replace_delta_layers(model, current)
+    modules = adapted_modules(model, replace_linears(model, current))
+    assert tuple(adapter_params(modules, kind) for kind in ("attn", "mlp", "unembed")) == counts
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_of_a_checkpoint_that_can_see_the_text_model_is_served(tmp_path: Path, is_tied: bool) -> None:
+    directory = build_mini_vision_model(tmp_path, is_tied=is_tied)
+    driver = Driver(directory)
+    driver.install(make_spec("a", 4))
+    (result,) = driver.train(driver.forward("a", DATA))
+    sees = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    for datum, logprobs in zip(DATA, result.logprobs, strict=True):
+        with torch.no_grad():
+            logits = sees(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
+        expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_instead_of_filled_with_noise(tmp_path: Path) -> None:
+    config = build_mini_vision_model(tmp_path) / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    with pytest.raises(UnsupportedModelError, match=r"lack lm_head\.weight"):
+        load_base_model(EngineSettings(model_path=str(tmp_path)))
+
+
+def test_other_checkpoints_that_can_see_are_refused(tmp_path: Path) -> None:
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="a vision tower"):
         load_base_model(EngineSettings(model_path=str(tmp_path)))

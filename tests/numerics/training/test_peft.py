@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.numerics.by_peft import cross_entropy, logprobs, own_matrices, trained_by_peft
+from tests.support.numerics.by_peft import cross_entropy, flags_for, logprobs, own_matrices, trained_by_peft
 from tests.support.numerics.exports import checkpoint_files
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec
@@ -63,14 +64,19 @@ NUM_STEPS = 6
 PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0)
 """Adam divides a gradient by its own size. With an eps below the rounding errors, a gradient that is only a rounding
 error would give a full step, in a direction that differs between the two sides."""
+HYBRID_PARAMS = replace(PARAMS, eps=0.1)
+"""Linear attention divides queries and keys by their lengths, and errors grow where these are small. With the eps above
+PEFT's own weights move by up to 1e-3 if the base model's change in their last bits; with this one by 1e-5."""
 
 
 def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_directory: Path, tmp_path: Path) -> None:
-    tenants = [
-        Tenant(spec=make_spec("a", 4), passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=PARAMS),
-        Tenant(spec=make_spec("b", 16), passes=[make_data("cross_entropy", [5, 41], seed=2)], params=PARAMS),
-    ]
     driver = Driver(any_model_directory)
+    params = HYBRID_PARAMS if driver.engine.base_model.delta_layers else PARAMS
+    a, b = (make_spec(key, rank, **flags_for(any_model_directory)) for key, rank in (("a", 4), ("b", 16)))
+    tenants = [
+        Tenant(spec=a, passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=params),
+        Tenant(spec=b, passes=[make_data("cross_entropy", [5, 41], seed=2)], params=params),
+    ]
     driver.install(*(tenant.spec for tenant in tenants))
     losses: dict[str, list[float]] = {tenant.key: [] for tenant in tenants}
     for tenant in tenants:
@@ -88,7 +94,7 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
     for tenant in tenants:
         modules = driver.engine.info.modules
         expected, expected_weights = trained_by_peft(
-            any_model_directory, tmp_path / tenant.key, tenant.passes[0], PARAMS, NUM_STEPS, modules
+            any_model_directory, tmp_path / tenant.key, tenant.passes[0], params, NUM_STEPS, modules
         )
         assert expected[-1] < expected[0], "the loss decreases"
         torch.testing.assert_close(torch.tensor(losses[tenant.key]), torch.tensor(expected), rtol=1e-5, atol=1e-3)

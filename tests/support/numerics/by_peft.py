@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def cross_entropy(logprobs: Sequence[torch.Tensor], data: Sequence[Datum]) -> to
 def peft_name(name: str) -> str:
     """Return PEFT's name of one of our matrices."""
     return "base_model.model." + name.replace(".weight", ".default.weight")
+
+
+def flags_for(model_directory: Path) -> dict[str, bool]:
+    """Return the flags of an adapter that PEFT can load: it takes a dense MLP of Qwen3-Next for one of experts."""
+    model_type = json.loads((model_directory / "config.json").read_text())["model_type"]
+    return {"train_mlp": False} if model_type == "qwen3_next" else {}
 
 
 def own_parts(

@@ -39,7 +39,13 @@ def test_a_configuration_that_peft_writes_is_read() -> None:
     ).to_dict()
     written["target_modules"] = sorted(written["target_modules"])
     assert read_config(json.dumps(written)) == PeftConfig(
-        rank=12, alpha=20.0, targets=("q_proj", "v_proj"), base_model="organisation/model", dropout=0.1
+        rank=12,
+        alpha=20.0,
+        targets=("q_proj", "v_proj"),
+        base_model="organisation/model",
+        dropout=0.1,
+        rank_pattern={},
+        alpha_pattern={},
     )
 
 
@@ -52,8 +58,9 @@ def test_a_configuration_that_peft_writes_is_read() -> None:
         ("use_dora", True, "without DoRA"),
         ("use_qalora", True, "without QALoRA"),
         ("lora_bias", True, "lora_bias=False"),
-        ("rank_pattern", {"q_proj": 4}, "one rank and one alpha"),
-        ("alpha_pattern", {"q_proj": 4}, "one rank and one alpha"),
+        ("rank_pattern", {"q_proj": "4"}, "must have a number"),
+        ("alpha_pattern", {"q_proj": True}, "must have a number"),
+        ("rank_pattern", ["q_proj"], "must have a number"),
         ("modules_to_save", ["lm_head"], "without modules_to_save"),
         ("layers_to_transform", [0, 1], "in all layers"),
         ("layers_to_transform", 0, "in all layers"),

@@ -18,8 +18,10 @@ from coordinator.base.errors import ServiceError
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import ImportPlan, plan_import, state_weights
 from tests.support.adapters import PREFIX, AdapterFiles, adapter_files, random_tensors, with_header
+from tests.support.joined_modules import D_IN, ROWS, hybrid_modules
 from tests.support.toy_engine import toy_model_info
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A
+from workers.contract.messages import ModelInfo
 
 SHAPES: dict[str, tuple[ModuleKind, int, int]] = {
     "self_attn.q_proj": ("attn", 6, 8),
@@ -39,20 +41,20 @@ QUERIES = [module for module in MODULES if module.leaf_name == "q_proj"]
 FIRST_A, FIRST_B = PREFIX + QUERIES[0].A_name, PREFIX + QUERIES[0].B_name
 
 
-def plan(files: AdapterFiles, header: str | None = None) -> ImportPlan:
-    return plan_import(read_config(json.dumps(files.config)), files.header if header is None else header, MODEL)
+def plan(files: AdapterFiles, header: str | None = None, model: ModelInfo = MODEL) -> ImportPlan:
+    return plan_import(read_config(json.dumps(files.config)), files.header if header is None else header, model)
 
 
-def state_of(files: AdapterFiles, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def state_of(files: AdapterFiles, seed: int = 0, model: ModelInfo = MODEL) -> dict[str, np.ndarray[Any, Any]]:
     data = files.data
-    weights = state_weights(plan(files), seed, lambda start, num_bytes: data[start : start + num_bytes])
+    weights = state_weights(plan(files, model=model), seed, lambda start, num_bytes: data[start : start + num_bytes])
     found: dict[str, np.ndarray[Any, Any]] = safetensors.numpy.load(weights)
     return found
 
 
-def refusal(files: AdapterFiles, header: str | None = None) -> str:
+def refusal(files: AdapterFiles, header: str | None = None, model: ModelInfo = MODEL) -> str:
     with pytest.raises(ServiceError) as refused:
-        plan(files, header)
+        plan(files, header, model)
     assert refused.value.reason == "NOT_IMPORTABLE"
     return refused.value.message
 
@@ -210,3 +212,133 @@ def test_damaged_headers_are_planned_or_refused_and_nothing_else() -> None:
         damaged = text[:at] + "".join(rng.choices('{}[]",:0123456789.-eF', k=num)) + text[at + rng.randrange(6) :]
         with suppress(ServiceError):
             plan(files, damaged)
+
+
+def hybrid(linear: str) -> ModelInfo:
+    return replace(toy_model_info(), modules=hybrid_modules(linear))
+
+
+def joined_files(linear: str, rank: int, **config: Any) -> tuple[AdapterFiles, dict[str, np.ndarray[Any, Any]]]:
+    """Return a random adapter of a linear that joins modules, of rank 2 elsewhere, and its tensors."""
+    modules = [
+        AdaptedModule(
+            name=f"model.layers.{layer}.linear_attn.{linear}",
+            kind="attn",
+            d_in=D_IN,
+            d_out=sum(map(len, ROWS[linear].values())),
+        )
+        for layer in range(2)
+    ]
+    tensors = random_tensors(modules, rank)
+    settings = adapter_files(modules, 2, alpha=3, **config).config
+    return AdapterFiles(settings, safetensors.numpy.save(tensors)), tensors
+
+
+@pytest.mark.parametrize("linear", ROWS)
+def test_an_adapter_of_joined_modules_is_each_modules_rows_of_b_with_the_same_a(linear: str) -> None:
+    files, tensors = joined_files(linear, 2)
+    state, planned = state_of(files, model=hybrid(linear)), plan(files, model=hybrid(linear))
+    for layer in range(2):
+        parent = f"{PREFIX}model.layers.{layer}.linear_attn."
+        for leaf, rows in ROWS[linear].items():
+            np.testing.assert_array_equal(
+                state[f"{parent}{leaf}.lora_A.weight"], tensors[f"{parent}{linear}.lora_A.weight"]
+            )
+            np.testing.assert_array_equal(
+                state[f"{parent}{leaf}.lora_B.weight"], tensors[f"{parent}{linear}.lora_B.weight"][rows]
+            )
+        assert not state[f"{parent}out_proj.lora_B.weight"].any()
+    lacks, shared = planned.notes
+    assert "lacks out_proj, which" in lacks
+    assert f"one A for {linear}; the pool adapts {', '.join(ROWS[linear])} in its place" in shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("linear", ROWS)
+def test_matrices_in_blocks_are_taken_apart(linear: str, dtype: torch.dtype) -> None:
+    num_parts = len(ROWS[linear])
+    patterns = {"rank_pattern": {linear: 2 * num_parts}, "alpha_pattern": {linear: 3 * num_parts}}
+    files, tensors = joined_files(linear, 2 * num_parts, **patterns)
+    for name, values in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            for number, rows in enumerate(ROWS[linear].values()):
+                values[rows, : 2 * number] = values[rows, 2 * (number + 1) :] = 0
+    rounded = {name: torch.from_numpy(values).to(dtype) for name, values in tensors.items()}
+    files = AdapterFiles(files.config, safetensors.torch.save(rounded))
+    model = replace(hybrid(linear), modules=hybrid(linear).modules[::-1])  # the rows give the order of the blocks
+    state = state_of(files, model=model)
+    for layer in range(2):
+        parent = f"{PREFIX}model.layers.{layer}.linear_attn."
+        A, B = (rounded[f"{parent}{linear}.lora_{matrix}.weight"].float().numpy() for matrix in "AB")
+        for number, (leaf, rows) in enumerate(ROWS[linear].items()):
+            own = slice(2 * number, 2 * (number + 1))
+            np.testing.assert_array_equal(state[f"{parent}{leaf}.lora_A.weight"], A[own])
+            np.testing.assert_array_equal(state[f"{parent}{leaf}.lora_B.weight"], B[rows, own])
+    [lacks] = plan(files, model=hybrid(linear)).notes
+    assert "out_proj" in lacks
+
+
+def test_values_beside_the_blocks_are_refused() -> None:
+    patterns = {"rank_pattern": {"in_proj_qkv": 6}, "alpha_pattern": {"in_proj_qkv": 9}}
+    files, _ = joined_files("in_proj_qkv", 6, **patterns)
+    with pytest.raises(ServiceError, match="not zero in other modules' columns") as refused:
+        state_of(files, model=hybrid("in_proj_qkv"))
+    assert refused.value.reason == "NOT_IMPORTABLE"
+    assert "in_proj_q.lora_B" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("rank", "alpha", "pattern"),
+    [
+        ({"in_proj_qkv": 4}, {"in_proj_qkv": 6}, "rank_pattern"),
+        ({"in_proj_qkv": 6}, {}, "rank_pattern"),
+        ({}, {"in_proj_qkv": 9}, "alpha_pattern"),
+        ({"out_proj": 2}, {}, "rank_pattern"),
+        ({}, {"q_proj": 3}, "alpha_pattern"),
+    ],
+)
+def test_other_ranks_and_alphas_of_some_modules_are_refused(
+    rank: dict[str, int], alpha: dict[str, int], pattern: str
+) -> None:
+    files, _ = joined_files("in_proj_qkv", 2, rank_pattern=rank, alpha_pattern=alpha)
+    message = refusal(files, model=hybrid("in_proj_qkv"))
+    assert pattern in message
+    assert "one rank and one alpha" in message
+    files = adapter_files(QUERIES, rank_pattern={"q_proj": 4})
+    assert "one rank and one alpha" in refusal(files)
+
+
+def test_modules_that_are_joined_elsewhere_are_imported_by_their_own_names_too() -> None:
+    model = hybrid("in_proj_qkv")
+    files = adapter_files([module for module in model.modules if module.kind == "attn"])
+    state, expected = state_of(files, model=model), safetensors.numpy.load(files.weights)
+    assert state.keys() == expected.keys()
+    assert all(np.array_equal(state[name], values) for name, values in expected.items())
+    assert plan(files, model=model).notes == ()
+
+
+def test_an_adapter_of_the_text_model_in_a_model_that_can_see_is_imported() -> None:
+    files = adapter_files(QUERIES)
+    inside = {
+        name.replace("model.layers", "model.language_model.layers"): values
+        for name, values in safetensors.numpy.load(files.weights).items()
+    }
+    renamed = AdapterFiles(files.config, safetensors.numpy.save(inside))
+    state, expected = state_of(renamed), state_of(files)
+    assert all(np.array_equal(state[name], values) for name, values in expected.items())
+    both = with_header(files, **{FIRST_A.replace("model.layers", "model.language_model.layers"): {}})
+    assert "model.language_model" in refusal(files, both)
+
+
+def test_a_module_that_is_named_alone_and_with_others_is_refused() -> None:
+    files, _ = joined_files("in_proj_qkv", 2, target_modules=["in_proj_qkv", "in_proj_k"])
+    message = refusal(files, model=hybrid("in_proj_qkv"))
+    assert "linear_attn.in_proj_qkv" in message
+    assert "linear_attn.in_proj_k" in message
+
+
+def test_the_heads_strengths_and_decays_are_refused_with_what_the_pool_adapts() -> None:
+    files, _ = joined_files("in_proj_qkv", 2, target_modules=["in_proj_qkv", "in_proj_a", "in_proj_b"])
+    message = refusal(files, model=hybrid("in_proj_qkv"))
+    assert "'in_proj_a', which the pool does not adapt" in message
+    assert "it adapts in_proj_qkv, out_proj, up_proj, lm_head" in message

@@ -51,7 +51,7 @@ export function checkpointTable(rows, me, changed) {
 function buttons(row, me, changed) {
   const parts = row.path.replace(/^[a-z]+:\/\//, "").split("/");
   const [run, ...checkpoint] = parts.map(encodeURIComponent);
-  const archive = `/api/v1/training_runs/${run}/checkpoints/${checkpoint.join("/")}/archive`;
+  const archive = `/api/v1/training_runs/${run}/checkpoints/${checkpoint.join("/")}/archive?form=peft`;
   const act = (method, request, done) => async () => {
     try {
       await rpc(method, request);
