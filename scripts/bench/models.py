@@ -26,7 +26,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from coordinator.base_models import DEFAULT_MODEL, shipped_models
 from scripts.bench.gpu.cases import Case as Case  # noqa: PLC0414  # other modules import it from here
@@ -36,6 +43,8 @@ from workers.contract.settings import SHIPPED_MODELS_DIR
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
 """Hidden size, layers, heads, key-value heads, MLP size, vocabulary; head size 64, tied. Tiny is for --quick."""
+HYBRID = "hybrid"
+"""A random model of eight layers in the proportions of Qwen3.5's 4B, six of them with linear attention."""
 LARGE_SHAPES = ("0.6b", "8b")
 """Of `gpu.cases`, for a GPU."""
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
@@ -85,9 +94,9 @@ def chosen_models(args: argparse.Namespace, default: Sequence[str] = DEFAULT_MOD
 
 def _known(text: str) -> str:
     """Refuse a name that `open_models` could not open (for argparse)."""
-    if text in (*SHAPES, *LARGE_SHAPES, *shipped_models()) or (Path(text) / "config.json").is_file():
+    if text in (*SHAPES, HYBRID, *LARGE_SHAPES, *shipped_models()) or (Path(text) / "config.json").is_file():
         return text
-    known = ", ".join([*SHAPES, *LARGE_SHAPES, *shipped_models()])
+    known = ", ".join([*SHAPES, HYBRID, *LARGE_SHAPES, *shipped_models()])
     raise argparse.ArgumentTypeError(
         f"{text} is neither one of {known} nor a Hugging Face directory with a config.json"
     )
@@ -100,6 +109,8 @@ def _path(name: str, folder: Path) -> Path:
         path = write_model(name, folder / name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     elif name in SHAPES:
         path = write_random_model(name, folder / name)
+    elif name == HYBRID:
+        path = write_hybrid(folder / name)
     else:
         return Path(name)
     # A pool serves no model without a tokenizer. Benchmarks send tokens, so any tokenizer will do.
@@ -126,6 +137,26 @@ def write_random_model(shape: str, path: Path, *, vocab_size: int | None = None)
     return path
 
 
+def write_hybrid(path: Path) -> Path:
+    """Write the model `HYBRID`, with weights from a fixed seed."""
+    config = Qwen3_5TextConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        intermediate_size=1792,
+        vocab_size=4096,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def _model(name: str, path: Path) -> Model:
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -133,7 +164,7 @@ def _model(name: str, path: Path) -> Model:
     linears = [module for module in empty.modules() if isinstance(module, torch.nn.Linear)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Model(
-        name=name if name in (*SHAPES, *LARGE_SHAPES) else path.resolve().name,
+        name=name if name in (*SHAPES, HYBRID, *LARGE_SHAPES) else path.resolve().name,
         path=path,
         vocab_size=int(config.vocab_size),
         num_matmul_params=sum(linear.weight.numel() for linear in linears),

@@ -137,28 +137,30 @@ def chunked(
     keys, queries = key.unsqueeze(2), query.unsqueeze(2) * passed  # (N, H, 1, C, E), (N, H, G, C, E)
     known = torch.cat([value, keys * passed], -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    values, corrections = solved.split([shape.value_dim, shape.key_dim], -1)
+    values, corrections = solved.flatten(0, 2).split([shape.value_dim, shape.key_dim], -1)
     writes = (keys * left).transpose(-1, -2)  # (N, H, G, E, C)
     kept = passed[..., -1:, :]  # (N, H, G, 1, 1)
-    keeps_state = state is not None
+    whole = [values, corrections, *(each.flatten(0, 2) for each in (reads, queries, writes, kept))]  # (N H G, ...)
+    num_heads, keeps_state = heads * per_key, state is not None
+    sizes = [count * num_heads for count in counts]
+    if state is not None:
+        state = state.flatten(0, 2)
     outs = []
-    start = 0
-    for number, count in enumerate(counts):
-        chunks = slice(start, start + count)
-        start += count
-        deltas = values[chunks]
-        if state is not None:
-            state = state[:count]
-            deltas = deltas - corrections[chunks] @ state
-        out = reads[chunks] @ deltas
-        outs.append(out if state is None else out + queries[chunks] @ state)
-        goes_on = counts[number + 1] if number + 1 < len(counts) else count if keeps_state else 0
+    rounds = zip(*(each.split(sizes) for each in whole), [*sizes[1:], sizes[-1] if keeps_state else 0], strict=True)
+    for value, correction, read, query, write, keep, goes_on in rounds:
+        deltas = value if state is None else torch.baddbmm(value, correction, state, alpha=-1)
+        outs.append(read @ deltas if state is None else torch.baddbmm(query @ state, read, deltas))
         if goes_on:
-            again = slice(chunks.start, chunks.start + goes_on)
-            update = writes[again] @ deltas[:goes_on]
-            state = update if state is None else torch.addcmul(update, state[:goes_on], kept[again])
-    out = torch.cat(outs).permute(0, 3, 1, 2, 4).flatten(2, 3)  # (N, C, H G, P)
-    return _gated(out, inputs.gate, weights), state if keeps_state else None
+            update = _first(write, goes_on), _first(deltas, goes_on)
+            state = torch.bmm(*update) if state is None else torch.baddbmm(_first(state * keep, goes_on), *update)
+    out = torch.cat(outs).view(num, num_heads, length, -1).transpose(1, 2)  # (N, C, H G, P)
+    last = state.view(-1, heads, per_key, *state.shape[1:]) if state is not None and keeps_state else None
+    return _gated(out, inputs.gate, weights), last
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Return the first matrices of a batch; all of them without a view, whose backward would copy."""
+    return tensor if len(tensor) == count else tensor[:count]
 
 
 def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], state: Tensor) -> Tensor:

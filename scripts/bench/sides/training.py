@@ -35,6 +35,7 @@ from workers.contract.messages import (
 )
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
+from workers.model.gated_delta import FROZEN
 
 ADAM = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 ALPHA = 32.0
@@ -142,11 +143,15 @@ class SequentialPeft:
     """One adapter after another on one base model, with `set_adapter` and a fused AdamW per adapter."""
 
     def __init__(self, model: Model, ranks: Sequence[int], initial: Sequence[bytes]) -> None:
-        """`initial`: every tenant's adapter from `Fused.weights`, so that both sides start with equal weights."""
+        """`initial`: every tenant's adapter from `Fused.weights`, so that both sides start with equal weights.
+
+        Of a hybrid PEFT adapts queries, keys and values of linear attention together, with an A of its own: B is zero,
+        so that the first losses are equal nevertheless.
+        """
         base = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
         leaves = {
             name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)
-        }
+        } - set(FROZEN)
         self.keys = [f"tenant{tenant}" for tenant in range(len(ranks))]
         configs = [
             peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=sorted(leaves), task_type="CAUSAL_LM")
