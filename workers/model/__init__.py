@@ -2,6 +2,6 @@
 
 Public interface: `base_model.BaseModel`, `pretrained.UnsupportedModelError`, `attention.Attend`, and the layers that a
 pass is made of (`segments.Segment`, `linears`). For trials: `numerics`, `frozen_products`, `segments`,
-`grouped_segments`. Inside: `files` of a model, `replacement`, `fused_modules`, `gpu_attention`, `fixed_order`;
-`sampling_layers`, `forward_runs`, and our own kernels: `gpu_operations`, `adapter_kernels`.
+`grouped_segments`. Inside: `files` of a model, `families`, `replacement`, `fused_modules`, `gpu_attention`,
+`fixed_order`; `sampling_layers`, `forward_runs`, and our own kernels: `gpu_operations`, `adapter_kernels`.
 """

@@ -181,11 +181,18 @@ def fuse_rotary(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_same(theirs: Any) -> bool:
+    """Return whether a function rotates as ours, and only whole heads: ours cannot rotate a part of each."""
     q, k = (torch.linspace(-1, 2, num_heads * 3 * 8).sin().view(1, num_heads, 3, 8) for num_heads in (4, 2))
-    angles = torch.linspace(0, 3, 3 * 8).view(1, 3, 8)
-    try:
-        expected = theirs(q, k, angles.cos(), angles.sin())
-    except (TypeError, ValueError, RuntimeError):
+    whole, part = (torch.linspace(0, 3, 3 * width).view(1, 3, width) for width in (8, 4))
+
+    def rotated(angles: Tensor) -> Any:
+        try:
+            return theirs(q, k, angles.cos(), angles.sin())
+        except (TypeError, ValueError, RuntimeError):
+            return None
+
+    expected = rotated(whole)
+    if expected is None or rotated(part) is not None:
         return False
-    actual = apply_rotary(q, k, angles.cos(), angles.sin())
+    actual = apply_rotary(q, k, whole.cos(), whole.sin())
     return all(torch.allclose(mine, other, atol=1e-6) for mine, other in zip(actual, expected, strict=True))

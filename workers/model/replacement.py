@@ -7,13 +7,14 @@ Main invariant: every linear of the model is replaced, or the model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from workers.contract.adapted_modules import ModuleKind
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind
+from workers.model.families import alternatives
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
@@ -29,10 +30,19 @@ def replace_layers(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
 
     The last group is the unembedding. The linears share `current`. Raises UnsupportedModelError.
     """
-    groups = _replace_linears(model, current)
+    groups = replace_linears(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
     return groups
+
+
+def adapted_modules(shapes: Iterable[GroupShape]) -> tuple[AdaptedModule, ...]:
+    """Return the linears of these groups as the modules that adapters adapt."""
+    return tuple(
+        AdaptedModule(name=name, kind=shape.kind, d_in=shape.d_in, d_out=d_out)
+        for shape in shapes
+        for name, d_out in zip(shape.names, shape.d_outs, strict=True)
+    )
 
 
 def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
@@ -46,7 +56,8 @@ def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
     return layers
 
 
-def _replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
+def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
+    """Replace the linears alone, which needs only their shapes. As `replace_layers`."""
     unembedding = model.get_output_embeddings()
     groups: list[LinearGroup] = []
     by_parent: dict[str, list[str]] = {}
@@ -57,18 +68,22 @@ def _replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...
         elif isinstance(module, nn.Linear):
             parent, _, leaf = name.rpartition(".")
             by_parent.setdefault(parent, []).append(leaf)
+    if unembedding_name != "lm_head" or not hasattr(model, "model"):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} calls its layers {model.base_model_prefix!r} and its output layer "
+            f"{unembedding_name!r}; passes and exports need the names of Llama, 'model' and 'lm_head': {alternatives()}"
+        )
     for parent, leaves in by_parent.items():
         kind = KIND_OF_PARENT.get(parent.rpartition(".")[2])
         if kind is None:
             raise UnsupportedModelError(
-                f"the model has linear layers in {parent!r}, which is neither attention nor MLP; supported are "
-                "dense decoder-only models in the shape of Llama, Qwen 2 and 3, Mistral, SmolLM2 and Gemma 3"
+                f"the model has linear layers in {parent!r}, which is neither attention nor MLP; {alternatives()}"
             )
         for siblings in _sibling_groups(leaves):
             names = tuple(f"{parent}.{leaf}" for leaf in siblings)
             groups.append(_replace_group(model, current, len(groups), kind, names))
-    if not unembedding_name or not groups:
-        raise UnsupportedModelError("the model has no linear output layer or no linear layers at all")
+    if not groups:
+        raise UnsupportedModelError("the model has no linear layers but its output layer")
     groups.append(_replace_group(model, current, len(groups), "unembed", (unembedding_name,)))
     return tuple(groups)
 
