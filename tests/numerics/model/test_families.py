@@ -24,6 +24,7 @@ from workers.contract.settings import EngineSettings
 from workers.export.merged import write_merged
 from workers.model.families import REFUSED, TESTED
 from workers.model.pretrained import UnsupportedModelError
+from workers.pool.description import describe
 from workers.selftest.loading import load_base_model
 from workers.training.memory import Load, PassMemory
 
@@ -270,3 +271,21 @@ def test_no_sequence_of_a_model_with_two_sets_of_frequencies_is_longer_than_the_
     ]
     together = train(driver, tenants, num_steps=1)
     assert_same(together, train(Driver(directory), tenants[1:], num_steps=1))
+
+
+def test_a_family_is_described_as_it_is_loaded(family: Path) -> None:
+    driver = Driver(family)
+    info = driver.engine.info
+    told = describe(driver.engine.settings)
+    facts = told.facts
+    assert (told.problems, facts is None) == ([], False)
+    assert facts is not None
+    for name in ("num_params", "vocab_size", "max_seq_len", "max_rank", "modules", "has_tied_unembedding"):
+        assert getattr(facts, name) == getattr(info, name), name
+    for each in (facts.adapters[0], facts.adapters[-1]):
+        driver.install(spec := make_spec(f"{each.rank}", each.rank))
+        driver.train(driver.backward(spec.adapter_id, make_data("cross_entropy", [5])))
+        entry = driver.engine.bank.entry(spec.adapter_id)
+        assert each.worker_bytes == entry.host_bytes
+        matrices = driver.weights(spec.adapter_id).values()
+        assert each.num_params == sum(matrix.numel() for matrix in matrices)
