@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from json import dumps
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,7 +33,9 @@ def models(
             metavar="DIR", help="A Hugging Face directory, or a name that 'tinkerpool serve --model' takes, too."
         ),
     ],
-    device: Annotated[str, typer.Option("--device", help="Torch device of a worker, of this machine.")] = "cpu",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option("--device", help="What a worker on this machine computes on.")
+    ] = "cpu",
     dtype: Annotated[Dtype, typer.Option("--dtype", help=help_of(PoolConfig, "dtype"))] = "auto",
     slots: Annotated[int, typer.Option("--slots", min=0, help=help_of(PoolConfig, "num_slots"))] = 0,
     json: JsonOption = False,

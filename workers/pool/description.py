@@ -43,9 +43,12 @@ PACKED_COPIES = 2
 
 
 def describe(settings: EngineSettings) -> ModelDescription:
-    """Return what a worker with these settings would make of its base model. Raises OSError if there is no config."""
+    """Return what a worker with these settings would make of its base model.
+
+    Raises OSError if there is no `config.json`, ValueError if it has no object of JSON.
+    """
     directory = find_directory(settings.model_path)
-    family = str(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+    family = _family(directory / "config.json")
     problems, facts = [], None
     try:
         facts = _facts(directory, settings)
@@ -65,11 +68,17 @@ def describe(settings: EngineSettings) -> ModelDescription:
     )
 
 
+def _family(config: Path) -> str:
+    try:
+        return str(dict(json.loads(config.read_text(encoding="utf-8"))).get("model_type", ""))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{config} is not the config of a model: {error}") from None
+
+
 def _facts(directory: Path, settings: EngineSettings) -> ModelFacts:
     """Return the facts of a model. Raises UnsupportedModelError."""
     model = load_without_weights(directory)
     config = model.config
-    is_tied = has_tied_unembedding(model)  # before the unembedding is replaced
     num_params = sum(parameter.numel() for parameter in model.parameters())
     groups = replace_linears(model, CurrentPass())
     shapes = [group.shape for group in groups]
@@ -83,7 +92,7 @@ def _facts(directory: Path, settings: EngineSettings) -> ModelFacts:
         vocab_size=groups[-1].shape.d_outs[0],
         max_seq_len=max_seq_len(config),
         max_rank=max_rank(config),
-        has_tied_unembedding=is_tied,
+        has_tied_unembedding=has_tied_unembedding(model),
         dtype=str(dtype).removeprefix("torch."),
         modules=adapted_modules(shapes),
         model_bytes=model_bytes,

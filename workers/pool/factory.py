@@ -88,8 +88,8 @@ def _check_gpu(config: PoolConfig) -> None:
 def describe_model(config: PoolConfig) -> ModelDescription:
     """Return what a worker would make of a pool's first base model, without reading weights.
 
-    Imports torch and transformers. Raises PoolStartError without the GPU that the worker needs, OSError if there is no
-    config of the model.
+    Imports torch and transformers. Raises PoolStartError without the GPU that the worker needs, OSError and
+    ValueError if there is no config of the model that can be read.
     """
     _check_gpu(config)
     from workers.pool.description import describe

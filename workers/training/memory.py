@@ -115,7 +115,8 @@ class PassMemory:
         The input of every linear, twice the residual stream (both norms' inputs), gate, activation and up, and of the
         attention queries, keys and values, repeated to all heads, its output, and the inputs of norms of heads. Counted
         as all inputs and outputs of linears (two outputs of D values each stand for the residual stream), the
-        activation, four times Q, D for each further norm, and x A^T of every linear.
+        activation, four times Q, D for each further norm, and x A^T of every linear. An activation of several
+        operations counts as often as autograd keeps one of its values.
         """
         further_norms = max(0, self._num_norms - 2 * self._num_layers - 1)
         return (

@@ -44,6 +44,8 @@ SHAPE: Mapping[str, Any] = {
 WINDOW = {"sliding_window": 7}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+WIDE = {"intermediate_size": 512}
+"""What the activation keeps is most of what a pass takes."""
 BY_POSITION = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -63,7 +65,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mistral": WINDOW,
     "ministral": MIXED,
     "ministral3": {"rope_parameters": BY_POSITION},
-    "phi": {**HALF, "qk_layernorm": True},
+    "phi": {**HALF, **WIDE, "qk_layernorm": True},
     "phi3": {**HALF, **WINDOW},
     "olmo": {},
     "olmo2": {},
@@ -76,7 +78,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "seed_oss": {"head_dim": 32},
     "hunyuan_v1_dense": {},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
-    "apertus": {},
+    "apertus": WIDE,
     "arcee": {},
     "ernie4_5": {"use_bias": True},
     "helium": {},

@@ -78,7 +78,13 @@ def test_a_family_that_transformers_does_not_know_is_refused_in_one_sentence(run
 
 
 def test_what_is_no_model_is_one_sentence(run: Run, tmp_path: Path) -> None:
-    for given, sentence in ((tmp_path, "there is no config.json in it"), ("nothing", "no model 'nothing'")):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("[1")
+    for given, sentence in (
+        (tmp_path, "there is no config.json in it"),
+        (tmp_path / "damaged", "config.json is not the config of a model: "),
+        ("nothing", "no model 'nothing'"),
+    ):
         done = run("models", given)
         assert (done.code, done.out) == (1, "")
         assert done.err.startswith("Error: ")
