@@ -56,6 +56,21 @@ HOST_PART = 0.5
 """The part of the free memory that copies and sampler versions may take, unless the operator names a number."""
 
 
+def host_bytes_max(settings: EngineSettings, free_bytes: int) -> int:
+    """Return the most bytes of host memory for adapters and sampler versions, if so many bytes are free there."""
+    return settings.host_bytes_max or int(HOST_PART * settings.host_share * free_bytes)
+
+
+def bank_bytes_max(free_bytes: int) -> int:
+    """Return the most bytes of a bank on a GPU that has so many free, behind the base model and the sampler."""
+    return int(BANK_PART * free_bytes)
+
+
+def sampler_limits(settings: EngineSettings) -> SamplerLimits:
+    """Return the limits of the engine's sampler."""
+    return SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
+
+
 class TrainingEngine:
     """Implements `workers.contract.protocols.Engine`. One thread only."""
 
@@ -81,10 +96,10 @@ class TrainingEngine:
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
-        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max, cache_share=settings.cache_share)
+        limits = sampler_limits(settings)
         self.sampler = Sampler(base_model, bank, limits, memory, page_kernel=tried_page_kernel(base_model))
         if base_model.device.type == "cuda":
-            bank.limit(int(BANK_PART * memory.free_bytes()))
+            bank.limit(bank_bytes_max(memory.free_bytes()))
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)
         fitting = fitting_tokens(self._passes)
         is_invariant = fitting is None and is_thread_count_invariant(base_model)
@@ -95,7 +110,7 @@ class TrainingEngine:
         self._info = replace(
             info,
             fitting_tokens=fitting,
-            host_bytes_max=settings.host_bytes_max or int(HOST_PART * settings.host_share * free_host_bytes()),
+            host_bytes_max=host_bytes_max(settings, free_host_bytes()),
             num_cache_blocks=self.sampler.num_cache_blocks,
             num_sequence_slots=self.sampler.num_sequence_slots,
         )

@@ -1,4 +1,6 @@
-"""The commands that run a pool, `serve`, `up`, `down` and `logs`, and those on its data: `backup`, `restore`, `doctor`.
+"""The commands that run a pool, `serve`, `up`, `down`, `logs`, and those on its data, `backup`, `restore`, `doctor`.
+
+`models` tells what a pool would make of a base model.
 
 Public interface: `register`, which the `tinkerpool` command finds through an entry point. The pool's libraries are
 imported only when a command needs them, so that `tinkerpool --help` is quick and works without them. `checks` refuses
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import typer
 
-from coordinator.cli import commands, data
+from coordinator.cli import commands, data, models
 from coordinator.cli.options import KeepsArguments, with_options
 from tinkerpool.cli.app import DATA_PANEL, RUN_PANEL
 
@@ -31,6 +33,7 @@ def register(app: typer.Typer) -> None:
         app.command(name, help=text, cls=KeepsArguments, rich_help_panel=RUN_PANEL)(with_options(run))
     app.command("down", rich_help_panel=RUN_PANEL)(commands.down)
     app.command("logs", rich_help_panel=RUN_PANEL)(commands.logs)
+    app.command(help=models.MODELS_HELP, rich_help_panel=RUN_PANEL)(models.models)
     app.command(help=data.BACKUP_HELP, rich_help_panel=DATA_PANEL)(data.backup)
     app.command(help=data.RESTORE_HELP, rich_help_panel=DATA_PANEL)(data.restore)
     app.command(help=data.DOCTOR_HELP, rich_help_panel=DATA_PANEL)(data.doctor)

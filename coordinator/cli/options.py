@@ -277,7 +277,7 @@ def with_options(run: Callable[[Settings, Sequence[str]], None]) -> Callable[...
     """Return a typer command with all options, which calls `run` with the settings and the arguments as typed."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        _check_libraries()
+        check_libraries()
         try:
             settings = _settings(values)
         except ValueError as error:
@@ -336,7 +336,8 @@ def port_after(grpc_port: int, distance: int = 1) -> int:
     return grpc_port + distance if 0 < grpc_port <= 65535 - distance else 0
 
 
-def _check_libraries() -> None:
+def check_libraries() -> None:
+    """Raise CliError if libraries are missing that a machine needs to serve a pool."""
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
         raise CliError(

@@ -67,11 +67,16 @@ def build_mini_model(
     """
     if vocab_size < VOCAB_SIZE_MIN:
         raise ValueError(f"vocab_size is {vocab_size}; the bytes and special tokens need at least {VOCAB_SIZE_MIN}")
+    return write_random_model(directory, _config(architecture, vocab_size), seed)
+
+
+def write_random_model(directory: Path | str, config: Any, seed: int = 0) -> Path:
+    """Write a model of this config, every weight drawn, and the byte tokenizer; see `build_mini_model`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_config(architecture, vocab_size), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model)
     model.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)

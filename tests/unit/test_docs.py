@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import typer
@@ -19,12 +19,12 @@ from typer.core import TyperGroup
 
 from scripts import docs_site, generate_contract, generate_dashboard, generate_metrics
 from scripts.generate_configuration import PAGE, page
-from tests.support.mini_model import Architecture
 from tests.support.pages import blocks
 from tinkerpool import RestClient, SamplingClient, TrainingClient
 from tinkerpool.cli.app import build
 from tinkerpool.credentials import DEFAULT_PORT
 from workers.contract.messages import ErrorCode
+from workers.model.families import REFUSED, TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISES = ("README.md", "docs/promises.md", "docs/reliability.md")
@@ -186,16 +186,13 @@ def test_the_page_on_configuration_has_every_environment_variable() -> None:
     assert set(re.findall(r"^\| `(TINKERPOOL_[A-Z_]+)`", page(), flags=re.MULTILINE)) == read
 
 
-def test_the_page_on_models_has_every_family_of_the_tests() -> None:
-    [row] = re.findall(
-        r"^\| The families of .* load and train: (.*?) \|", text_of("docs/promises.md"), flags=re.MULTILINE
-    )
-    tried = re.search(r"ids=\[([^\]]+)\]", (ROOT / "tests/numerics/model/test_architectures.py").read_text())
-    assert tried is not None
-    families = {each for each in re.findall(r'"([^"]+)"', tried[1]) if " " not in each} | set(get_args(Architecture))
-    assert set(re.findall(r"`([^`]+)`", row)) == families
-    for_users = re.findall(r"^\| ([A-Z][^|]+?) \| ", text_of("docs/models.md"), flags=re.MULTILINE)
-    assert [name.strip() for name in re.findall(r"(?:^|\), )([^(]+) \(", row)] == for_users
+def test_the_page_on_models_has_every_tested_family_and_every_one_that_is_refused_by_name() -> None:
+    tested, refused = text_of("docs/models.md").partition("## What is refused")[::2]
+    rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \| ([^|]*) \|$", tested, flags=re.MULTILINE)[1:]  # without the head
+    assert rows == [(family.title, name, family.special) for name, family in TESTED.items()]
+    assert not [name for name in REFUSED if not re.search(rf"^\| [^|]*`{name}`", refused, flags=re.MULTILINE)]
+    assert f"[{len(TESTED)} families tested](models.md#which-load)" in text_of("docs/index.md")
+    assert f"{len(TESTED)} families of dense\nmodels are tested" in text_of("README.md")
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))

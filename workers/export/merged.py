@@ -20,14 +20,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tinkerpool.errors import ExportError
 from workers.bank.state_files import PEFT_PREFIX
 from workers.export.adapter import WEIGHTS, ExportedAdapter
 from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
 from workers.model.files import TOKENIZER_FILES
-from workers.model.pretrained import load_pretrained, logprob_difference, num_roundings
+from workers.model.pretrained import load_pretrained, load_without_weights, logprob_difference, num_roundings
 
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""
@@ -158,9 +157,7 @@ def _new_names(files: list[str], *, has_own_file: bool) -> dict[str, str]:
 
 def _embeddings(base: Path) -> tuple[str, str, bool]:
     """Return the names of unembedding and embedding, and whether they are tied, of the model without its weights."""
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = load_without_weights(base)
     names = {module: name for name, module in model.named_modules()}
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return names[output], names[embedding], bool(model.config.tie_word_embeddings)

@@ -75,7 +75,7 @@ class LayerAttention:
         model.set_attn_implementation(ATTENTION_NAME)
         # Some layers have a window of their own, others pass on the config's.
         self.has_sliding_window = getattr(model.config, "sliding_window", None) is not None
-        layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
         numbers = {index: number for number, index in enumerate(sorted({layer.layer_idx for layer in layers}))}
         for module in layers:
             module.tinkerpool_attention = self

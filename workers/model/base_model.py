@@ -49,14 +49,21 @@ from workers.model.grouped_segments import can_group, group_segments
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
 from workers.model.packed_delta import PackedDelta, Recur
-from workers.model.pretrained import Probe, UnsupportedModelError, eos_token_ids, load_pretrained
+from workers.model.pretrained import (
+    Probe,
+    UnsupportedModelError,
+    eos_token_ids,
+    has_tied_unembedding,
+    load_pretrained,
+    logit_scale,
+    max_rank,
+    max_seq_len,
+)
 from workers.model.replacement import adapted_modules, decoder_layers, replace_layers
 from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections, has_form
 from workers.model.segments import Segment
 
 logger = logging.getLogger(__name__)
-
-MAX_RANK = 128
 
 
 class BaseModel:
@@ -95,7 +102,9 @@ class BaseModel:
         self.num_key_value_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or self.hidden_size // self.num_heads)
         self.vocab_size = int(model.get_output_embeddings().out_features)
-        self.max_seq_len = int(config.max_position_embeddings)
+        self.max_seq_len = max_seq_len(config)
+        self.logit_scale = logit_scale(config)
+        """By which `forward` multiplies hidden states, and so logits."""
         self.attend_packed = attend_packed_for(self.device, dtype, self.head_dim, exact=exact)
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
@@ -168,6 +177,7 @@ class BaseModel:
     ) -> Tensor:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64.
 
+        They are times the `logit_scale`, so that every unembedding of them, adapters included, gives scaled logits.
         Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it. Without
         gradients, an `attend` that takes projections has the `sampling_layers`, if there are any, and no padding.
         `recur` is the linear attention of a hybrid, and sees the padding too.
@@ -177,7 +187,7 @@ class BaseModel:
         """
         self.current.begin(segments, recur)
         if self.sampling_layers is not None and isinstance(attend, AttendsProjected):
-            return self.sampling_layers.forward(tokens, positions, self.current.routing, attend)
+            return self._scaled(self.sampling_layers.forward(tokens, positions, self.current.routing, attend))
         num_rows = tokens.shape[0]
         padding = self.pad_rows(num_rows) - num_rows
         if padding:
@@ -190,7 +200,10 @@ class BaseModel:
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=None, use_cache=False
         )
         hidden: Tensor = out.last_hidden_state.squeeze(0)  # (T + padding, D)
-        return hidden[:num_rows] if padding else hidden
+        return self._scaled(hidden[:num_rows] if padding else hidden)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
     def backward(self, hidden: Tensor, dhidden: Tensor) -> None:
         """Add every adapter's gradient to its row, from the hidden states of the last forward and d(loss)/d(hidden)."""
@@ -231,7 +244,7 @@ class BaseModel:
     @property
     def max_rank(self) -> int:
         """The largest power of two that is allowed as a rank."""
-        return min(MAX_RANK, 1 << (self.hidden_size.bit_length() - 1))
+        return max_rank(self.config)
 
     def info(self, *, is_thread_count_invariant: bool, are_samples_batch_invariant: bool) -> ModelInfo:
         """Return the facts that the coordinator and clients need; the flags are part of the `fingerprint`."""
@@ -255,7 +268,7 @@ class BaseModel:
                 are_samples_batch_invariant=are_samples_batch_invariant,
             ),
             is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
-            has_tied_unembedding=self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight,
+            has_tied_unembedding=has_tied_unembedding(self.model),
         )
 
 

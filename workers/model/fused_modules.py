@@ -184,11 +184,21 @@ def fuse_rotary(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_same(theirs: Any) -> bool:
+    """Return whether a function rotates as ours: whole heads, and a part of each if it takes one."""
     q, k = (torch.linspace(-1, 2, num_heads * 3 * 8).sin().view(1, num_heads, 3, 8) for num_heads in (4, 2))
-    angles = torch.linspace(0, 3, 3 * 8).view(1, 3, 8)
-    try:
-        expected = theirs(q, k, angles.cos(), angles.sin())
-    except (TypeError, ValueError, RuntimeError):
+    whole, part = (torch.linspace(0, 3, 3 * width).view(1, 3, width) for width in (8, 4))
+
+    def rotated(angles: Tensor) -> Any:
+        try:
+            return theirs(q, k, angles.cos(), angles.sin())
+        except (TypeError, ValueError, RuntimeError):
+            return None
+
+    if rotated(whole) is None:
         return False
-    actual = apply_rotary(q, k, angles.cos(), angles.sin())
-    return all(torch.allclose(mine, other, atol=1e-6) for mine, other in zip(actual, expected, strict=True))
+    return all(
+        torch.allclose(mine, other, atol=1e-6)
+        for angles in (whole, part)
+        if (expected := rotated(angles)) is not None
+        for mine, other in zip(apply_rotary(q, k, angles.cos(), angles.sin()), expected, strict=True)
+    )

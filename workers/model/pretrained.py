@@ -14,7 +14,7 @@ Dimensions: N rows, V vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
+from workers.model.families import REFUSED, alternatives
+
+MAX_RANK = 128
 PROBE_LENGTHS, HYBRID_LENGTHS = (24, 11), (150, 70)
 """Tokens of the probe's two sequences, unless the model takes fewer: those of hybrids have several chunks each."""
 TOLERANCE = 1e-4
@@ -47,8 +51,7 @@ class UnsupportedModelError(ValueError):
 
 def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     """Return transformers' model, frozen, in this dtype on this device. Raises UnsupportedModelError, OSError."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    _check_config(config.get_text_config() if config.model_type in READS_TEXT_ALONE else config)
+    config = _load_config(directory)
     with _LOADING:
         model, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -64,6 +67,72 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
+def load_without_weights(directory: Path) -> Any:
+    """Return transformers' model on the meta device, as its config is: shapes alone. Raises UnsupportedModelError."""
+    config = _load_config(directory)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"transformers has no causal language model for the family {config.model_type} ({_first_line(error)}); "
+            f"{alternatives()}"
+        ) from None
+
+
+def _load_config(directory: Path) -> Any:
+    """Return transformers' config of a model that is not refused by it. Raises UnsupportedModelError, OSError."""
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"transformers has no code for the model, and a pool runs none of the model's own ({_first_line(error)}); "
+            f"{alternatives()}"
+        ) from None
+    _check_config(config.get_text_config() if config.model_type in READS_TEXT_ALONE else config)
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def has_tied_unembedding(model: Any) -> bool:
+    """Return whether one matrix is embedding and unembedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def max_rank(config: Any) -> int:
+    """Return the largest rank of adapters, a power of two."""
+    return min(MAX_RANK, 1 << (int(config.hidden_size).bit_length() - 1))
+
+
+def activation_of(config: Any) -> Callable[[Tensor], Tensor]:
+    """Return the activation of the model's MLPs."""
+    activation: Callable[[Tensor], Tensor] = ACT2FN[getattr(config, "hidden_activation", None) or config.hidden_act]
+    return activation
+
+
+def logit_scale(config: Any) -> float:
+    """Return the number by which the model's own code multiplies its logits: 1 but for Granite and Cohere."""
+    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def max_seq_len(config: Any) -> int:
+    """Return the most tokens of a sequence.
+
+    "longrope" has two sets of rotary frequencies, and transformers takes the one for long sequences as soon as one row
+    of the pass is behind the original length: a tenant's long sequence would change the others' short ones. So no
+    sequence is longer than that.
+    """
+    most = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # or one for each type of layer
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
+            most = min(most, int(parameters["original_max_position_embeddings"]))
+    return most
+
+
 def eos_token_ids(model: Any) -> tuple[int, ...]:
     """Return the tokens that end a text, by the generation config, or else by the model's."""
     generation = getattr(model, "generation_config", None)
@@ -77,22 +146,31 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
 
 def _check_config(config: Any) -> None:
     """Raise UnsupportedModelError for features known to be unsupported; the message is better than the probe's."""
+    if reason := REFUSED.get(config.model_type):
+        raise UnsupportedModelError(reason)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if num_experts := getattr(config, key, None):
             raise UnsupportedModelError(
                 f"{config.model_type} is a mixture of {num_experts} experts ({key} in config.json), and adapters of "
-                "experts cannot be trained yet; take a dense model: Llama 3, Qwen 2 or 3, Mistral, SmolLM2 or Gemma 3"
+                f"experts cannot be trained yet; {alternatives()}"
             )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            "the model is quantized (quantization_config in config.json); take its unquantized original"
+        )
     refused = {
         "attn_logit_softcapping": "attention logit soft-capping",
         "final_logit_softcapping": "soft-capping of the output logits",
+        "clip_qkv": "clamped queries, keys and values",
         "use_bidirectional_attention": "bidirectional attention",
         "vision_config": "a vision tower",
         "audio_config": "an audio tower",
     }
     for key, feature in refused.items():
         if getattr(config, key, None):
-            raise UnsupportedModelError(f"models with {feature} ({key} in config.json) are not supported")
+            raise UnsupportedModelError(
+                f"models with {feature} ({key} in config.json) are not supported; {alternatives()}"
+            )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("encoder-decoder models are not supported; take a causal language model")
 

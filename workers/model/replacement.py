@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind
+from workers.model.families import alternatives
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
 from workers.model.gated_delta import FROZEN, GatedDelta, joined_modules, replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
@@ -72,7 +73,7 @@ def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
 
 
 def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
-    """Replace all linears; return them as `replace_layers` does. Needs no weights. Raises UnsupportedModelError."""
+    """Replace the linears alone, which needs only their shapes. As `replace_layers`."""
     unembedding = model.get_output_embeddings()
     groups: list[LinearGroup] = []
     by_parent: dict[str, list[str]] = {}
@@ -83,19 +84,23 @@ def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]
         elif isinstance(module, nn.Linear):
             parent, _, leaf = name.rpartition(".")
             by_parent.setdefault(parent, []).append(leaf)
+    if unembedding_name != "lm_head" or not hasattr(model, "model"):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} calls its layers {model.base_model_prefix!r} and its output layer "
+            f"{unembedding_name!r}; passes and exports need the names of Llama, 'model' and 'lm_head': {alternatives()}"
+        )
     for parent, leaves in by_parent.items():
         kind = KIND_OF_PARENT.get(parent.rpartition(".")[2])
         if kind is None:
             raise UnsupportedModelError(
-                f"the model has linear layers in {parent!r}, which is neither attention nor MLP; supported are "
-                "dense decoder-only models in the shape of Llama, Qwen 2 and 3, Mistral, SmolLM2 and Gemma 3"
+                f"the model has linear layers in {parent!r}, which is neither attention nor MLP; {alternatives()}"
             )
         for siblings in _sibling_groups(leaves):
             names = tuple(f"{parent}.{leaf}" for leaf in siblings)
             own_kind: GroupKind = "frozen" if siblings == FROZEN else kind
             groups.append(_replace_group(model, current, len(groups), own_kind, names))
-    if not unembedding_name or not groups:
-        raise UnsupportedModelError("the model has no linear output layer or no linear layers at all")
+    if not groups:
+        raise UnsupportedModelError("the model has no linear layers but its output layer")
     groups.append(_replace_group(model, current, len(groups), "unembed", (unembedding_name,)))
     return tuple(groups)
 

@@ -1,6 +1,6 @@
 """Makes a pool from a `PoolConfig`: `LocalPool` (threads of this process) or `RayPool` (an actor for each worker).
 
-Imports neither torch nor ray by itself; the pool that it makes does.
+Imports neither torch nor ray by itself; the pool that it makes, and the description of a model, do.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from workers.contract.model_descriptions import ModelDescription
 from workers.contract.protocols import Engine, EngineFactory, Pool, PoolStartError
 from workers.contract.settings import EngineSettings, PoolConfig
 from workers.host.gpus import gpu_problem
@@ -73,10 +74,27 @@ def check_host(config: PoolConfig) -> None:
             check_files(model.path)
         except (OSError, ValueError) as error:  # ValueError: no name of the hub
             raise PoolStartError(str(error)) from None
+    _check_gpu(config)
+
+
+def _check_gpu(config: PoolConfig) -> None:
+    """Raise PoolStartError if the workers need a GPU that this machine lacks."""
     if config.device.startswith("cuda") and (problem := gpu_problem()):
         raise PoolStartError(
             f"workers on {config.device} need a GPU: {problem}; or leave out --gpus and --device, to run on CPUs"
         )
+
+
+def describe_model(config: PoolConfig) -> ModelDescription:
+    """Return what a worker would make of a pool's first base model, without reading weights.
+
+    Imports torch and transformers. Raises PoolStartError without the GPU that the worker needs, OSError and
+    ValueError if there is no config of the model that can be read.
+    """
+    _check_gpu(config)
+    from workers.pool.description import describe
+
+    return describe(next(iter(config.engines().values())))
 
 
 def _add_to_environment(variables: Mapping[str, str]) -> None:

@@ -67,6 +67,11 @@ class SamplerLimits:
     prefill_tokens_max: int = 512
     """Tokens of prompts in one step while no sequence is decoding; see `prefill.DECODING_SHARE`."""
 
+    def cache_bytes(self, free_bytes: int) -> int:
+        """Return the bytes for keys and values, if so many are free at the start of a worker."""
+        num_bytes = int(free_bytes * self.cache_share)
+        return num_bytes if self.cache_bytes_max is None else min(self.cache_bytes_max, num_bytes)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decode:
@@ -106,11 +111,9 @@ class Sampler:
         """
         block_tokens = KVCache.block_tokens if page_kernel is None else PagedCache.block_tokens
         self._memory = MemoryShare(base_model.device) if memory is None else memory
-        num_bytes = int(self._memory.free_bytes() * limits.cache_share)
-        if limits.cache_bytes_max is not None:
-            num_bytes = min(limits.cache_bytes_max, num_bytes)
         self._block_bytes = block_bytes(base_model, block_tokens)
         self._state_bytes = state_bytes(base_model)
+        num_bytes = limits.cache_bytes(self._memory.free_bytes())
         num_states = self._num_states(num_bytes, limits.num_sequences_max)
         num_blocks = max(1, (num_bytes - num_states * self._state_bytes) // self._block_bytes)
         self._base_model = base_model

@@ -16,18 +16,23 @@ from workers.training.passes import PassRunner
 
 def load_base_model(settings: EngineSettings) -> BaseModel:
     """Return a base model that has passed its trials. Raises UnsupportedModelError, OSError."""
-    is_cuda = torch.device(settings.device).type == "cuda"
-    is_bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and is_cuda)
     base_model = BaseModel(
         settings.model_path,
         name=settings.model_name,
         device=settings.device,
-        dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        dtype=dtype_of(settings),
         exact=settings.exact,
     )
     base_model.use(find_numerics(base_model))
     base_model.probe()
     return base_model
+
+
+def dtype_of(settings: EngineSettings) -> torch.dtype:
+    """Return the dtype of the base model's weights and activations."""
+    is_cuda = torch.device(settings.device).type == "cuda"
+    is_bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and is_cuda)
+    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 logger = logging.getLogger(__name__)

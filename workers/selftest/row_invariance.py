@@ -18,13 +18,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from workers.model.base_model import BaseModel
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
 from workers.model.grouped_segments import VALUES_MULTIPLE
 from workers.model.numerics import ROWS_MIN, Numerics
-from workers.model.pretrained import UnsupportedModelError
+from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupViews
 from workers.selftest.sequence_invariance import keeps_sequences
@@ -144,8 +143,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
 
 def _elementwise(base_model: BaseModel) -> list[Elementwise]:
     """Return the transcendental functions that layers apply to all rows at once: activation and rotary embedding."""
-    config = base_model.config
-    activation = ACT2FN[getattr(config, "hidden_activation", None) or config.hidden_act]
+    activation = activation_of(base_model.config)
     widths = {shape.d_outs[0] for shape in base_model.group_shapes if shape.kind == "mlp"}
 
     def derivative(values: Tensor) -> Tensor:

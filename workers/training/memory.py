@@ -18,10 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from workers.contract.settings import Recompute
 from workers.host.free_memory import MemoryShare
 from workers.model import packed_delta
 from workers.model.base_model import BaseModel
+from workers.model.pretrained import activation_of
 from workers.training import device_logits, logits
 
 USED_FRACTION = 0.8
@@ -33,6 +37,10 @@ MASK_BYTES = 4
 """Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
 MASK_MAKING_BYTES = 11
 """Further bytes while the mask is made: distances (int64) and three comparisons."""
+
+
+ACTIVATION_INPUTS = 256
+"""Inputs with which an activation is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,8 @@ class PassMemory:
         self._vocab_size = unembedding.d_outs[0]
         self._num_linears = sum(len(shape.names) for shape in inner)
         self._widest = max(shape.d_in + sum(shape.d_outs) for shape in shapes)
+        self._activation = 1 + _further_values(activation_of(config))
+        """Values that autograd keeps of an activation, for each of its inputs."""
         self._mlp = max((max(shape.d_in, *shape.d_outs) for shape in inner if shape.kind == "mlp"), default=0)
         self._head_dim = int(getattr(config, "head_dim", None) or self._hidden // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -114,13 +124,14 @@ class PassMemory:
         The input of every linear, twice the residual stream (both norms' inputs), gate, activation and up, and of the
         attention queries, keys and values, repeated to all heads, its output, and the inputs of norms of heads. Counted
         as all inputs and outputs of linears (two outputs of D values each stand for the residual stream), the
-        activation, four times Q, D for each further norm, and x A^T of every linear. The full attention of hybrids has
-        a gate and rotates a part of each head: it keeps eight times Q.
+        activation, four times Q, D for each further norm, and x A^T of every linear. An activation of several
+        operations counts as often as autograd keeps one of its values. The full attention of hybrids has a gate and
+        rotates a part of each head: it keeps eight times Q.
         """
         further_norms = max(0, self._num_norms - 2 * self._num_layers - 1)
         return (
             self._linear_values
-            + self._num_layers * self._mlp
+            + self._num_layers * self._activation * self._mlp
             + self._num_attention_layers * (4 if self._delta is None else 8) * self._queries
             + further_norms * self._hidden
             + self._num_linears * rank
@@ -193,6 +204,25 @@ class PassRoom:
         if self.recompute != "auto":
             return self.recompute == "on"
         return self._estimate.peak_bytes(load, backward=True) > self._num_bytes
+
+
+def _further_values(activation: Callable[[Tensor], Tensor]) -> int:
+    """Return the values that autograd keeps for each input of an activation, besides the input and the output.
+
+    None for a kernel of the library; some activations are written as many operations.
+    """
+    x = torch.linspace(-4, 4, ACTIVATION_INPUTS).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.numel() >= x.numel():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = activation(x)
+    further = kept.keys() - {tensor.untyped_storage().data_ptr() for tensor in (x, y)}
+    return -(-sum(kept[each] for each in further) // x.nbytes)
 
 
 def _has_window(config: Any) -> bool:

@@ -30,7 +30,7 @@ from tinkerpool.credentials import (
 from tinkerpool.serving import READY_FILE, Serving, running_pid
 from tinkerpool.v1 import admin_pb2
 
-NONE = {"serve", "up", "restore", "pools", "use", "version"}
+NONE = {"models", "serve", "up", "restore", "pools", "use", "version"}
 """They make a pool, or mean no single one."""
 FILES = {"down", "logs", "backup", "doctor"}
 """They need a data directory; all others call a pool."""
