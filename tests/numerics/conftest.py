@@ -38,6 +38,12 @@ def qwen3(model_directories: dict[str, Path]) -> Path:
     return model_directories["qwen3"]
 
 
+@pytest.fixture(params=["qwen3.5", "qwen3-next"])
+def any_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """Each order of the weights of linear attention."""
+    return model_directories[request.param]
+
+
 @pytest.fixture(params=["qwen3", "qwen3.5"])
 def dense_or_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """For tests that depend on whether sequences have states."""

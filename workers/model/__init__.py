@@ -1,7 +1,8 @@
 """The frozen base model with multi-LoRA linears.
 
 Public interface: `base_model.BaseModel`, `pretrained.UnsupportedModelError`, `attention.Attend`, `packed_delta.Recur`
-with the `delta_rule`, and the layers that a pass is made of (`segments.Segment`, `linears`). For trials: `numerics`, `frozen_products`, `segments`,
-`grouped_segments`. Inside: `files` of a model, `families`, `replacement`, `gated_delta`,
-`fused_modules`, `gpu_attention`, `fixed_order`; `sampling_layers`, `forward_runs`, and our own kernels: `gpu_operations`, `adapter_kernels`.
+with the `delta_rule`, and the layers that a pass is made of (`segments.Segment`, `linears`). For trials: `numerics`,
+`frozen_products`, `segments`, `grouped_segments`. Inside: `files` of a model, `families`, `replacement`, `gated_delta`,
+`fused_modules`, `gpu_attention`, `fixed_order`; `sampling_layers`, `forward_runs`, and our own kernels:
+`gpu_operations`, `adapter_kernels`.
 """

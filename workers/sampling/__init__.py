@@ -1,6 +1,6 @@
 """Continuous batching of samples: sequence slots, key-value blocks, prefill and decode passes, drawing.
 
 Public interface: `sampler.Sampler` and `SamplerLimits`. Inside: `sequences` and `prompts` wait in the `slot_queue`;
-`prefill` with the `kv_cache` and `delta_states`, `sample_pass` with its `attention`, and `drawing` make a decode step, on a GPU with
-`step_graphs` and `device_drawing`; `errors`.
+`prefill` with the `kv_cache` and `delta_states`, `sample_pass` with its `attention`, and `drawing` make a decode step,
+on a GPU with `step_graphs` and `device_drawing`; `errors`.
 """

@@ -105,11 +105,13 @@ class StatePool:
         else:
             self._free.append(slot)
 
-    def keep(self, prefix: Prefix, slot: int) -> None:
-        """Make a held slot the checkpoint of a shared block, unless it has one, or is not found any more."""
-        if prefix.state is None and not prefix.is_dropped:
-            prefix.state = slot
-            self._prefix_of[slot] = prefix
+    def keep(self, prefix: Prefix, slot: int) -> bool:
+        """Make a held slot the checkpoint of a shared block; return False if it has one, or is not found any more."""
+        if prefix.state is not None or prefix.is_dropped:
+            return False
+        prefix.state = slot
+        self._prefix_of[slot] = prefix
+        return True
 
     def forget(self, prefix: Prefix) -> None:
         """Drop the checkpoint of a shared block, if it has one; its owners keep the slot."""
@@ -160,15 +162,18 @@ class StateOwner:
             self._spare = self._pool.take()
         return self._spare
 
-    def keep_spare(self, prefix: Prefix | None) -> None:
-        """Make the slot of `spare` the checkpoint of a shared block, and give it back; None: only give it back."""
+    def keep_spare(self, prefix: Prefix | None) -> Prefix | None:
+        """Make the slot of `spare`, if there is one, the checkpoint of a shared block, and give it back.
+
+        Return the block if it has the slot now. None: only give the slot back.
+        """
         if self._spare is None:
-            return
-        if prefix is not None:
-            self._pool.keep(prefix, self._spare)
+            return None
+        is_kept = prefix is not None and self._pool.keep(prefix, self._spare)
         self._pool.release(self._spare)
         self._pool.unreserve(1)
         self._spare = None
+        return prefix if is_kept else None
 
     def end_writing(self) -> None:
         """Give back the second place: the state is final."""

@@ -94,14 +94,15 @@ class Prefill:
     def _keep_states(self, active: ActiveRequest, state: StateOwner) -> None:
         """Make checkpoints of a prompt's states: a state is of use where a shared block ends."""
         prompt = active.prompt
-        state.keep_spare(prompt.shared_until(prompt.last_shareable))
+        kept = state.keep_spare(prompt.shared_until(prompt.last_shareable))
         prefix = prompt.shared_until(prompt.num_computed)
-        if prefix is not None and prefix.state is None and state.current is not None:
-            self._states.keep(prefix, state.current)
+        if prefix is not None and state.current is not None and self._states.keep(prefix, state.current):
+            kept = prefix
+        if kept is not None:
             if prompt.kept is not None:
                 self._states.forget(prompt.kept)
-            is_lasting = len(prompt.shared) % CHECKPOINT_BLOCKS == 0
-            prompt.kept = None if is_lasting else prefix
+            is_lasting = (prompt.shared.index(kept) + 1) % CHECKPOINT_BLOCKS == 0
+            prompt.kept = None if is_lasting else kept
         if prompt.is_computed:
             state.end_writing()
 

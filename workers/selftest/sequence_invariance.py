@@ -19,8 +19,9 @@ from workers.model.packed_delta import PackedDelta
 
 TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
 """Of the sequences: several chunks of the largest size, one, and chunks of each smaller size."""
-STEP_SEQUENCES = (1, 2, 3, 7)
-"""Sequences of a decode step, out of so many as there are lengths."""
+NUM_SEQUENCES, STEP_SEQUENCES = 24, (1, 2, 3, 7, 16)
+"""Sequences of the largest decode step, and of those that it is compared with. The large one has more values of each
+kind than the vectors of a processor."""
 
 
 def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
@@ -36,9 +37,9 @@ def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
     rows = [draw(sum(TRIAL_LENGTHS), width) for width in widths]
     return _packed_keeps(weights, rows) and _step_keeps(
         weights,
-        [draw(len(TRIAL_LENGTHS), width) for width in widths],
-        [draw(len(TRIAL_LENGTHS), shape.history, width) for width in shape.conv_widths],
-        draw(len(TRIAL_LENGTHS), shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim).float(),
+        [draw(NUM_SEQUENCES, width) for width in widths],
+        [draw(NUM_SEQUENCES, shape.history, width) for width in shape.conv_widths],
+        draw(NUM_SEQUENCES, shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim).float(),
     )
 
 

@@ -1,0 +1,159 @@
+"""Linear attention: packed sequences have the numbers of transformers' layer, and the bits that each has solo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.numerics.harness import Driver
+from workers.contract.settings import EngineSettings
+from workers.model import delta_rule, packed_delta
+from workers.model.delta_rule import DeltaInputs, DeltaWeights
+from workers.model.packed_delta import PackedDelta
+from workers.model.pretrained import TOLERANCE, UnsupportedModelError
+from workers.selftest.loading import load_base_model
+from workers.selftest.sequence_invariance import keeps_sequences
+
+LENGTHS = (150, 1, 70, 16, 64, 17, 2, 65, 16)
+
+
+@pytest.fixture
+def hybrid(model_directories: dict[str, Path]) -> Path:
+    return model_directories["qwen3.5"]
+
+
+def weights_of(directory: Path) -> DeltaWeights:
+    return Driver(directory).engine.base_model.delta_layers[0].delta_weights
+
+
+def inputs_of(weights: DeltaWeights, num_rows: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = weights.shape
+    widths = (*shape.conv_widths, shape.conv_widths[2], shape.num_value_heads, shape.num_value_heads)
+    return [torch.randn(num_rows, width, generator=generator) for width in widths]
+
+
+def results(weights: DeltaWeights, lengths: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rule's results, and the gradients of their sum of squares by each input."""
+    leaves = [tensor.clone().requires_grad_() for tensor in rows]
+    out = PackedDelta(lengths, torch.device("cpu"))(0, weights, DeltaInputs.of(leaves))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def assert_bits_of_each_solo(weights: DeltaWeights, rows: list[Tensor], skipped: Sequence[int] = ()) -> None:
+    together = [part.split(LENGTHS) for part in results(weights, LENGTHS, rows)]
+    inputs = [tensor.split(LENGTHS) for tensor in rows]
+    for number, length in enumerate(LENGTHS):
+        if number not in skipped:
+            solo = results(weights, [length], [parts[number] for parts in inputs])
+            for whole, own in zip(together, solo, strict=True):
+                assert torch.equal(whole[number], own), length
+
+
+def test_a_layer_has_the_numbers_of_transformers_for_each_sequence_alone(any_hybrid: Path) -> None:
+    """Theirs ignores where packed sequences begin."""
+    engine = Driver(any_hybrid).engine
+    own = AutoModelForCausalLM.from_pretrained(any_hybrid, dtype=torch.float32)
+    tokens = torch.arange(sum(LENGTHS)) * 7919 % 256
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    model = engine.base_model
+    attend = model.attend_packed(LENGTHS, [1] * len(LENGTHS))
+    with torch.no_grad():
+        hidden = model.forward(tokens, positions, (), attend, PackedDelta(LENGTHS, tokens.device))
+        logprobs = model.unembed(hidden, ()).log_softmax(-1).split(LENGTHS)
+        for part, actual in zip(tokens.split(LENGTHS), logprobs, strict=True):
+            expected = own(input_ids=part.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+    model.reset()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("group_values", [1, 1 << 12, 1 << 20])
+def test_sequences_have_the_bits_of_each_solo_in_groups_of_any_size(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, group_values: int, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    weights = weights_of(hybrid)
+    monkeypatch.setattr(packed_delta, "GROUP_VALUES", group_values)
+    assert_bits_of_each_solo(weights, inputs_of(weights, sum(LENGTHS)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_stay_in_their_sequence(hybrid: Path, value: float) -> None:
+    weights = weights_of(hybrid)
+    rows = inputs_of(weights, sum(LENGTHS))
+    bad = 4
+    first = sum(LENGTHS[:bad])
+    for tensor in rows:
+        tensor[first : first + LENGTHS[bad]] = value
+    assert_bits_of_each_solo(weights, rows, skipped=[bad])
+
+
+def test_padding_rows_behind_the_last_sequence_are_finite(hybrid: Path) -> None:
+    weights = weights_of(hybrid)
+    rows = inputs_of(weights, 20)
+    for tensor in rows:
+        tensor[17:] = float("nan")
+    out, *gradients = results(weights, [17], rows)
+    assert torch.equal(out[17:], torch.zeros_like(out[17:]))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_a_model_whose_state_does_not_reach_its_second_chunk_is_refused(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunked = delta_rule.chunked
+
+    def forgetful(
+        inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None, counts: Sequence[int], state: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunked(inputs, weights, is_token, [sum(counts)], state)
+
+    monkeypatch.setattr(packed_delta, "chunked", forgetful)
+    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
+        load_base_model(EngineSettings(model_path=str(hybrid)))
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_a_convolution_that_reads_its_neighbours_is_refused(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = packed_delta._chunks
+
+    def joined(*arguments: Any) -> packed_delta.Chunks:
+        chunks = make(*arguments)
+        return replace(chunks, missing=chunks.missing[:0])
+
+    monkeypatch.setattr(packed_delta, "_chunks", joined)
+    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
+        load_base_model(EngineSettings(model_path=str(hybrid)))
+
+
+def test_the_trial_finds_a_library_whose_bits_depend_on_the_number_of_values(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library's own sigmoid's do, if there are few heads."""
+    weights = weights_of(hybrid)
+    assert keeps_sequences(weights, torch.float32)
+    coefficients = delta_rule._coefficients
+
+    def by_the_library(inputs: DeltaInputs, *others: Any) -> tuple[Tensor, Tensor]:
+        _, decay = coefficients(inputs, *others)
+        return inputs.strength.sigmoid(), decay
+
+    monkeypatch.setattr(delta_rule, "_coefficients", by_the_library)
+    assert not keeps_sequences(weights, torch.float32)
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_a_model_that_fails_the_trial_says_so_in_its_fingerprint(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.selftest.row_invariance.keeps_sequences", lambda *_: False)
+    assert "rows depend on their neighbours" in Driver(hybrid).engine.info.fingerprint
+    with pytest.raises(UnsupportedModelError, match="exact mode is not possible"):
+        load_base_model(EngineSettings(model_path=str(hybrid), exact=True))
