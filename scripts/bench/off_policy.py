@@ -39,8 +39,8 @@ from tinkerpool.recipes.reinforcement import with_samples
 
 MODEL = "kjv-2m"
 NUM_STEPS, QUICK_STEPS = 48, 2
-GROUP, NUM_TOKENS = 8, 14
-EVALUATED = 32
+GROUP, QUICK_GROUP, NUM_TOKENS = 8, 2, 14
+EVALUATED, QUICK_EVALUATED = 32, 2
 """Samples of each prompt at the end."""
 RANK = 16
 LEARNING_RATE = 6e-3
@@ -87,7 +87,11 @@ class Group:
 class Loop:
     """One run of a loss in a condition."""
 
-    def __init__(self, training: TrainingClient, condition: Condition, loss: str, seed: int) -> None:
+    def __init__(
+        self, training: TrainingClient, condition: Condition, loss: str, seed: int, *, group: int, evaluated: int
+    ) -> None:
+        """Draw `group` samples of each prompt in a step, and `evaluated` at the end."""
+        self._group, self._evaluated = group, evaluated
         self._training = training
         self._condition = condition
         self._loss = loss
@@ -103,13 +107,13 @@ class Loop:
         rewards, norms = [], []
         for step in range(num_steps):
             samplers.append(self._training.save_weights_and_get_sampling_client(record_stability_info=True))
-            groups = self._sample(samplers[0], step, GROUP)
+            groups = self._sample(samplers[0], step, self._group)
             passed = self._pass([datum for group in groups for datum in self._data(group)])
             stepped = self._training.optim_step(AdamParams(learning_rate=LEARNING_RATE))
             passed.result()
             rewards.append(float(np.mean([group.scores.mean() for group in groups])))
             norms.append(stepped.result().metrics["grad_norm:last"])
-        final = self._sample(self._training.save_weights_and_get_sampling_client(), num_steps, EVALUATED)
+        final = self._sample(self._training.save_weights_and_get_sampling_client(), num_steps, self._evaluated)
         return {"rewards": rewards, "norms": norms, "final": [float(np.mean([g.scores.mean() for g in final]))]}
 
     def _sample(self, sampler: SamplingClient, step: int, num_samples: int) -> list[Group]:
@@ -173,7 +177,8 @@ def measure(url: str, key: str, condition: Condition, options: argparse.Namespac
         loss, seed = task
         with ServiceClient(url, key) as service:
             training = service.create_lora_training_client(MODEL, rank=RANK, seed=seed).result()
-            return Loop(training, condition, loss, seed).run(options.steps)
+            sizes = {"group": options.group, "evaluated": options.evaluated}
+            return Loop(training, condition, loss, seed, **sizes).run(options.steps)
 
     with ThreadPoolExecutor(options.runs) as threads:
         results = dict(zip(tasks, threads.map(run, tasks), strict=True))
@@ -209,6 +214,7 @@ def main() -> None:
     args.effort = Effort(seconds=0, rounds_min=1, rounds_max=1)
     args.steps = args.steps or (QUICK_STEPS if args.quick else NUM_STEPS)
     args.seeds = QUICK_SEEDS if args.quick else SEEDS
+    args.group, args.evaluated = (QUICK_GROUP, QUICK_EVALUATED) if args.quick else (GROUP, EVALUATED)
     with embedded_pool(["--pool", "local", "--model", MODEL]) as pool, Results("off_policy", args) as results:
         key = pool.create_key("poets")
         table = results.table(

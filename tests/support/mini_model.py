@@ -6,6 +6,7 @@ are noise. The tokenizer is the 256 bytes and two special tokens, so every text 
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -182,3 +183,16 @@ def _byte_characters() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]
+
+
+def main() -> None:
+    """Write a model for trying things out."""
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("directory", type=Path)
+    command.add_argument("architecture", choices=get_args(Architecture), nargs="?", default="qwen3")
+    args = command.parse_args()
+    print(build_mini_model(args.directory, args.architecture))
+
+
+if __name__ == "__main__":
+    main()
