@@ -218,6 +218,23 @@ class StateChunk:
     move: StateMove
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """A layer's memory of all slots, to read and write."""
+
+    inputs: Tensor
+    """(N, W - 1, C): the last inputs of the convolutions."""
+    states: Tensor
+    """(N, H, G, E, P), fp32."""
+    widths: Sequence[int]
+    """Of queries, keys and values among the C."""
+
+    def split(self, inputs: Tensor) -> Sequence[Tensor]:
+        """Return the queries', keys' and values' part of inputs (..., C)."""
+        parts: Sequence[Tensor] = inputs.split(list(self.widths), -1)
+        return parts
+
+
 class DeltaStates:
     """The memory of all slots. On a CPU, slots that were never written take no memory."""
 
@@ -235,14 +252,9 @@ class DeltaStates:
         """Return the linear attention of a pass with these chunks, and next tokens at these rows."""
         return StepDelta(self, chunks, tokens)
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's inputs of convolutions (N, W - 1, C) and states (N, H, G, E, P), to read and write."""
-        return self._inputs[layer], self._states[layer]
-
-    def split(self, inputs: Tensor) -> Sequence[Tensor]:
-        """Return the queries', keys' and values' part of inputs of convolutions (..., C)."""
-        parts: Sequence[Tensor] = inputs.split(self._widths, -1)
-        return parts
+    def layer(self, layer: int) -> LayerStates:
+        """Return a layer's memory."""
+        return LayerStates(self._inputs[layer], self._states[layer], self._widths)
 
 
 def state_bytes(model: BaseModel) -> int:
@@ -276,44 +288,31 @@ class StepDelta:
     def __call__(self, layer: int, weights: DeltaWeights, inputs: DeltaInputs) -> Tensor:
         """See `Recur`."""
         out = torch.zeros_like(inputs.gate)  # (T, V)
-        history, states = self._memory.layer(layer)
+        memory = self._memory.layer(layer)
         for chunk in self._chunks:
-            self._prompt(chunk, weights, inputs, history, states, out)
-        num_together = max(1, GROUP_VALUES // states[0].numel())
+            self._prompt(chunk, weights, inputs, memory, out)
+        num_together = max(1, GROUP_VALUES // memory.states[0].numel())
         for start in range(0, len(self._rows), num_together):
-            part = slice(start, start + num_together)
-            self._next(self._rows[part], self._reads[part], self._writes[part], weights, inputs, history, states, out)
+            self._next(slice(start, start + num_together), weights, inputs, memory, out)
         return out
 
     def _next(
-        self,
-        rows: Tensor,
-        reads: Tensor,
-        writes: Tensor,
-        weights: DeltaWeights,
-        inputs: DeltaInputs,
-        history: Tensor,
-        states: Tensor,
-        out: Tensor,
+        self, tokens: slice, weights: DeltaWeights, inputs: DeltaInputs, memory: LayerStates, out: Tensor
     ) -> None:
-        """Compute next tokens at some rows (S,), from the slots `reads` to the slots `writes`."""
+        """Compute some of the next tokens, (S,)."""
+        rows, reads, writes = (part[tokens] for part in (self._rows, self._reads, self._writes))
         own = DeltaInputs.of([tensor.index_select(0, rows) for tensor in inputs.tensors()])
-        before, state = history.index_select(0, reads), states.index_select(0, reads)
-        result = step(own, weights, self._memory.split(before), state)
+        before, state = memory.inputs.index_select(0, reads), memory.states.index_select(0, reads)
+        result = step(own, weights, memory.split(before), state)
         out.index_copy_(0, rows, result.to(out.dtype))
-        states.index_copy_(0, writes, state)
-        history.index_copy_(0, writes, torch.cat([before[:, 1:], torch.cat(list(own.qkv), -1).unsqueeze(1)], 1))
+        memory.states.index_copy_(0, writes, state)
+        memory.inputs.index_copy_(0, writes, torch.cat([before[:, 1:], torch.cat(list(own.qkv), -1).unsqueeze(1)], 1))
 
     def _prompt(
-        self,
-        chunk: StateChunk,
-        weights: DeltaWeights,
-        inputs: DeltaInputs,
-        history: Tensor,
-        states: Tensor,
-        out: Tensor,
+        self, chunk: StateChunk, weights: DeltaWeights, inputs: DeltaInputs, memory: LayerStates, out: Tensor
     ) -> None:
         """Compute a prompt's tokens: whole chunks first, then the rest in a chunk of its own size."""
+        history, states = memory.inputs, memory.states
         move, length = chunk.move, chunk.stop - chunk.start
         before = torch.zeros_like(history[0]) if move.read is None else history[move.read]  # (W - 1, C)
         state = (torch.zeros_like(states[0]) if move.read is None else states[move.read]).unsqueeze(0)
@@ -330,7 +329,7 @@ class StepDelta:
             is_token = None
             if padding:
                 is_token = (torch.arange(len(windows) * size, device=rows.device) < stop - start).view(-1, size)
-            made = DeltaInputs.of([*self._memory.split(windows), *others])
+            made = DeltaInputs.of([*memory.split(windows), *others])
             result, last = chunked(made, weights, is_token, [1] * len(windows), state)
             assert last is not None
             state = last

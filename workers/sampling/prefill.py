@@ -99,10 +99,10 @@ class Prefill:
         if prefix is not None and state.current is not None and self._states.keep(prefix, state.current):
             kept = prefix
         if kept is not None:
-            if prompt.kept is not None:
-                self._states.forget(prompt.kept)
             is_lasting = (prompt.shared.index(kept) + 1) % CHECKPOINT_BLOCKS == 0
-            prompt.kept = None if is_lasting else kept
+            replaced = prompt.keep(kept, is_lasting=is_lasting)
+            if replaced is not None:
+                self._states.forget(replaced)
         if prompt.is_computed:
             state.end_writing()
 

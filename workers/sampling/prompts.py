@@ -110,6 +110,14 @@ class Prompt:
         self.blocks[len(self.shared)] = prefix.block
         self.shared.append(prefix)
 
+    def keep(self, prefix: Prefix, *, is_lasting: bool) -> Prefix | None:
+        """Record that a shared block has a checkpoint of this prompt; return the block whose checkpoint it replaces.
+
+        A lasting one is never replaced.
+        """
+        replaced, self.kept = self.kept, None if is_lasting else prefix
+        return replaced
+
     def advance(self, stop: int) -> None:
         """Record that all tokens before `stop` are computed."""
         self.num_computed = stop

@@ -97,6 +97,11 @@ class ActiveSequence:
         """The same blocks as attention sees them."""
         return SequenceBlocks(self.index, self.blocks, self.num_cached)
 
+    def begin_state(self, state: StateOwner) -> StateOwner:
+        """Own this state from now on; return it."""
+        self.state = state
+        return state
+
     def add_block(self, block: int) -> None:
         """Append a block for further tokens."""
         self.blocks.append(block)
@@ -183,6 +188,10 @@ class ActiveRequest:
         """Tokens drawn so far."""
         ended = sum(len(sequence.tokens) for sequence in self._finished if sequence is not None)
         return ended + sum(len(sequence.tokens) for sequence in self.sequences)
+
+    def begin_state(self, state: StateOwner) -> None:
+        """Own the state of the prompt from now on."""
+        self.state = state
 
     def grant_slot(self) -> None:
         """Take one more slot."""

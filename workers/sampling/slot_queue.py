@@ -145,7 +145,7 @@ class SequenceSlots:
         if active.num_slots:
             return True
         if self._states.num_slots:
-            active.state = StateOwner(self._states)
+            active.begin_state(StateOwner(self._states))
         self.running.append(active)
         self._prefill.add(active, shared)
         return True
@@ -162,12 +162,11 @@ class SequenceSlots:
         """Return how a pass moves a sequence's state on; None: the model has no linear attention."""
         if not self._states.num_slots:
             return None
-        if sequence.state is None:
-            sequence.state = StateOwner(self._states)
-        read = sequence.state.current
+        state = sequence.state or sequence.begin_state(StateOwner(self._states))
+        read = state.current
         if read is None and active.state is not None:
             read = active.state.current
-        return StateMove(read, sequence.state.writable())
+        return StateMove(read, state.writable())
 
     def moved(self, active: ActiveRequest) -> None:
         """Record that a pass has moved on the states of all running sequences; drop the prompt's if nobody needs it."""

@@ -376,7 +376,7 @@ def test_overflow_left_in_a_block_changes_no_later_sample(dense_or_hybrid: Path)
     model = s.driver.engine.base_model  # private: every block and state, also those that nobody used
     memories = [memory for layer in range(model.num_attention_layers) for memory in s.sampler._cache.layer(layer)]
     if (states := s.sampler._pass._states) is not None:
-        memories += [memory for layer in range(len(model.delta_layers)) for memory in states.layer(layer)]
+        memories += [states._inputs, states._states]
     for memory in memories:
         memory.fill_(float("nan"))
     s.sampler.blocks.drop_all()
