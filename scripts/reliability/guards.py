@@ -653,6 +653,14 @@ GUARDS = (
         tests=("tests/unit/doors/test_roles.py",),
     ),
     Guard(
+        name="the keys of a tenant that is gone stay refused",
+        file="coordinator/tenants/accounts.py",
+        before='        if row is None:\n            raise not_found("tenant", before.name)  # it stays held',
+        after="        if row is None:\n            self._held.pop(before.tenant_id, None)\n"
+        '            raise not_found("tenant", before.name)  # it stays held',
+        tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "stay_refused"),
+    ),
+    Guard(
         name="expiry of a key",
         file="coordinator/tenants/keys.py",
         before="        if row.expires_at is not None and row.expires_at <= self._wall():\n",
