@@ -408,7 +408,8 @@ class SimPoolFront:
         if kind == "pause before":
             await self._pause(worker, batch, "a batch was not begun")
         await self._until_running(worker)
-        await asyncio.sleep(self._random.expovariate(1 / WORK_S))
+        work_s = self._random.expovariate(1 / WORK_S)
+        await asyncio.sleep(work_s)
         await self._until_running(worker)
         if kind == "crash before":
             self._crash(worker, f"before batch {batch.cycle_id}")
@@ -428,10 +429,10 @@ class SimPoolFront:
         elif kind == "pause after":
             is_late = await self._pause(worker, batch, "a batch was applied", may_be_late=True)
             if is_late:
-                return result
+                return result  # the coordinator drops it
         await self._until_running(worker)
         self._decode(worker)
-        return result
+        return replace(result, wall_s=work_s, phase_s={"forward": work_s})  # not the seconds that this machine took
 
     async def _poison(self, worker_id: str, worker: _Incarnation, batch: Batch) -> NoReturn:
         """Do what a poison does to its worker."""
