@@ -37,7 +37,7 @@ from workers.contract.messages import ErrorCode, ItemResult, LoadItem, PassItem
 logger = logging.getLogger(__name__)
 
 REINSTALLS_MAX = 5
-"""How often in a row one operation may find its adapter's copy out of order before the adapter is aborted."""
+"""How often in a row one chunk may find its adapter's copy out of order before the adapter is aborted."""
 TRANSIENT = {ErrorCode.OUT_OF_MEMORY, ErrorCode.INTERNAL}
 """Failures of a replay that do not show that the replayed operation differs: it is retried."""
 
@@ -56,7 +56,7 @@ class Results:
         if not entry.is_current or (operation is not None and operation.is_failed):
             return  # of a lost copy; or a later chunk of an operation that just failed
         if result.error is not None and result.error.code is ErrorCode.OUT_OF_ORDER:
-            self._reinstall(log, result)
+            self._reinstall(entry, result)
             return
         shown = cycle.count(log, worker.info.worker_id, result)
         log.charge_replay(result.engine_s)
@@ -65,7 +65,7 @@ class Results:
             return
         is_last = not isinstance(item, PassItem) or log.copy.num_chunks_done(operation) == item.num_chunks - 1
         if operation.is_final:
-            self._apply_replay(log, operation, worker, result, is_last=is_last)
+            self._apply_replay(entry, operation, worker, result, is_last=is_last)
         else:
             log.copy.add_result(operation, entry.chunk, result)
             window, role = log.copy.window, operation.kind.window_role
@@ -95,11 +95,12 @@ class Results:
         self._saver.states.publishing.fail(log.adapter_id, error)
 
     def _apply_replay(
-        self, log: AdapterLog, operation: Operation, worker: Incarnation, result: ItemResult, *, is_last: bool
+        self, entry: Entry, operation: Operation, worker: Incarnation, result: ItemResult, *, is_last: bool
     ) -> None:
+        log = entry.log
         log.copy.replayed_chunk(operation, is_last=is_last)
         if result.error is not None and result.error.code in TRANSIENT:
-            self._reinstall(log, result)
+            self._reinstall(entry, result)
         elif result.error is not None:
             self.refuse_copy(log, replay_differs(log, operation.name, str(result.error)))
         elif is_last:
@@ -142,16 +143,17 @@ class Results:
             case _:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 
-    def _reinstall(self, log: AdapterLog, result: ItemResult) -> None:
+    def _reinstall(self, entry: Entry, result: ItemResult) -> None:
         """Drop a copy that is out of order or cannot be replayed now, so that it is installed again.
 
-        After `REINSTALLS_MAX` times at the same operation the adapter is aborted: an adapter that cannot be rebuilt
-        fails at the same operation each time, but a reply can be lost at any. The worker's reason is logged.
+        After `REINSTALLS_MAX` times at the same chunk of an operation the adapter is aborted: an adapter that cannot be
+        rebuilt fails at the same one each time, but a reply can be lost at any. The worker's reason is logged.
         """
+        log = entry.log
         ids = about(adapter=log.adapter_id, operation=result.op_id)
         logger.warning("%s: %s", log.adapter_id, result.error, extra=ids)
         log.lose_copy()
-        if log.copy.count_reinstall(result.op_id) > REINSTALLS_MAX:
+        if log.copy.count_reinstall(result.op_id, entry.chunk) > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
             self.refuse_copy(log, error)
 

@@ -55,18 +55,18 @@ class Copy:
     """The copy holds gradient of a closed window."""
     progress: dict[int, Progress] = field(default_factory=dict)
     """By seq."""
-    reinstalls: Counter[str] = field(default_factory=Counter)
-    """How often each operation found a copy out of order, since the last result for an undecided operation, or since
-    its worker was lost."""
+    reinstalls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each chunk of an operation found a copy out of order, since the last result for an undecided operation,
+    or since its worker was lost."""
 
     def next_generation(self, seq: int, window: Window, home: str) -> Copy:
         """Return the copy that begins at a snapshot after this one was lost."""
         return Copy(self.generation + 1, seq, seq, window, window, home, reinstalls=self.reinstalls)
 
-    def count_reinstall(self, op_id: str) -> int:
-        """Count that this operation found the copy before this one out of order; return how often in a row it did."""
-        self.reinstalls[op_id] += 1
-        return self.reinstalls[op_id]
+    def count_reinstall(self, op_id: str, chunk: int) -> int:
+        """Count that this chunk found the copy before this one out of order; return how often in a row it did."""
+        self.reinstalls[op_id, chunk] += 1
+        return self.reinstalls[op_id, chunk]
 
     # ---- questions
 

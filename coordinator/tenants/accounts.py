@@ -112,12 +112,12 @@ class Accounts:
     def _reload(self, before: TenantRow) -> TenantRow:
         """Return a tenant after a change. Raises ServiceError NOT_FOUND if its deletion has ended meanwhile."""
         row = self._store.tenants.get(before.tenant_id)
-        if row is not None and (row.suspended_at is not None or row.deletion_at is not None):
+        if row is None:
+            raise not_found("tenant", before.name)  # it stays held: its keys are in memory
+        if row.suspended_at is not None or row.deletion_at is not None:
             self._held[before.tenant_id] = row
         else:
             self._held.pop(before.tenant_id, None)
-        if row is None:
-            raise not_found("tenant", before.name)
         return row
 
     def act(self, act: str, name: str, by: Principal, details: dict[str, str] | None = None) -> Act:

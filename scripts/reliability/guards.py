@@ -320,6 +320,13 @@ GUARDS = (
         tests=("tests/simulation/test_simulation.py", "-k", "failed_once"),
     ),
     Guard(
+        name="replies that are lost at several chunks of a replay are no verdict on its adapter",
+        file="coordinator/cycle/results.py",
+        before="log.copy.count_reinstall(result.op_id, entry.chunk)",
+        after="log.copy.count_reinstall(result.op_id, 0)",
+        tests=("tests/integration/cycles/test_recovery.py", "-k", "one_chunk_of_an_operation", "--timeout", "30"),
+    ),
+    Guard(
         name="what failed on a lost worker tells nothing of the next",
         file="coordinator/operations/adapter_log.py",
         before="        self.copy.reinstalls.clear()\n",
@@ -651,6 +658,14 @@ GUARDS = (
         before="        if not role.covers(least):\n",
         after="        if False:\n",
         tests=("tests/unit/doors/test_roles.py",),
+    ),
+    Guard(
+        name="the keys of a tenant that is gone stay refused",
+        file="coordinator/tenants/accounts.py",
+        before='        if row is None:\n            raise not_found("tenant", before.name)  # it stays held',
+        after="        if row is None:\n            self._held.pop(before.tenant_id, None)\n"
+        '            raise not_found("tenant", before.name)  # it stays held',
+        tests=("tests/integration/cycles/test_tenant_deletion.py", "-k", "stay_refused"),
     ),
     Guard(
         name="expiry of a key",

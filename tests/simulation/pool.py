@@ -12,13 +12,14 @@ Does not depend on tenants or on the disk.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NoReturn
 
 from coordinator.cycle.items import SNAPSHOT
+from coordinator.cycle.results import REINSTALLS_MAX
 from tests.simulation.poisoner import Kills
 from tests.simulation.standing import Standings
 from tests.simulation.world import World
@@ -26,13 +27,15 @@ from tests.support.batches import Reference
 from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import (
     AdapterCosts,
+    AdapterInstall,
     AdapterState,
     Batch,
     BatchResult,
     ErrorCode,
+    Item,
+    PassItem,
     SampleEvent,
     SampleRequest,
-    StateReference,
     WorkerInfo,
 )
 from workers.contract.protocols import Owner, WorkerLost
@@ -226,6 +229,10 @@ class SimPoolFront:
         self._missing: list[str] = []
         self._num_gone = 0
         """References in a row that led nowhere."""
+        self._strays: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
+        """Adapter, operation and chunk to the times at which the item found its copy out of order, since it was sent to
+        a worker that was lost with it. More than `REINSTALLS_MAX` would convince the coordinator that the adapter
+        cannot be rebuilt, so no fault is injected then that adds one."""
 
     def base_models(self) -> Mapping[str, str]:
         return dict.fromkeys(self._worker_ids, BASE_MODEL)
@@ -270,7 +277,7 @@ class SimPoolFront:
         return tuple(self._info(worker_id) for worker_id in sorted(self._workers))
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
-        worker = self._worker(worker_id)
+        worker, sent_s = self._worker(worker_id), self._world.time()
         sent = (worker, batch)
         self.outstanding.append(sent)
         worker.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
@@ -286,12 +293,16 @@ class SimPoolFront:
             await self._delay()
         except (WorkerLost, asyncio.CancelledError):
             self._pool.note_loss(worker)
+            self._forget_strays(batch, sent_s)
             raise
         finally:
             worker.operations = frozenset()
             self.outstanding.remove(sent)
+        if worker.is_lost:
+            self._forget_strays(batch, sent_s)
         if worker.is_lost and not is_late:
             raise WorkerLost(f"{worker.incarnation} is lost")
+        self._note_strays(batch, result)
         errors = [r.error.code.name for r in result.results if r.error is not None]
         self._world.trace(f"batch {batch.cycle_id} from {worker.incarnation}: {errors}")
         return result
@@ -397,7 +408,8 @@ class SimPoolFront:
         if kind == "pause before":
             await self._pause(worker, batch, "a batch was not begun")
         await self._until_running(worker)
-        await asyncio.sleep(self._random.expovariate(1 / WORK_S))
+        work_s = self._random.expovariate(1 / WORK_S)
+        await asyncio.sleep(work_s)
         await self._until_running(worker)
         if kind == "crash before":
             self._crash(worker, f"before batch {batch.cycle_id}")
@@ -417,10 +429,10 @@ class SimPoolFront:
         elif kind == "pause after":
             is_late = await self._pause(worker, batch, "a batch was applied", may_be_late=True)
             if is_late:
-                return result
+                return result  # the coordinator drops it
         await self._until_running(worker)
         self._decode(worker)
-        return result
+        return replace(result, wall_s=work_s, phase_s={"forward": work_s})  # not the seconds that this machine took
 
     async def _poison(self, worker_id: str, worker: _Incarnation, batch: Batch) -> NoReturn:
         """Do what a poison does to its worker."""
@@ -437,16 +449,33 @@ class SimPoolFront:
         """Send the states of copies by reference, some of which lead nowhere any more."""
         if not any(install.state for install in batch.installs):
             return batch
-        installs = tuple(replace(each, state=each.state and self._reference(each.state)) for each in batch.installs)
-        return replace(batch, installs=installs)
+        return replace(batch, installs=tuple(self._install_by_reference(each, batch) for each in batch.installs))
 
-    def _reference(self, state: AdapterState | StateReference) -> StateReference:
+    def _install_by_reference(self, install: AdapterInstall, batch: Batch) -> AdapterInstall:
+        if install.state is None:
+            return install
+        items = [item for item in batch.items if item.adapter_id == install.spec.adapter_id]
         is_gone = self._random.random() < self._pool.faults.reference_gone and self._num_gone < 2
+        is_gone = is_gone and self._may_stray(items)
         self._num_gone = self._num_gone + 1 if is_gone else 0
         if is_gone:
             self._world.fault("reference gone")
-        assert isinstance(state, AdapterState)
-        return Reference(None if is_gone else state)
+        assert isinstance(install.state, AdapterState)
+        return replace(install, state=Reference(None if is_gone else install.state))
+
+    def _may_stray(self, items: Iterable[Item]) -> bool:
+        """Return whether each of these items may find its copy out of order once more."""
+        return all(len(self._strays[_key(item)]) < REINSTALLS_MAX for item in items)
+
+    def _note_strays(self, batch: Batch, result: BatchResult) -> None:
+        for item, each in zip(batch.items, result.results, strict=True):
+            if each.error is not None and each.error.code is ErrorCode.OUT_OF_ORDER:
+                self._strays[_key(item)].append(self._world.time())
+
+    def _forget_strays(self, batch: Batch, sent_s: float) -> None:
+        """Count anew, from when the batch was sent to a worker that was lost; the loss is noticed later."""
+        for key in map(_key, batch.items):
+            self._strays[key] = [at for at in self._strays[key] if at > sent_s]
 
     def _draw(self) -> str:
         faults, value = self._pool.faults, self._random.random()
@@ -492,7 +521,7 @@ class SimPoolFront:
     def _again(self, worker: _Incarnation, batch: Batch, first: BatchResult) -> BatchResult:
         """Deliver the same message once more; return one of the two replies."""
         second = worker.engine.run(batch)
-        if self._random.random() < 0.5 and worker.num_second_replies < 2:
+        if self._random.random() < 0.5 and worker.num_second_replies < 2 and self._may_stray(batch.items):
             worker.num_second_replies += 1
             self._world.fault("batch twice, second reply", f"{batch.cycle_id}")
             return second
@@ -545,6 +574,10 @@ class SimPoolFront:
 
     async def _delay(self) -> None:
         await asyncio.sleep(self._random.expovariate(1 / NETWORK_S))
+
+
+def _key(item: Item) -> tuple[str, str, int]:
+    return item.adapter_id, item.op_id, item.chunk_index if isinstance(item, PassItem) else 0
 
 
 def _describe(batch: Batch) -> str:

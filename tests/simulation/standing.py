@@ -82,6 +82,8 @@ class Standings:
         """Check that a call of a tenant may have been admitted now."""
         if self._states.get(name) in (State.SUSPENDED, State.DELETED):
             raise ContractViolation(f"a call of {name}, which is {self._states[name].name}, was admitted")
+        if self.is_gone(name):
+            raise ContractViolation(f"a call of {name}, whose deletion is complete, was admitted")
 
     def check_refused(self, name: str, error: ServiceError) -> None:
         """Check that a call of a tenant may have been refused, or ended, because it is suspended or deleted."""

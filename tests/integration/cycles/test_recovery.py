@@ -1,15 +1,17 @@
 """Recovery: failed gradient windows, cancelled calls, lost workers, dropped results, and bounds on memory."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator.base.errors import Code
 from tests.support.database import query
 from tests.support.faults import held
-from tests.support.toy_engine import POISON_TOKEN
+from tests.support.toy_engine import POISON_TOKEN, ToyEngine
 from tests.support.toy_pool import (
     LENGTHS,
     FakeTime,
@@ -24,7 +26,7 @@ from tests.support.toy_pool import (
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
-from workers.contract.messages import Batch, BatchResult
+from workers.contract.messages import Batch, BatchResult, PassItem
 from workers.contract.protocols import TakenOver
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
@@ -75,6 +77,31 @@ async def test_an_adapter_that_cannot_be_rebuilt_fails_and_other_adapters_contin
     del pool.engines["w0"][-1].run  # restores the method
     [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 60)
     assert fine.state == SUCCEEDED
+
+
+async def test_a_replay_goes_on_although_replies_are_lost_at_one_chunk_of_an_operation_after_another(
+    tmp_path: Path,
+) -> None:
+    run, seen = ToyEngine.run, Counter[int]()
+
+    def again(engine: ToyEngine, batch: Batch) -> BatchResult:
+        """Receive each chunk twice, the first three times, and return the second result."""
+        chunks = [item.chunk_index for item in batch.items if isinstance(item, PassItem)]
+        seen.update(chunks)
+        first = run(engine, batch)
+        if all(seen[chunk] > 3 for chunk in chunks):
+            return first
+        return run(engine, Batch(epoch=batch.epoch, cycle_id=batch.cycle_id, items=batch.items))
+
+    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.submit(adapter, 1))
+        with mock.patch.object(ToyEngine, "run", again):
+            await pool.kill_worker()
+            [stepped] = await asyncio.wait_for(pool.wait(await pool.optim_step(adapter, 2)), 60)
+        assert stepped.state == SUCCEEDED
+        assert [seen[chunk] for chunk in (0, 1)] == [7, 4], "each was received three times before it was once"
+        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1,), 2)])
 
 
 async def test_calls_cancelled_while_their_operations_are_logged_can_be_repeated(pool: ToyPool) -> None:

@@ -181,20 +181,25 @@ async def test_a_tenant_that_is_being_deleted_gets_no_key_and_cannot_be_resumed(
         assert (await refusal(pool.service.delete_tenant(boss, unknown))).code is Code.NOT_FOUND
 
 
-async def test_a_tenant_that_is_gone_before_a_change_of_it_is_written_is_not_found(tmp_path: Path) -> None:
+async def test_a_tenant_that_is_gone_before_a_change_of_it_is_written_is_not_found_and_its_keys_stay_refused(
+    tmp_path: Path,
+) -> None:
     async with running_pool(tmp_path, **SOON) as pool:
         boss = await pool.administrator()
+        key, _ = await pool.coordinator.authenticator.create_key("alice")
         mark_deletion = pool.store.tenants.mark_deletion
 
         async def behind_the_deletion(*given: Any) -> None:
             await until_gone(pool)
             await mark_deletion(*given)
 
-        await pool.principal()
         await delete(pool, boss)
         with mock.patch.object(pool.store.tenants, "mark_deletion", behind_the_deletion):  # the queue of writes is long
             again = pool.service.delete_tenant(boss, admin_pb2.DeleteTenantRequest(tenant="alice"))
             assert (await refusal(again)).code is Code.NOT_FOUND
+        with pytest.raises(ServiceError) as refused:
+            pool.coordinator.authenticator.admit(key, LOCAL, Role.READ_ONLY)
+        assert refused.value.reason == "TENANT_DELETED"
         assert len(query(tmp_path, "SELECT * FROM audit WHERE act = 'tenant.delete'")) == 1
 
 

@@ -457,16 +457,17 @@ def test_ready_chunks_are_the_chunks_of_ready_passes_that_the_copy_has_not_run()
     assert list(adapter.ahead().chunks()) == [5, 4]
 
 
-def test_reinstalls_for_an_operation_are_counted_until_the_next_result_or_the_loss_of_the_worker() -> None:
+def test_reinstalls_for_a_chunk_are_counted_until_the_next_result_or_the_loss_of_the_worker() -> None:
     adapter = adapter_with(FB)
     for count in (1, 2):
         adapter.place_copy("w0")
         adapter.lose_copy()
-        assert adapter.copy.count_reinstall("a:1") == count
+        assert adapter.copy.count_reinstall("a:1", 0) == count
+    assert adapter.copy.count_reinstall("a:1", 1) == 1
     adapter.copy.add_result(adapter.operations[1], 0, ItemResult(op_id="a:1"))
-    assert adapter.copy.count_reinstall("a:1") == 1
+    assert adapter.copy.count_reinstall("a:1", 0) == 1
     adapter.lose_worker()
-    assert adapter.copy.count_reinstall("a:1") == 1
+    assert adapter.copy.count_reinstall("a:1", 0) == 1
 
 
 def test_the_wait_for_a_missing_operation_begins_anew_when_its_append_fails() -> None:
