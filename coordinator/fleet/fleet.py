@@ -56,6 +56,8 @@ class Incarnation:
     """Its part of a cycle was split off: the cycles of others do not wait for it."""
     training: tuple[Flight, ...] = ()
     """The operations of the present phase."""
+    has_batch: bool = False
+    """It was sent a batch, perhaps of snapshots alone, and did not reply to it; a lost one never does."""
     samples: dict[str, Flight] = field(default_factory=dict)
     """The samples in flight there, by name."""
     held_bytes: int = 0
@@ -87,12 +89,12 @@ class Incarnation:
 
     def begin_phase(self, flights: tuple[Flight, ...]) -> None:
         """Record the operations of a cycle's phase that are sent to the worker, with the removals so far."""
-        self.training = flights
+        self.training, self.has_batch = flights, True
         self._has_dropped = False
 
     def end_phase(self, held_bytes: int, use: WorkerUse = NOTHING_USED) -> None:
         """Record that the worker replied to the phase, what it holds, and what it takes of its machine."""
-        self.training, self.use = (), use
+        self.training, self.has_batch, self.use = (), False, use
         self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:

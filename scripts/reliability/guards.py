@@ -555,6 +555,13 @@ GUARDS = (
         tests=("tests/unit/scheduling/test_quarantine.py",),
     ),
     Guard(
+        name="a run beside something that is not suspected is not solo",
+        file="coordinator/scheduling/quarantine.py",
+        before="        was_solo = len(lost) == 1 and is_group and not has_others\n",
+        after="        was_solo = len(lost) == 1 and is_group\n",
+        tests=("tests/unit/scheduling/test_worker_losses.py", "-k", "not_suspected"),
+    ),
+    Guard(
         name="solo turns of a tenant on probation",
         file="coordinator/scheduling/ready_set.py",
         before="        if not self._turns.are_idle and self._turns.is_held(log):\n            has_turn = ",
