@@ -55,7 +55,7 @@ class WorkerLoss:
     worker_id: str
     incarnation: str
     samples: tuple[Flight, ...]
-    """Samples that were in flight there."""
+    """Samples that were in flight there, also those that were not sent yet."""
     poison: str
     """The operation that is the poison; empty: not decided by this loss."""
     probation: str = ""
@@ -126,20 +126,22 @@ class LossRecorder:
             logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason, extra=ids)
         self._fleet.note_reason(worker_id, reason if has_left else f"{kind.value}: {reason}", self._time.wall())
         flights, samples = in_flight
+        worker = self._fleet.worker(worker_id)
+        sent = tuple(flight for flight in samples if flight.name not in worker.unsent)
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
         training = tuple(flight for flight in flights if flight.target_id in group.logs)
         group.lose_copies(worker_id)
-        suspects = () if has_left else self._suspects(training, samples)
+        suspects = () if has_left else self._suspects(training, sent)
         for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
         if kind is LossKind.SILENT:
-            suspects = self._silenced(quarantine, suspects, samples)
+            suspects = self._silenced(quarantine, suspects, sent)
         had_turn = not has_left and self._turns[base_model].lose(worker_id)
-        has_snapshots = not flights and self._fleet.worker(worker_id).has_batch
-        has_others = has_snapshots or any(flight not in suspects for flight in (*flights, *samples))
-        poison = self._decide(quarantine, suspects, samples, had_turn=had_turn, has_others=has_others)
+        has_snapshots = not flights and worker.has_batch
+        has_others = has_snapshots or any(flight not in suspects for flight in (*flights, *sent))
+        poison = self._decide(quarantine, suspects, sent, had_turn=had_turn, has_others=has_others)
         self._pause(base_model)
         unproven = () if has_left else tuple(self._fleet.live(base_model))
         if unproven:

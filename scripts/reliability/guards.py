@@ -555,6 +555,13 @@ GUARDS = (
         tests=("tests/unit/scheduling/test_quarantine.py",),
     ),
     Guard(
+        name="a sample that was not sent is not suspected",
+        file="coordinator/scheduling/worker_losses.py",
+        before=" if flight.name not in worker.unsent)",
+        after=")",
+        tests=("tests/unit/scheduling/test_worker_losses.py", "-k", "being_read"),
+    ),
+    Guard(
         name="a run beside something that is not suspected is not solo",
         file="coordinator/scheduling/quarantine.py",
         before="        was_solo = len(lost) == 1 and is_group and not has_others\n",

@@ -78,6 +78,7 @@ class Bench:
             self.registry.logs[operation.target_id].copy.start(operation)
         for sample in samples:
             worker.begin_sample(sample)
+            worker.send_sample(sample.name)
 
     def lose(self, kind: LossKind = LossKind.DIED) -> WorkerLoss:
         """Lose the first worker's incarnation, and find that the second one lives; return the event."""
@@ -151,6 +152,22 @@ async def test_a_first_silence_suspects_nothing_and_a_second_one_what_was_in_fli
     log.place_copy("w0")
     bench.dispatch(log.operations[1])
     assert bench.lose(LossKind.SILENT).poison == "a:1", "lost solo twice as a suspect"
+
+
+async def test_a_sample_whose_weights_are_being_read_is_not_suspected_of_the_loss_of_its_worker() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.fleet.worker("w0").begin_sample(SAMPLE)
+    for incarnation in (2, 3, 4):
+        loss = bench.lose()
+        assert (loss.samples, loss.poison) == ((SAMPLE,), ""), "it is started elsewhere"
+        assert not bench.quarantine.group
+        bench.fleet.add(toy_worker_info("w0", incarnation))
+        bench.fleet.worker("w0").begin_sample(SAMPLE)
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    assert bench.quarantine.group == {"a"}, "the pass was alone there"
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
