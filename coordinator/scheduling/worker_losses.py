@@ -166,6 +166,10 @@ class LossRecorder:
         self._turns[base_model].settled(worker_id)
         self._pause(base_model)
 
+    def drained(self, worker_id: str) -> None:
+        """Record that a worker was drained, or takes work again: fewer, or more, are left than at the last loss."""
+        self._pause(self._base_model(worker_id))
+
     def not_replaced(self, worker_id: str) -> None:
         """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
         base_model = self._base_model(worker_id)

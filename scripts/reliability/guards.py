@@ -96,6 +96,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "at_most_once", "--timeout", "60"),
     ),
     Guard(
+        name="a worker that is drained is none that is left",
+        file="coordinator/runtime/supervision.py",
+        before="is_ending=True)\n            self._losses.drained(worker_id)\n",
+        after="is_ending=True)\n",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "takes_no_last", "--timeout", "60"),
+    ),
+    Guard(
         name="operations of a lost worker do not wait for its replacement",
         file="coordinator/scheduling/quarantine.py",
         before="if not (group.has_killed and self._is_short) and",
