@@ -26,7 +26,7 @@ REASON_CHARS_MAX = 500
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An operation that a worker was sent, and whose result has not arrived."""
+    """An operation that a worker was sent, or a sample that it is to be sent, and whose result has not arrived."""
 
     name: str
     """The operation's name."""
@@ -56,8 +56,12 @@ class Incarnation:
     """Its part of a cycle was split off: the cycles of others do not wait for it."""
     training: tuple[Flight, ...] = ()
     """The operations of the present phase."""
+    has_batch: bool = False
+    """It was sent a batch, perhaps of snapshots alone, and did not reply to it; a lost one never does."""
     samples: dict[str, Flight] = field(default_factory=dict)
     """The samples in flight there, by name."""
+    unsent: set[str] = field(default_factory=set)
+    """Those of them whose weights are being read: the worker did not get them, so they cannot end it."""
     held_bytes: int = 0
     """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
     use: WorkerUse = NOTHING_USED
@@ -87,12 +91,12 @@ class Incarnation:
 
     def begin_phase(self, flights: tuple[Flight, ...]) -> None:
         """Record the operations of a cycle's phase that are sent to the worker, with the removals so far."""
-        self.training = flights
+        self.training, self.has_batch = flights, True
         self._has_dropped = False
 
     def end_phase(self, held_bytes: int, use: WorkerUse = NOTHING_USED) -> None:
         """Record that the worker replied to the phase, what it holds, and what it takes of its machine."""
-        self.training, self.use = (), use
+        self.training, self.has_batch, self.use = (), False, use
         self.held_bytes, self.is_outdated = held_bytes, self._has_dropped
 
     def has_room(self, num_bytes: int) -> bool:
@@ -105,11 +109,17 @@ class Incarnation:
         self.held_bytes = max(0, self.held_bytes + num_bytes)
 
     def begin_sample(self, flight: Flight) -> None:
-        """Record that a sample is sent to the worker."""
+        """Record that a sample has slots of the worker; it is sent there when its weights are read."""
         self.samples[flight.name] = flight
+        self.unsent.add(flight.name)
+
+    def send_sample(self, name: str) -> None:
+        """Record that a sample is sent to the worker now."""
+        self.unsent.discard(name)
 
     def end_sample(self, name: str) -> bool:
         """Record that the worker no longer has this sample; return whether it had it."""
+        self.unsent.discard(name)
         return self.samples.pop(name, None) is not None
 
     def drain(self, *, is_ending: bool) -> None:

@@ -125,8 +125,9 @@ class Supervisor:
         worker = self._fleet.find(worker_id)
         if worker_id in self._fleet.worker_ids():
             self._fleet.undrain(worker_id)
-        if worker is not None and worker.name in self._notices:
-            self._fleet.drain(worker_id, is_ending=False)  # it is replaced
+            if worker is not None and worker.name in self._notices:
+                self._fleet.drain(worker_id, is_ending=False)  # it is replaced
+            self._losses.drained(worker_id)
         if worker is None and worker_id not in self._replacing:
             self._replacing.add(worker_id)
             self._tasks.spawn(self._replace(worker_id, is_at_once=True))
@@ -149,6 +150,7 @@ class Supervisor:
                     "start the pool with more workers (--workers)"
                 )
             self._fleet.drain(worker_id, is_ending=True)
+            self._losses.drained(worker_id)
         self._fleet.dismiss(worker_id)
         self._ending.add(worker_id)
 
@@ -209,6 +211,7 @@ class Supervisor:
             await self._time.sleep(DRAIN_POLL_S)
         if worker.is_live:
             self._fleet.drain(worker_id, is_ending=False)
+            self._losses.drained(worker_id)
         while worker.is_live and not self._has_left(worker):
             self._hurry(worker)
             await self._time.sleep(DRAIN_POLL_S)

@@ -222,6 +222,7 @@ class SampleScheduler:
                 stream=self.streams.has_listener(sample.name),
                 removals=worker.take_removals(),
             )
+            worker.send_sample(sample.name)
             await self._pool.start_sample(worker.info.worker_id, request)
             if sample.is_cancelled:
                 await self._pool.cancel_sample(worker.info.worker_id, sample.name)

@@ -32,7 +32,9 @@ class Quarantine:
     Suspected groups run by bisection: one half at a time, without any other adapter or sample, so that a half runs on a
     worker that holds nothing else. A half whose worker is lost again is halved again; one that survives is released. An
     operation is the poison only if it ran solo and its worker was lost, twice. So a worker that is lost for another
-    reason costs time, and fails no operation, unless it is lost during the same operation's solo run twice.
+    reason costs time, and fails no operation, unless it is lost during the same operation's solo run twice. A run is
+    solo only if nothing else was in flight there when the worker was lost, also nothing that is not suspected: what
+    others began while all groups had to wait may still run when one goes on, and so may a snapshot.
 
     A worker that is silent may be cut off, or stopped by a poison. What was in flight at a first silence is suspected
     only if its next worker falls silent or is lost too before it has finished. Adapters form a group until then, which
@@ -121,15 +123,21 @@ class Quarantine:
         return suspects
 
     def record_loss(
-        self, names: Collection[str], operations: Collection[str], tenants: Mapping[str, str] | None = None
+        self,
+        names: Collection[str],
+        operations: Collection[str],
+        tenants: Mapping[str, str] | None = None,
+        *,
+        has_others: bool = False,
     ) -> str | None:
         """Record the loss of a worker that had these adapters and samples in flight, running these operations.
 
-        `tenants`: those of the adapters and samples. Returns the operation that is the poison, if that is decided by
-        this loss.
+        `tenants`: those of the adapters and samples. `has_others`: the worker had something in flight besides, which is
+        not suspected. Returns the operation that is the poison, if that is decided by this loss.
         """
         lost = sorted(names)
-        was_solo = len(lost) == 1 and any(group.is_suspected and group.names == set(lost) for group in self._groups)
+        is_group = any(group.is_suspected and group.names == set(lost) for group in self._groups)
+        was_solo = len(lost) == 1 and is_group and not has_others
         has_killed = not (self._silenced | self._quarantined()).isdisjoint(lost)
         for name in lost:
             self._take_out(name)

@@ -55,7 +55,7 @@ class WorkerLoss:
     worker_id: str
     incarnation: str
     samples: tuple[Flight, ...]
-    """Samples that were in flight there."""
+    """Samples that were in flight there, also those that were not sent yet."""
     poison: str
     """The operation that is the poison; empty: not decided by this loss."""
     probation: str = ""
@@ -125,19 +125,23 @@ class LossRecorder:
         else:
             logger.warning("worker %s lost: %s: %s", incarnation, kind.value, reason, extra=ids)
         self._fleet.note_reason(worker_id, reason if has_left else f"{kind.value}: {reason}", self._time.wall())
-        training, samples = in_flight
+        flights, samples = in_flight
+        worker = self._fleet.worker(worker_id)
+        sent = tuple(flight for flight in samples if flight.name not in worker.unsent)
         base_model = self._base_model(worker_id)
         group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
-        training = tuple(flight for flight in training if flight.target_id in group.logs)
+        training = tuple(flight for flight in flights if flight.target_id in group.logs)
         group.lose_copies(worker_id)
-        suspects = () if has_left else self._suspects(training, samples)
+        suspects = () if has_left else self._suspects(training, sent)
         for adapter_id in {flight.target_id for flight in training if flight in suspects}:
             seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
             group.logs[adapter_id].quarantine(min(seqs), max(seqs))
         if kind is LossKind.SILENT:
-            suspects = self._silenced(quarantine, suspects, samples)
+            suspects = self._silenced(quarantine, suspects, sent)
         had_turn = not has_left and self._turns[base_model].lose(worker_id)
-        poison = self._decide(quarantine, suspects, samples, had_turn=had_turn)
+        has_snapshots = not flights and worker.has_batch
+        has_others = has_snapshots or any(flight not in suspects for flight in (*flights, *sent))
+        poison = self._decide(quarantine, suspects, sent, had_turn=had_turn, has_others=has_others)
         self._pause(base_model)
         unproven = () if has_left else tuple(self._fleet.live(base_model))
         if unproven:
@@ -161,6 +165,10 @@ class LossRecorder:
         base_model = self._base_model(worker_id)
         self._turns[base_model].settled(worker_id)
         self._pause(base_model)
+
+    def drained(self, worker_id: str) -> None:
+        """Record that a worker was drained, or takes work again: fewer, or more, are left than at the last loss."""
+        self._pause(self._base_model(worker_id))
 
     def not_replaced(self, worker_id: str) -> None:
         """Record that a replacement did not start: running co-batched is a risk, but that wait might never end."""
@@ -194,16 +202,25 @@ class LossRecorder:
         return tuple(f for f in flights if (f.name if f in samples else f.target_id) in suspects)
 
     def _decide(
-        self, quarantine: Quarantine, suspects: Sequence[Flight], samples: Collection[Flight], *, had_turn: bool
+        self,
+        quarantine: Quarantine,
+        suspects: Sequence[Flight],
+        samples: Collection[Flight],
+        *,
+        had_turn: bool,
+        has_others: bool,
     ) -> Flight | None:
-        """Quarantine the suspects, unless they run in solo turns anyway; return the poison, if it is found."""
+        """Quarantine the suspects, unless they run in solo turns anyway; return the poison, if it is found.
+
+        `has_others`: something was in flight beside the suspects, so none of them ran solo.
+        """
         by_name = {flight.name: flight for flight in suspects}
         if any(self._probation.has(flight.tenant_id) for flight in suspects):
             [name, *others] = by_name
             found = name if had_turn and not others and quarantine.count_solo_loss(name) else None
         elif suspects:
             tenants = {f.name if f in samples else f.target_id: f.tenant_id for f in suspects}
-            found = quarantine.record_loss(tenants, list(by_name), tenants)
+            found = quarantine.record_loss(tenants, list(by_name), tenants, has_others=has_others)
         else:
             found = None
         return by_name[found] if found is not None else None

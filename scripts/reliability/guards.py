@@ -96,6 +96,13 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "at_most_once", "--timeout", "60"),
     ),
     Guard(
+        name="a worker that is drained is none that is left",
+        file="coordinator/runtime/supervision.py",
+        before="is_ending=True)\n            self._losses.drained(worker_id)\n",
+        after="is_ending=True)\n",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "takes_no_last", "--timeout", "60"),
+    ),
+    Guard(
         name="operations of a lost worker do not wait for its replacement",
         file="coordinator/scheduling/quarantine.py",
         before="if not (group.has_killed and self._is_short) and",
@@ -560,6 +567,20 @@ GUARDS = (
         before="        if not was_solo:\n",
         after="        if len(lost) > 1:\n",
         tests=("tests/unit/scheduling/test_quarantine.py",),
+    ),
+    Guard(
+        name="a sample that was not sent is not suspected",
+        file="coordinator/scheduling/worker_losses.py",
+        before=" if flight.name not in worker.unsent)",
+        after=")",
+        tests=("tests/unit/scheduling/test_worker_losses.py", "-k", "being_read"),
+    ),
+    Guard(
+        name="a run beside something that is not suspected is not solo",
+        file="coordinator/scheduling/quarantine.py",
+        before="        was_solo = len(lost) == 1 and is_group and not has_others\n",
+        after="        was_solo = len(lost) == 1 and is_group\n",
+        tests=("tests/unit/scheduling/test_worker_losses.py", "-k", "not_suspected"),
     ),
     Guard(
         name="solo turns of a tenant on probation",

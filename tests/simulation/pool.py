@@ -45,6 +45,8 @@ WORK_S = 0.004
 DECODE_S = 0.001
 """Mean delays: of a message on the network, of a batch, of a decode step."""
 BASE_MODEL = "toy"
+SPARED_POLL_S = 0.1
+"""How often a worker whose reply to a ping is slow looks whether it must not be lost any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class _Incarnation:
     """The last batch applied; the network may deliver it again."""
     operations: frozenset[str] = frozenset()
     """The operations of its batch."""
+    arriving: set[str] = field(default_factory=set)
+    """Samples that were sent to it and are on the network."""
     num_second_replies: int = 0
     """How often in a row the second reply arrived instead of the first."""
 
@@ -104,7 +108,7 @@ class _Incarnation:
 
     def running(self) -> frozenset[str]:
         """Return the operations that are quarantined if this incarnation is lost."""
-        return self.operations | self.engine._done.keys()
+        return self.operations | self.arriving | self.engine._done.keys()
 
     def adopt(self, epoch: int, incarnation: str) -> None:
         """Serve a new coordinator, on its event loop, as a new incarnation."""
@@ -310,8 +314,12 @@ class SimPoolFront:
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         worker = self._worker(worker_id)
         self._pool.standings.check_sample(request.op_id)
-        await self._delay()
-        await self._until_running(worker)
+        worker.arriving.add(request.op_id)
+        try:
+            await self._delay()
+            await self._until_running(worker)
+        finally:
+            worker.arriving.discard(request.op_id)
         worker.engine.start_sample(request)
         self._decode(worker)
 
@@ -333,7 +341,9 @@ class SimPoolFront:
         worker = self._worker(worker_id)
         if self._random.random() < self._pool.faults.slow_ping and not self._pool.is_spared(worker):
             self._world.fault("slow ping", worker_id)
-            await asyncio.sleep(self._random.uniform(0, 10))
+            until_s = self._world.time() + self._random.uniform(0, 10)
+            while self._world.time() < until_s and not self._pool.is_spared(worker):  # noqa: ASYNC110 (no event for it)
+                await asyncio.sleep(min(SPARED_POLL_S, until_s - self._world.time()))
         await self._until_running(worker)
         await self._delay()
 

@@ -262,6 +262,39 @@ async def test_a_poison_takes_each_of_two_workers_at_most_once_before_they_are_r
         assert done.error.reason == "WORKER_DIED"
 
 
+async def test_a_poison_takes_no_last_worker_while_another_one_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, num_workers=3) as pool:
+        poisoned, neighbour = await pool.adapter(), await pool.adapter("bob")
+        replace, may_replace = pool.core.pool.replace, dict[str, asyncio.Event]()
+
+        async def replaced(worker_id: str) -> Any:
+            await may_replace.setdefault(worker_id, asyncio.Event()).wait()
+            return await replace(worker_id)
+
+        monkeypatch.setattr(pool.core.pool, "replace", replaced)
+        poison = await pool.forward_backward(poisoned, 1, 5, token=KILL_TOKEN)
+        await until(lambda: len(may_replace) == 2)
+        first, second = may_replace
+        [left] = {"w0", "w1", "w2"} - {first, second}
+        pool.hold()
+        held = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
+        await until(lambda: bool(pool.core.fleet.worker(left).training))
+        may_replace[second].set()
+        await until(lambda: pool.core.fleet.is_live(second))
+        pool.core.supervisor.drain(left)
+        await pool.release()
+        await pool.wait(held, tenant="bob")
+        for seq in range(2, 10):
+            [done] = await pool.wait(await pool.forward_backward(neighbour, seq, 5, tenant="bob"), tenant="bob")
+            assert done.state == SUCCEEDED
+            assert len(pool.engines[second]) == 2, "the last worker was not taken"
+        may_replace[first].set()
+        [done] = await asyncio.wait_for(pool.wait(poison), 60)
+        assert done.error.reason == "WORKER_DIED"
+
+
 async def test_a_poison_whose_append_fails_ends_no_worker_when_it_is_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,11 +72,13 @@ class Bench:
     def dispatch(self, *operations: Operation, samples: Collection[Flight] = ()) -> None:
         """Dispatch operations and samples to the first worker."""
         worker = self.fleet.worker("w0")
-        worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations))
+        if operations:
+            worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations))
         for operation in operations:
             self.registry.logs[operation.target_id].copy.start(operation)
         for sample in samples:
             worker.begin_sample(sample)
+            worker.send_sample(sample.name)
 
     def lose(self, kind: LossKind = LossKind.DIED) -> WorkerLoss:
         """Lose the first worker's incarnation, and find that the second one lives; return the event."""
@@ -150,6 +152,46 @@ async def test_a_first_silence_suspects_nothing_and_a_second_one_what_was_in_fli
     log.place_copy("w0")
     bench.dispatch(log.operations[1])
     assert bench.lose(LossKind.SILENT).poison == "a:1", "lost solo twice as a suspect"
+
+
+async def test_a_sample_whose_weights_are_being_read_is_not_suspected_of_the_loss_of_its_worker() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.fleet.worker("w0").begin_sample(SAMPLE)
+    for incarnation in (2, 3, 4):
+        loss = bench.lose()
+        assert (loss.samples, loss.poison) == ((SAMPLE,), ""), "it is started elsewhere"
+        assert not bench.quarantine.group
+        bench.fleet.add(toy_worker_info("w0", incarnation))
+        bench.fleet.worker("w0").begin_sample(SAMPLE)
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    assert bench.quarantine.group == {"a"}, "the pass was alone there"
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+async def test_a_suspect_did_not_run_solo_beside_something_that_is_not_suspected(is_snapshot: bool) -> None:
+    """The silence may be that of the pass, or of the snapshot, that was in flight as well."""
+    log = adapter_with(FB)
+    bench = Bench(log)
+    for incarnation in (2, 3):
+        bench.dispatch(samples=[SAMPLE])
+        assert bench.lose().poison == ""
+        bench.fleet.add(toy_worker_info("w0", incarnation))
+        bench.recorder.settled("w0")
+    assert bench.quarantine.num_solo_losses(SAMPLE.name) == SOLO_LOSSES_MAX - 1
+    log.place_copy("w0")
+    if is_snapshot:
+        bench.fleet.worker("w0").begin_phase(())
+    bench.dispatch(*[] if is_snapshot else [log.operations[1]], samples=[SAMPLE])
+    assert bench.lose(LossKind.SILENT).poison == ""
+    assert bench.quarantine.num_solo_losses(SAMPLE.name) == SOLO_LOSSES_MAX - 1
+    bench.fleet.add(toy_worker_info("w0", 4))
+    bench.recorder.settled("w0")
+    assert bench.quarantine.group == {SAMPLE.name}, "it runs again, by itself"
+    bench.dispatch(samples=[SAMPLE])
+    assert bench.lose(LossKind.SILENT).poison == SAMPLE.name
 
 
 async def test_suspects_that_have_killed_a_worker_wait_while_one_is_left_and_another_missing() -> None:
