@@ -41,8 +41,8 @@ is multiplied by exp(A_log), 9 on average, and goes into the states of all later
 _LOADING = threading.Lock()
 """transformers changes global state of torch while it loads. If two threads load at once, one of them may get a model
 whose weights were never filled."""
-READS_TEXT_ALONE = frozenset({"qwen3_5"})
-"""Model types whose checkpoints have a vision tower, and of which transformers loads the text model alone."""
+READS_TEXT_ALONE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text"}
+"""Model types whose checkpoints have a vision tower, and that of the text model, which transformers loads alone."""
 
 
 class UnsupportedModelError(ValueError):

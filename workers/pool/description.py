@@ -27,6 +27,7 @@ from workers.model.frozen_products import PACKED_PARAMS_MAX
 from workers.model.gated_delta import replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.pretrained import (
+    READS_TEXT_ALONE,
     UnsupportedModelError,
     has_tied_unembedding,
     load_without_weights,
@@ -59,11 +60,11 @@ def describe(settings: EngineSettings) -> ModelDescription:
         check_files(directory)
     except OSError as error:
         problems.append(str(error))
-    is_tested = family in TESTED
+    tested = TESTED.get(READS_TEXT_ALONE.get(family, family))
     return ModelDescription(
         family=family,
-        title=TESTED[family].title if is_tested else "",
-        tests=TESTS if is_tested else (),
+        title="" if tested is None else tested.title,
+        tests=() if tested is None else TESTS,
         problems=problems,
         facts=facts,
     )

@@ -14,10 +14,12 @@ from tests.support.mini_model import build_mini_model, build_mini_vision_model
 from tests.support.numerics.harness import DATA, Driver, make_spec
 from workers.contract.adapted_modules import adapter_params, leaf_names
 from workers.contract.settings import EngineSettings
+from workers.model.families import TESTED
 from workers.model.gated_delta import replace_delta_layers
 from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
 from workers.model.replacement import adapted_modules, replace_linears
+from workers.pool.description import describe
 from workers.selftest.loading import load_base_model
 
 
@@ -133,6 +135,8 @@ def test_of_a_checkpoint_that_can_see_the_text_model_is_served(tmp_path: Path, i
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
         expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=0, atol=1e-4)
+    told = describe(driver.engine.settings)
+    assert (told.family, told.title, told.problems) == ("qwen3_5", TESTED["qwen3_5_text"].title, [])
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_instead_of_filled_with_noise(tmp_path: Path) -> None:
