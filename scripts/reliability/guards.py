@@ -154,8 +154,8 @@ GUARDS = (
     Guard(
         name="nothing is suspected when a worker is ended because its host leaves",
         file="coordinator/scheduling/worker_losses.py",
-        before="suspects = () if has_left else self._suspects(training, samples)",
-        after="suspects = self._suspects(training, samples)",
+        before="suspects = () if has_left else self._suspects(training, sent)",
+        after="suspects = self._suspects(training, sent)",
         tests=("tests/integration/cycles/test_drains.py", "-k", "is_not_suspected"),
     ),
     Guard(
