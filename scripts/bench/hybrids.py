@@ -33,6 +33,7 @@ from workers.contract.messages import Datum
 RANK = 8
 SOLO = (Case(1, 4, 64), Case(1, 1, 1024), Case(1, 1, 64), Case(1, 16, 16))
 TOGETHER = Case(8, 1, 64)
+QUICK = (Case(1, 2, 16), Case(2, 1, 16))
 COLUMNS = (
     Column("tenants x sequences x tokens", lambda r: r["case"]),
     Column("engine, median (quartiles)", lambda r: shown_time(r["fused"])),
@@ -80,7 +81,7 @@ def main() -> None:
     with open_models([*names, *args.also]) as models, Results("hybrids", args) as results:
         for model in models:
             table = results.table(f"hybrids-{model.name}", COLUMNS)
-            for case in (*(SOLO[:2] if args.quick else SOLO), TOGETHER):
+            for case in QUICK if args.quick else (*SOLO, TOGETHER):
                 row = measure(model, case, args)
                 table.add(row)
                 what = f"{model.name}: {case} against PEFT"
