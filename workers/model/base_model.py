@@ -40,6 +40,7 @@ from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
+from workers.model.delta_rule import DeltaShape
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
@@ -230,6 +231,11 @@ class BaseModel:
             return kernel_rows(num_rows, self.current.rows_min)
         multiple = self.numerics.block_rows or self.current.rows_min
         return -(-num_rows // multiple) * multiple
+
+    @property
+    def delta_shape(self) -> DeltaShape | None:
+        """The sizes of every layer of linear attention; None without any."""
+        return self.delta_layers[0].delta_weights.shape if self.delta_layers else None
 
     @property
     def num_base_matmuls(self) -> int:

@@ -38,8 +38,6 @@ from workers.model.replacement import adapted_modules, decoder_layers, replace_l
 from workers.rows import GroupShape, RowLayout
 from workers.selftest.loading import dtype_of
 
-FULL_BYTES = 4
-"""Of an fp32 value."""
 PACKED_COPIES = 2
 """Copies of packed weights beside the weights themselves: see `frozen_products`."""
 
@@ -123,7 +121,7 @@ def _adapters(
             AdapterMemory(
                 rank=rank,
                 num_params=num_params,
-                file_bytes=FULL_BYTES * num_params,
+                file_bytes=torch.float32.itemsize * num_params,
                 worker_bytes=row_bytes,
                 num_slots=min(settings.num_slots, room // row_bytes),
             )

@@ -11,7 +11,7 @@ needed otherwise: the least recently used leaves first.
 Does not depend on requests, or on the rule itself (`model.delta_rule`).
 
 Main invariants: owners' places together are never more than the slots, so an owner can always take a slot for a place.
-A slot that somebody holds is not written, except by the pass that its owner took it for.
+A held slot is written only by the pass that its owner took it for.
 
 Dimensions: S sequences, N slots, W weights of a convolution, C values before it, H key heads, G value heads for each
 key head, E key head dimension, P value head dimension.
@@ -34,8 +34,6 @@ from workers.model.delta_rule import DeltaInputs, DeltaWeights, chunked, step
 from workers.model.packed_delta import CHUNK_TOKENS, GROUP_VALUES, chunk_tokens
 from workers.sampling.kv_cache import Prefix
 
-FULL_BYTES = 4
-"""Of an fp32 value."""
 OWNER_PLACES = 2
 """Slots that an owner may hold at a time."""
 
@@ -55,11 +53,6 @@ class StatePool:
         self._prefix_of: dict[int, Prefix] = {}
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
         """Checkpoints that no owner holds, the least recently used first."""
-
-    @property
-    def num_checkpoints(self) -> int:
-        """States that are kept for prompts which begin alike."""
-        return len(self._prefix_of)
 
     def reserve(self, num_owners: int) -> bool:
         """Give places to owners, to all or to none; return whether there were enough."""
@@ -240,7 +233,8 @@ class DeltaStates:
 
     def __init__(self, model: BaseModel, num_slots: int) -> None:
         """Allocate the slots of a hybrid; raises the library's error if there is not enough memory."""
-        shape = model.delta_layers[0].delta_weights.shape
+        shape = model.delta_shape
+        assert shape is not None
         self._widths = shape.conv_widths
         sizes = (len(model.delta_layers), num_slots)
         heads = (shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim)
@@ -259,12 +253,12 @@ class DeltaStates:
 
 def state_bytes(model: BaseModel) -> int:
     """Return the bytes of a slot; 0 for a model without linear attention."""
-    num_bytes = 0
-    for layer in model.delta_layers:
-        shape = layer.delta_weights.shape
-        num_bytes += shape.history * sum(shape.conv_widths) * int(model.dtype.itemsize)
-        num_bytes += shape.num_value_heads * shape.key_dim * shape.value_dim * FULL_BYTES
-    return num_bytes
+    shape = model.delta_shape
+    if shape is None:
+        return 0
+    inputs = shape.history * sum(shape.conv_widths) * int(model.dtype.itemsize)
+    states = shape.num_value_heads * shape.key_dim * shape.value_dim * int(torch.float32.itemsize)
+    return len(model.delta_layers) * (inputs + states)
 
 
 class StepDelta:

@@ -169,7 +169,7 @@ class SequenceSlots:
         return StateMove(read, state.writable())
 
     def moved(self, active: ActiveRequest) -> None:
-        """Record that a pass has moved on the states of all running sequences; drop the prompt's if nobody needs it."""
+        """Record that a pass has moved on the states of all running sequences; drop the prompt's after its last use."""
         if active.state is None:
             return
         for sequence in active.sequences:

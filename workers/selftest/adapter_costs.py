@@ -34,8 +34,7 @@ _TRIED: dict[object, AdapterCosts] = {}
 
 def measured_costs(base_model: BaseModel) -> AdapterCosts:
     """Return the costs of a base model's adapters; zeros if the memory is too small for the trial."""
-    delta = tuple(layer.delta_weights.shape for layer in base_model.delta_layers[:1])
-    sizes = (base_model.group_shapes, base_model.num_params, base_model.head_dim, delta)
+    sizes = (base_model.group_shapes, base_model.num_params, base_model.head_dim, base_model.delta_shape)
     key = (sizes, torch.get_num_threads(), base_model.device, base_model.dtype, base_model.numerics)
     if key not in _TRIED:
         _TRIED[key] = _Trial(base_model).costs()

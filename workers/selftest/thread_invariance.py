@@ -64,8 +64,7 @@ def is_thread_count_invariant(base_model: BaseModel) -> bool:
     num_threads = torch.get_num_threads()
     if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
         return False
-    delta = tuple(layer.delta_weights.shape for layer in base_model.delta_layers[:1])
-    sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim, delta)
+    sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim, base_model.delta_shape)
     key = (sizes, num_threads, base_model.dtype, base_model.numerics)
     if key not in _TRIED:
         several = _trial(base_model)

@@ -84,7 +84,7 @@ class PassMemory:
         self._num_heads = int(config.num_attention_heads)
         self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        self._delta = base_model.delta_layers[0].delta_weights.shape if base_model.delta_layers else None
+        self._delta = base_model.delta_shape
         self._num_attention_layers = base_model.num_attention_layers
         window = getattr(config, "sliding_window", None)
         self._window = int(window) if self._attend.makes_masks and window is not None and _has_window(config) else None

@@ -2,7 +2,7 @@
 
 What a caller may see of a cycle depends on its tenant alone, or on its being an administrator. So each cycle is read
 and encoded once for all readers with the same sight, in a feed that lives as long as it has readers; a reader gets what
-has come together within `TOGETHER_S`. A reader that falls behind misses events: nobody waits for it, and a feed
+has come together within `TOGETHER_S`. A slow reader misses events: the feed does not wait for it, and a feed
 keeps a bounded number. Does not depend on what a cycle holds.
 """
 

@@ -29,7 +29,7 @@ def hybrid(model_directories: dict[str, Path]) -> Path:
 def assert_no_places(sampler: Sampler) -> None:
     states = sampler.states
     assert states.num_places == 0
-    assert len(states._free) + states.num_checkpoints == states.num_slots
+    assert len(states._free) + len(states._prefix_of) == states.num_slots
 
 
 def test_a_prompt_goes_on_from_the_last_block_of_one_that_begins_alike(hybrid: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_long_prompt_leaves_a_state_at_every_eighth_block_and_at_its_last(hybr
     s = sampling(hybrid, prefill_tokens_max=128)
     long, other = prompt_of(509), prompt_of(509, seed=1)
     s.run(request("long", prompt=np.concatenate([long[:500], other[500:]]), max_tokens=1))
-    assert s.sampler.states.num_checkpoints == 1, "those at the ends of its parts have left"
+    assert len(s.sampler.states._prefix_of) == 1, "those at the ends of its parts have left"
     assert (
         s.run(request("again", prompt=np.concatenate([long[:500], other[500:]]), max_tokens=1))[0].num_cached_tokens
         == 448
@@ -125,7 +125,7 @@ def test_checkpoints_give_way_to_samples(hybrid: Path) -> None:
     states = s.sampler.states
     for number in range(states.num_slots + 3):
         s.run(request(f"p{number}", prompt=prompt_of(70, seed=number), max_tokens=1))
-    assert states.num_checkpoints <= states.num_slots
+    assert len(states._prefix_of) <= states.num_slots
     (bits,) = s.sequences(request("after", length=70, max_tokens=4, num_samples=2))
     assert_same_bits(
         Sampling(s.driver, make_sampler(s.driver)).sequences(request("after", length=70, max_tokens=4, num_samples=2))[

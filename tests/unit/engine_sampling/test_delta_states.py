@@ -160,7 +160,7 @@ class Owners(RuleBasedStateMachine):
     def every_slot_is_held_kept_or_free(self) -> None:
         held = {slot for owner in self.owners for slot in (owner.current, owner._next) if slot is not None}
         assert len(held | self.kept) + len(self.pool._free) == self.pool.num_slots
-        assert self.pool.num_checkpoints == len(self.kept)
+        assert len(self.pool._prefix_of) == len(self.kept)
 
 
 TestOwners = Owners.TestCase
