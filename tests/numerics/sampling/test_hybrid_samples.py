@@ -134,3 +134,15 @@ def test_checkpoints_give_way_to_samples(hybrid: Path) -> None:
         bits,
     )
     assert_no_places(s.sampler)
+
+
+def test_a_checkpoint_leaves_with_its_block(hybrid: Path) -> None:
+    """When the block's memory is needed, and when its version is gone."""
+    s = sampling(hybrid, num_blocks=12)
+    pool, states = s.sampler.blocks, s.sampler.states
+    for number in range(2 * pool.num_blocks):
+        s.run(request(f"p{number}", prompt=prompt_of(70, seed=number), max_tokens=1))
+        assert len(states._prefix_of) <= pool.num_idle
+    assert pool.num_evictions > 0
+    pool.drop_all()
+    assert not states._prefix_of
