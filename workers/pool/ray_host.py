@@ -119,6 +119,7 @@ class RayHost:
         self._config = config
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._belongings: Belongings | None = None
         self._essential: dict[str, Process] = {}
         self._started: Future[None] = Future()
         self._is_stopping = threading.Event()
@@ -158,19 +159,20 @@ class RayHost:
     # ---- in the thread
 
     def _live(self) -> None:
-        config, belongings = self._config, None
+        config = self._config
         try:
             refused_s = refused_s_max()
             if config.owner_file is not None:
                 remove_leftovers(config.owner_file)
             if config.ray_address is None:
-                belongings = self._new_belongings()
-            self._enter(belongings)
+                self._start_private()
+            else:
+                self._enter(None)
         except BaseException as error:  # noqa: BLE001 (raised by `start`)
             self._started.set_exception(error)
         else:
             self._started.set_result(None)
-            if belongings is not None:
+            if self._belongings is not None:
                 self._watch_processes()
             elif not str(config.ray_address).startswith("ray://"):
                 self._watch_head(ray.get_runtime_context().gcs_address, refused_s)
@@ -179,10 +181,24 @@ class RayHost:
         finally:
             for process in self._essential.values():
                 process.close()
-            if belongings is not None:
-                belongings.remove()
+            if self._belongings is not None:
+                self._belongings.remove()
             if config.owner_file is not None:
                 config.owner_file.unlink(missing_ok=True)
+
+    def _start_private(self) -> None:
+        """Start a Ray of this process alone; once more if that fails, as it may on a machine without a free core."""
+        self._belongings = self._new_belongings()
+        try:
+            self._enter(self._belongings)
+        except Exception as error:
+            if self._is_stopping.is_set():
+                raise
+            logger.warning("Ray has not started and is started once more: %s", error)
+            ray.shutdown()
+            self._belongings.remove()
+            self._belongings = self._new_belongings()
+            self._enter(self._belongings)
 
     def _new_belongings(self) -> Belongings:
         # Ray makes its folder accessible to all users; the folder around it is not.

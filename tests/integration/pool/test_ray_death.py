@@ -106,6 +106,13 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also
     def init(**_: object) -> None:
         raise ConnectionError("no room for Ray")
 
+    def init_late(**options: Any) -> None:
+        monkeypatch.setattr(ray, "init", real_init)
+        ray.init(**options)
+        abandoned.append(belongings(pool._config.owner_file))
+        raise TimeoutError("Ray was too slow")
+
+    real_init, abandoned = ray.init, list[Belongings]()
     caplog.set_level(logging.WARNING)
     old, old_infos = belongings(pool._config.owner_file), pool.workers()
     running = asyncio.create_task(pool.run("w2", batch(1)))
@@ -122,6 +129,7 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also
         assert "Ray does not start: no room for Ray" in await lost(pool.replace("w0"))
         assert "Ray does not start: no room for Ray" in await lost(pool.replace("w1"))
     assert pool.workers() == old_infos
+    monkeypatch.setattr(ray, "init", init_late)
     async with asyncio.timeout(RECOVERED_S):
         infos = [*await asyncio.gather(pool.replace("w0"), pool.replace("w1"))]
         await lost(pool.ping("w2"))  # runs only after a replacement of its own
@@ -131,8 +139,10 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also
     assert not {info.incarnation for info in infos} & {info.incarnation for info in old_infos}
     assert (await pool.run("w0", batch(2))).incarnation == infos[0].incarnation
     assert sum(record.message == "Ray was started again" for record in caplog.records) == 1
+    assert "Ray has not started and is started once more: Ray was too slow" in caplog.text
     assert is_gone(old)
-    assert belongings(pool._config.owner_file).mark != old.mark
+    assert all(map(is_gone, abandoned))
+    assert belongings(pool._config.owner_file).mark not in {old.mark, abandoned[0].mark}
 
 
 Served = tuple[Terminal, subprocess.Popen[bytes], Serving]
