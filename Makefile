@@ -68,7 +68,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
+.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -89,10 +89,13 @@ demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: 
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY) $(PROTOS_READY) $(BESIDE) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
-	@$(PYTEST) -n $(TEST_PROCESSES) $(ARGS)
+	@$(PYTEST) -n $(TEST_PROCESSES) -m "not long" $(ARGS)
+
+test-long: $(READY) ## run the tests that take too long for each change: the benchmarks, kills of a pool on Ray; minutes
+	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m long $(ARGS)
 
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in about a minute: after each edit
-	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not ray and not slow and not gpu" $(ARGS)
+	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not ray and not slow and not long and not gpu" $(ARGS)
 
 # A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 selects that Python.
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)

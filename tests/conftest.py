@@ -90,6 +90,6 @@ def _rank(item: pytest.Item) -> int:
         return -1  # before Ray has started threads: with them, Python's tracemalloc can crash the process
     if item.get_closest_marker("ray"):
         return 0
-    if item.get_closest_marker("slow"):
+    if item.get_closest_marker("slow") or item.get_closest_marker("long"):
         return 1
     return 3 if "unit" in item.path.parts else 2

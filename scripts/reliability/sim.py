@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2000, metavar="N", help="histories (default %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", help="run only this seed")
+    parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="run only these seeds")
     parser.add_argument("--verbose", action="store_true", help="with --seed: print every event, and the service's log")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default %(default)s)"
@@ -38,14 +38,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
     require_fixed_hashes()
-    return _one(options.seed, verbose=options.verbose) if options.seed is not None else _many(options)
-
-
-def _one(seed: int, *, verbose: bool) -> int:
-    if verbose:
+    if options.seed is None:
+        return _many(options)
+    if options.verbose:
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="    %(name)s: %(message)s")
     else:
         logging.disable(logging.CRITICAL)
+    return max([_one(seed, verbose=options.verbose) for seed in options.seed])
+
+
+def _one(seed: int, *, verbose: bool) -> int:
     result = run_seed(seed, print if verbose else None)
     print(f"seed {seed}: {result.virtual_s:.3f} s of virtual time, trace {result.digest}")
     for kind, count in sorted(result.faults.items()):

@@ -16,7 +16,7 @@ SEED = 14739
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kills_lose_no_operation_cause_no_client_error_and_change_no_bit(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "scripts.reliability.chaos"]

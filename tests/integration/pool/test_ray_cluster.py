@@ -238,30 +238,30 @@ def engine_of_some_nodes(settings: EngineSettings) -> EngineFactory:
     return make
 
 
-@pytest.mark.parametrize("notices", ["by a call", "by its events"])
-async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster, notices: str) -> None:
+async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster) -> None:
     pool = new_pool(cluster, num_workers=1)
     try:
         await pool.start(OWNER)
         [info] = pool.workers()
         actor = ray.get_actor(info.incarnation, f"tinkerpool-{OWNER.pool_id}")
-        terms, version = pool._starts.terms("w0"), running_version()  # private: there is one pool in a process
-        assert ray.get(actor.adopt.remote(terms, version, 2, "w0-of-another"))
-        if notices == "by its events":
-            await asyncio.wait_for(pool._incarnation("w0")._ended, 30)
-        with pytest.raises(TakenOver, match="another coordinator has taken over w0-"):
-            await pool.ping("w0")
-        with pytest.raises(TakenOver):
-            await anext(aiter(pool.sample_events("w0")))
-        await pool.stop(is_final=True)
-        assert not has_ended(info.pid, 1.0)
-        await pool.start(replace(OWNER, epoch=3))
-        assert [each.pid for each in pool.workers()] == [info.pid]
+        for epoch, notices in ((2, "by a call"), (4, "by its events")):
+            terms, version = pool._starts.terms("w0"), running_version()  # private: there is one pool in a process
+            assert ray.get(actor.adopt.remote(terms, version, epoch, f"w0-of-another-{epoch}"))
+            if notices == "by its events":
+                await asyncio.wait_for(pool._incarnation("w0")._ended, 30)
+            with pytest.raises(TakenOver, match="another coordinator has taken over w0-"):
+                await pool.ping("w0")
+            with pytest.raises(TakenOver):
+                await anext(aiter(pool.sample_events("w0")))
+            await pool.stop(is_final=True)
+            assert not has_ended(info.pid, 1.0)
+            await pool.start(replace(OWNER, epoch=epoch + 1))
+            assert [each.pid for each in pool.workers()] == [info.pid]
     finally:
         await pool.stop(is_final=True)
 
 
-@pytest.mark.parametrize("difference", ["settings", "code", "owner"])
+@pytest.mark.parametrize("difference", ["settings", pytest.param("code", marks=pytest.mark.long), "owner"])
 async def test_only_workers_of_equal_settings_and_code_are_adopted(
     cluster: Cluster, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,28 +306,27 @@ async def test_a_worker_that_hears_from_no_coordinator_ends_when_its_lease_does(
         await pool.stop(is_final=True)
 
 
-@pytest.mark.parametrize("end", ["killed", "SIGTERM", "down"])
 def test_workers_of_serve_outlive_a_kill_and_with_keep_workers_sigterm_but_no_down(
-    cluster: Cluster, tmp_path: Path, end: str
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     terminal = Terminal(tmp_path / "home")
     options = [*TOY_ON_RAY, "--ray-address", cluster.address, "--keep-workers"]
-    with terminal.serve(*options) as (process, _):
-        if end == "killed":
-            process.kill()
-        elif end == "SIGTERM":
-            process.terminate()
-        else:
-            assert terminal.run("down").returncode == 0
-        process.wait(ENDED_S)
-    num_lines = len(terminal.log.read_text().splitlines())
-    with terminal.serve(*options):
-        terminal.train()
-        assert terminal.run("down").returncode == 0
-    lines = "\n".join(terminal.log.read_text().splitlines()[num_lines:])
-    is_adopted = "was left by the last coordinator and goes on as" in lines
-    assert is_adopted == (end != "down")
-    assert ("loading kjv-2m" in lines) != is_adopted
+    num_lines = 0
+    for last_end, end in ((None, "SIGTERM"), ("SIGTERM", "killed"), ("killed", "down"), ("down", "down")):
+        with terminal.serve(*options) as (process, _):
+            terminal.train()
+            if end == "killed":
+                process.kill()
+            elif end == "SIGTERM":
+                process.terminate()
+            else:
+                assert terminal.run("down").returncode == 0
+            process.wait(ENDED_S)
+        lines = terminal.log.read_text().splitlines()
+        text, num_lines = "\n".join(lines[num_lines:]), len(lines)
+        is_adopted = "was left by the last coordinator and goes on as" in text
+        assert is_adopted == (last_end in ("SIGTERM", "killed"))
+        assert ("loading kjv-2m" in text) != is_adopted
 
 
 async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_the_node_lost(cluster: Cluster) -> None:

@@ -34,7 +34,7 @@ for line in sys.argv[1:]:
 Report = dict[str, Any]
 
 # Tests of scripts are not in the group of Ray's tests: they have wide limits of time.
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("scripts")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600), pytest.mark.xdist_group("scripts")]
 
 
 @pytest.fixture(scope="module")
