@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.contract.adapted_modules import ModuleKind, initial_A
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A
 from workers.contract.messages import AdapterSpec
 
 GroupKind = ModuleKind | Literal["frozen"]
@@ -31,7 +31,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """Linear modules that read the same input (query, key and value; gate and up; the others alone)."""
+    """Linear modules that read the same input (query, key and value; gate and up; the others alone).
+
+    Of a layer's experts it has the same linears of all, as `AdaptedModule` has them.
+    """
 
     index: int
     """Index among the base model's groups."""
@@ -40,11 +43,27 @@ class GroupShape:
     """Full module names, as `named_modules` gives them."""
     d_in: int
     d_outs: tuple[int, ...]
+    num_As: int = 1  # noqa: N815 - A is the matrix
+    num_Bs: int = 1  # noqa: N815 - B is the matrix
+
+    @property
+    def modules(self) -> tuple[AdaptedModule, ...]:
+        """The modules of a group that adapters can adapt."""
+        assert self.kind != "frozen"
+        return tuple(
+            AdaptedModule(
+                name=name, kind=self.kind, d_in=self.d_in, d_out=d_out, num_As=self.num_As, num_Bs=self.num_Bs
+            )
+            for name, d_out in zip(self.names, self.d_outs, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupViews:
-    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab, with S as the first dimension."""
+    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab, with S as the first dimension.
+
+    Of experts, the factor that each has is (E * R, ...) where a linear's is (R, ...).
+    """
 
     A: Tensor
     """(G * R, D): the A of all linears, stacked."""
@@ -142,8 +161,9 @@ class RowLayout:
 
         for shape in shapes:
             if shape.kind in kinds:
-                A = take(len(shape.names) * padded_rank, shape.d_in)
-                self.parts.append(GroupParts(shape, A, tuple(take(padded_rank, d_out) for d_out in shape.d_outs)))
+                A = take(len(shape.names) * shape.num_As * padded_rank, shape.d_in)
+                Bs = tuple(take(shape.num_Bs * padded_rank, d_out) for d_out in shape.d_outs)
+                self.parts.append(GroupParts(shape, A, Bs))
             else:
                 self.parts.append(None)
         self.num_values = end
@@ -164,15 +184,21 @@ class RowLayout:
     def matrices(self, flat: NDArray[np.float32], rank: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r).
 
+        Those of experts have one more dimension, as `AdaptedModule` has them.
         Of an array, because a view of a tensor takes ten times as long, and an adapter has hundreds of small matrices.
         """
         for parts in self.parts:
             if parts is None:
                 continue
-            As = parts.A.matrix(flat).reshape(len(parts.shape.names), self.padded_rank, parts.shape.d_in)
-            for name, A, B in zip(parts.shape.names, As, parts.Bs, strict=True):
-                yield f"{name}.lora_A.weight", A[:rank]
-                yield f"{name}.lora_B.weight", B.matrix(flat)[:rank].T
+            modules = parts.shape.modules
+            As = np.split(parts.A.matrix(flat), len(modules))
+            for module, A, B in zip(modules, As, parts.Bs, strict=True):
+                stacked = (
+                    A.reshape(module.num_As, self.padded_rank, -1)[:, :rank],
+                    B.matrix(flat).reshape(module.num_Bs, self.padded_rank, -1)[:, :rank].transpose(0, 2, 1),
+                )
+                for matrix_name, matrix in zip((module.A_name, module.B_name), stacked, strict=True):
+                    yield matrix_name, matrix if module.is_of_experts else matrix[0]
 
     def initial_weights(self, spec: AdapterSpec) -> Tensor:
         """Return a fresh adapter (P,), fp32 on the CPU: A drawn by `initial_A`, B zero.
@@ -182,5 +208,5 @@ class RowLayout:
         flat = np.zeros(self.num_values, dtype=np.float32)
         for name, matrix in self.matrices(flat, spec.rank):
             if name.endswith(".lora_A.weight"):
-                matrix[...] = initial_A(spec.seed, name, matrix.shape[0], matrix.shape[1])
+                matrix[...] = initial_A(spec.seed, name, *matrix.shape)
         return torch.from_numpy(flat)

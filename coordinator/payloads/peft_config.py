@@ -37,6 +37,7 @@ _IGNORED = frozenset(
         "revision",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
     }
 )
 """Settings that are read below, or change nothing that a saved adapter computes while the others are as accepted."""
@@ -67,7 +68,6 @@ _RULES: Mapping[str, _Rule] = {
     "exclude_modules": _Rule((None, []), f"adapt the modules in all layers, or {_MERGE}"),
     "layer_replication": _Rule((None, []), "it makes another base model: serve that one"),
     "trainable_token_indices": _Rule((None, [], {}), "train without new token embeddings"),
-    "target_parameters": _Rule((None, []), f"the pool adapts linear modules only: use target_modules, or {_MERGE}"),
     "fan_in_fan_out": _Rule(
         (None, False), "set it to false if the base model's layers are linear, as in every model that a pool serves"
     ),
@@ -87,7 +87,7 @@ class PeftConfig:
     alpha: float
     """Scaling numerator: the pool scales by alpha / rank, as PEFT does."""
     targets: tuple[str, ...]
-    """Names of modules, or the ends of names: `q_proj`."""
+    """Names of modules, or the ends of names: `q_proj`; and of parameters of experts, `experts.down_proj`."""
     base_model: str
     """What it calls its base model: a hint. Empty: nothing."""
     dropout: float
@@ -170,7 +170,7 @@ def _alpha(config: Mapping[str, Any]) -> float:
 
 
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    targets = config.get("target_modules")
+    targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
     if isinstance(targets, str):
         raise not_importable(
             f"adapter_config.json has target_modules = {_shown(targets)}, a pattern: write the list of the modules' "
@@ -178,7 +178,11 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise not_importable("adapter_config.json has no target_modules: it must be the list of the adapted modules")
-    return tuple(targets)
+    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+        raise not_importable(
+            f"adapter_config.json has target_parameters = {_shown(parameters)}: it must be a list of names"
+        )
+    return (*targets, *parameters)
 
 
 def _pattern(config: Mapping[str, Any], name: str) -> Mapping[str, float]:

@@ -28,10 +28,12 @@ from numpy.typing import NDArray
 
 from coordinator.base.errors import ServiceError
 from coordinator.payloads.peft_config import PeftConfig, load_object, not_importable
-from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A, leaf_names
+from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A, leaf_names, peft_name_of_experts
 from workers.contract.messages import AdapterSpec, ModelInfo
 
 Array = NDArray[np.float32]
+_Read = Callable[[int, int], bytes]
+"""Returns so many bytes of the data from a place on."""
 PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
 _TEXT_MODEL = re.compile(rf"^{re.escape(PREFIX)}model\.language_model\.")
@@ -67,8 +69,27 @@ class Linear:
         return self.name.rpartition(".")[2]
 
     @property
-    def matrices(self) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
+    def num_experts(self) -> int:
+        """Experts of a layer, if it is PEFT's parameter of them; else 0."""
+        module = self.modules[0]
+        return max(module.num_As, module.num_Bs) if module.is_of_experts and self.name != module.name else 0
+
+    @property
+    def matrices(self) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
         """The names of A and B in the file, with their shapes."""
+        module = self.modules[0]
+        if num_experts := self.num_experts:
+            name = PREFIX + peft_name_of_experts(self.name)
+            d_out = sum(module.d_out for module in self.modules)
+            return (
+                (f"{name}.lora_A.weight", (num_experts * self.rank, module.d_in)),
+                (f"{name}.lora_B.weight", (d_out, self.rank * num_experts)),
+            )
+        if module.is_of_experts:
+            return (PREFIX + module.A_name, module.A_shape(self.rank)), (
+                PREFIX + module.B_name,
+                module.B_shape(self.rank),
+            )
         whole = AdaptedModule(
             name=self.name,
             kind=self.modules[0].kind,
@@ -94,11 +115,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A matrix of the state: A (r, D) or B (F, r) of a module."""
+    """A matrix of the state: A (r, D) or B (F, r) of a module, or those of experts."""
 
     name: str
     """As in a state's file."""
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     sources: tuple[Tensor, ...]
     """Its rows in the file, one after another; empty: the adapter lacks the module."""
     seeded_as: str
@@ -107,6 +128,8 @@ class Matrix:
     """Which of a row's columns in the file is the first; others than the matrix's must be zero."""
     num_columns: int = 0
     """Columns of a row in the file; 0: as many as the matrix has."""
+    num_experts: int = 0
+    """The file has PEFT's matrix of so many experts, `num_columns` ranks each; 0: it has no more than a module's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +186,7 @@ def plan_import(config: PeftConfig, header: str, model: ModelInfo) -> ImportPlan
     )
 
 
-def state_weights(plan: ImportPlan, seed: int, read: Callable[[int, int], bytes]) -> bytes:
+def state_weights(plan: ImportPlan, seed: int, read: _Read) -> bytes:
     """Return the weights of the state: a safetensors file in fp32.
 
     `read` returns so many bytes of the data from a place on. Raises ServiceError for a value that is not finite, and
@@ -184,7 +207,7 @@ def state_weights(plan: ImportPlan, seed: int, read: Callable[[int, int], bytes]
     return file.getvalue()
 
 
-def _values(matrix: Matrix, seed: int, read: Callable[[int, int], bytes]) -> Iterator[Array]:
+def _values(matrix: Matrix, seed: int, read: _Read) -> Iterator[Array]:
     """Yield the values of a matrix, piece by piece."""
     if not matrix.sources:
         if matrix.seeded_as:
@@ -192,22 +215,78 @@ def _values(matrix: Matrix, seed: int, read: Callable[[int, int], bytes]) -> Ite
         else:
             yield np.zeros(matrix.shape, np.float32)
         return
-    num_columns = matrix.num_columns or matrix.shape[1]
-    own = slice(matrix.first_column, matrix.first_column + matrix.shape[1])
+    if matrix.num_experts:
+        yield from (_As_of_experts if matrix.seeded_as else _Bs_of_experts)(matrix, read)
+        return
+    num_columns = matrix.num_columns or matrix.shape[-1]
+    own = slice(matrix.first_column, matrix.first_column + matrix.shape[-1])
     for source in matrix.sources:
         step = READ_BYTES - READ_BYTES % (num_columns * _ITEM_BYTES[source.dtype])
         for start in range(0, source.num_bytes, step):
-            values = _to_float32(read(source.begin + start, min(step, source.num_bytes - start)), source.dtype)
-            if not np.isfinite(values).all():
-                raise not_importable(f"{matrix.name} has values that are infinite or not a number: train it again")
-            rows = values.reshape(-1, num_columns)
-            if np.count_nonzero(rows[:, own]) != np.count_nonzero(rows):
-                raise not_importable(
-                    f"the rows of {matrix.name} in the adapter's file are not zero in other modules' columns: it was "
-                    "trained on after its export, which only an adapter of a larger rank could hold. Train the "
-                    "exported checkpoint in a pool, or a new adapter in PEFT, without rank_pattern and alpha_pattern"
-                )
+            rows = _finite(matrix, source, start, min(step, source.num_bytes - start), read).reshape(-1, num_columns)
+            _check_zeros(matrix, rows[:, own], rows)
             yield np.ascontiguousarray(rows[:, own])
+
+
+def _As_of_experts(matrix: Matrix, read: _Read) -> Iterator[Array]:  # noqa: N802 - A is the matrix
+    """Yield the As (r, D) of experts, expert by expert, or the one that all of them share."""
+    num_stored, rank, d_in = matrix.shape
+    (source,) = matrix.sources
+    shared: Array | None = None
+    for expert in range(matrix.num_experts):
+        first = expert * matrix.num_columns + matrix.first_column
+        place = source.rows(range(first, first + rank), d_in)
+        values = _finite(matrix, place, 0, place.num_bytes, read)
+        if num_stored > 1 or shared is None:
+            shared = values
+            yield values
+        elif not np.array_equal(values, shared):
+            raise _not_shared(matrix)
+
+
+def _Bs_of_experts(matrix: Matrix, read: _Read) -> Iterator[Array]:  # noqa: N802 - B is the matrix
+    """Yield the Bs (E or 1, F, r) of experts."""
+    num_stored, num_rows, rank = matrix.shape
+    (source,) = matrix.sources
+    found = np.empty(matrix.shape, np.float32)
+    own = slice(matrix.first_column, matrix.first_column + rank)
+    row_bytes = matrix.num_columns * matrix.num_experts * _ITEM_BYTES[source.dtype]
+    step = max(1, READ_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        count = min(step, num_rows - first)
+        values = _finite(matrix, source, first * row_bytes, count * row_bytes, read)
+        wide = values.reshape(count, matrix.num_columns, matrix.num_experts)
+        _check_zeros(matrix, wide[:, own], wide)
+        of_experts = wide[:, own].transpose(2, 0, 1)
+        if num_stored == 1 and not (of_experts == of_experts[:1]).all():
+            raise _not_shared(matrix)
+        found[:, first : first + count] = of_experts[:num_stored]
+    yield found
+
+
+def _not_shared(matrix: Matrix) -> ServiceError:
+    return not_importable(
+        f"{matrix.name} differs between experts in the adapter's file: the pool adapts experts as the Tinker service "
+        "does, which share the factor on the side of the hidden states. Train without target_parameters, or in a pool"
+    )
+
+
+def _finite(matrix: Matrix, source: Tensor, start: int, num_bytes: int, read: _Read) -> Array:
+    """Return values of a source, all of them finite. Raises ServiceError."""
+    values = _to_float32(read(source.begin + start, num_bytes), source.dtype)
+    if not np.isfinite(values).all():
+        raise not_importable(f"{matrix.name} has values that are infinite or not a number: train it again")
+    return values
+
+
+def _check_zeros(matrix: Matrix, own: Array, rows: Array) -> None:
+    """Raise ServiceError unless rows are zero in all but a module's own columns."""
+    if np.count_nonzero(own) != np.count_nonzero(rows):
+        raise not_importable(
+            f"the rows of {matrix.name} in the adapter's file are not zero in other modules' columns: it was "
+            "trained on after its export, which only an adapter of a larger rank could hold. Train the "
+            "exported checkpoint in a pool, or a new adapter in PEFT, without rank_pattern and alpha_pattern"
+        )
 
 
 def _to_float32(data: bytes, dtype: str) -> Array:
@@ -222,6 +301,9 @@ def _matrices(linear: Linear, rank: int, tensors: Mapping[str, Tensor]) -> Itera
     A, B = tensors.get(A_name), tensors.get(B_name)
     has_blocks = linear.rank != rank
     for number, module in enumerate(linear.modules):
+        if module.is_of_experts:
+            yield from _matrices_of_experts(linear, module, number * rank if has_blocks else 0, rank, A, B)
+            continue
         own_A = range(number * rank, (number + 1) * rank) if has_blocks else range(rank)
         own_B: tuple[range, ...] = (range(module.d_out),)
         if linear.is_joined and module.joined is not None:
@@ -239,6 +321,27 @@ def _matrices(linear: Linear, rank: int, tensors: Mapping[str, Tensor]) -> Itera
             seeded_as="",
             first_column=number * rank if has_blocks else 0,
             num_columns=linear.rank,
+        )
+
+
+def _matrices_of_experts(
+    linear: Linear, module: AdaptedModule, first_column: int, rank: int, A: Tensor | None, B: Tensor | None
+) -> Iterator[Matrix]:
+    """Yield A and B of a module of experts, of PEFT's matrices or of the module's own."""
+    if B is not None and linear.num_experts and module.joined is not None:
+        B = B.rows(module.joined.runs(module.d_out)[0], linear.rank * linear.num_experts)
+    for name, shape, source, seeded_as in (
+        (module.A_name, module.A_shape(rank), A, module.A_name),
+        (module.B_name, module.B_shape(rank), B, ""),
+    ):
+        yield Matrix(
+            name=PREFIX + name,
+            shape=shape,
+            sources=() if source is None else (source,),
+            seeded_as=seeded_as,
+            first_column=first_column if linear.num_experts else 0,
+            num_columns=linear.rank if linear.num_experts else 0,
+            num_experts=linear.num_experts,
         )
 
 
@@ -338,7 +441,7 @@ def _checked_tensors(
     return tensors, end
 
 
-def _tensor(name: str, entry: Any, shape: tuple[int, int], config: PeftConfig, model: ModelInfo) -> Tensor:
+def _tensor(name: str, entry: Any, shape: tuple[int, ...], config: PeftConfig, model: ModelInfo) -> Tensor:
     """Return the tensor of an entry of the header, after checks of shape, type and size."""
     try:
         dtype, found, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -359,7 +462,7 @@ def _tensor(name: str, entry: Any, shape: tuple[int, int], config: PeftConfig, m
 
 
 def _other_shape(
-    name: str, found: tuple[Any, ...], shape: tuple[int, int], config: PeftConfig, model: ModelInfo
+    name: str, found: tuple[Any, ...], shape: tuple[int, ...], config: PeftConfig, model: ModelInfo
 ) -> str:
     shown = f"{name} has the shape {list(found[:_NAMES_SHOWN])}, expected {list(shape)}"
     is_A = name.endswith(".lora_A.weight")

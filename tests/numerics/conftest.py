@@ -44,9 +44,9 @@ def any_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path
     return model_directories[request.param]
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5"])
-def dense_or_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """For tests that depend on whether sequences have states."""
+@pytest.fixture(params=["qwen3", "qwen3.5", "qwen3-moe"])
+def each_kind(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """A dense model, a hybrid and a mixture of experts."""
     return model_directories[request.param]
 
 

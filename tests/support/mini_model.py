@@ -25,11 +25,12 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
 Architecture = Literal[
-    "qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window", "qwen3.5", "qwen3-next"
+    "qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window", "qwen3.5", "qwen3-next", "qwen3-moe"
 ]
 
 NUM_BYTES = 256
@@ -62,9 +63,10 @@ def build_mini_model(
     one layer with a sliding window of 8 tokens and one with full attention; "mistral-window" has that window in both,
     "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has
     three heads to one key-value head. "qwen3.5" and "qwen3-next" are hybrids: the first layer has linear attention,
-    with two heads of 16 for keys and four for values. Every weight is drawn, norms included. Entries of the vocabulary
-    above 257 have no text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or
-    the architecture is unknown.
+    with two heads of 16 for keys and four for values. "qwen3-moe" has eight experts of 32 in each layer, and a token
+    goes to two of them. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no text. The
+    global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the architecture is
+    unknown.
     """
     if vocab_size < VOCAB_SIZE_MIN:
         raise ValueError(f"vocab_size is {vocab_size}; the bytes and special tokens need at least {VOCAB_SIZE_MIN}")
@@ -150,6 +152,9 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
             kinds = {"layer_types": ["linear_attention", "full_attention"]}
             make = Qwen3_5TextConfig if architecture == "qwen3.5" else partial(Qwen3NextConfig, num_experts=0)
             return make(**shape | heads | sizes | kinds)
+        case "qwen3-moe":
+            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            return Qwen3MoeConfig(**shape | experts | {"norm_topk_prob": True})
     raise ValueError(f"unknown architecture {architecture!r}; expected one of {', '.join(get_args(Architecture))}")
 
 

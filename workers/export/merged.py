@@ -77,7 +77,7 @@ class _MergePlan:
         """The tensor that each adapted module's weight is, or is a copy of."""
         for module in adapter.modules:
             name = f"{embedding if self._has_own_file and module == self.unembedding else module}.weight"
-            stored = self._tensors.get(name, self._tensors.get(_name_beside_vision(name)))
+            stored = next((self._tensors[each] for each in _stored_names(name) if each in self._tensors), None)
             if stored is None or stored.shape != adapter.shape(module):
                 found = "no such tensor" if stored is None else f"shape {stored.shape}"
                 raise ExportError(
@@ -128,9 +128,19 @@ class _MergePlan:
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _name_beside_vision(name: str) -> str:
-    """Return the name that a tensor of the text model has in a checkpoint that can see, too."""
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+_MIXTRAL = {"mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What Mixtral's files call the experts of a layer."""
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """Return the names that a tensor may have: its own, that in a checkpoint that can see, too, and Mixtral's."""
+    beside_vision = f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+    if ".mlp.experts." not in name:
+        return name, beside_vision
+    of_mixtral = name
+    for ours, theirs in _MIXTRAL.items():
+        of_mixtral = of_mixtral.replace(f".{ours}.", f".{theirs}.")
+    return name, beside_vision, of_mixtral
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:

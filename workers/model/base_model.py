@@ -110,9 +110,10 @@ class BaseModel:
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
-        self.groups, self.delta_layers = replace_layers(model, self.current)
-        """The linears; and the layers of linear attention of a hybrid, all of one shape."""
-        self.group_shapes = tuple(group.shape for group in self.groups)
+        self._layers = layers = replace_layers(model, self.current)
+        self.groups, self.delta_layers, self.expert_layers = layers.linears, layers.delta, layers.experts
+        """The linears; the layers of linear attention of a hybrid, all of one shape; and those of experts."""
+        self.group_shapes = layers.shapes
         self.num_attention_layers = self.num_layers - len(self.delta_layers)
         """Layers of full attention: those that have keys and values."""
         self._attention = LayerAttention(model)
@@ -135,6 +136,8 @@ class BaseModel:
         self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
         for group in self.groups:
             group.use(numerics)
+        for layer in self.expert_layers[:1]:
+            layer.shared.rows_min = numerics.expert_rows
 
     @torch.no_grad()
     def probe(self) -> None:
@@ -264,7 +267,7 @@ class BaseModel:
             max_rank=self.max_rank,
             chunk_tokens=self.chunk_tokens,
             eos_token_ids=eos_token_ids(self.model),
-            modules=adapted_modules(self.model, self.groups),
+            modules=adapted_modules(self.model, self._layers),
             tokenizer_files=tokenizer_files(self.path),
             fingerprint=fingerprint(
                 numerics,

@@ -56,6 +56,13 @@ TESTED: Mapping[str, Family] = {
     "nemotron": Family("Nemotron, Minitron", "rotary positions in a part of a head, norms of 1 + weight"),
     "qwen3_5_text": Family("Qwen 3.5, 3.6, dense text", "linear attention in some layers, gated attention in others"),
     "qwen3_next": Family("Qwen3-Next, dense layers", "the same, its weights in another order"),
+    "qwen3_moe": Family("Qwen 3, mixtures", "experts in some layers"),
+    "olmoe": Family("OLMoE", "experts"),
+    "mixtral": Family("Mixtral", "experts whose weights are in fp32"),
+    "qwen2_moe": Family("Qwen 1.5, 2, mixtures", "experts with one that every token has, and dense layers"),
+    "qwen3_5_moe_text": Family(
+        "Qwen 3.5, 3.6, mixtures, text", "linear attention, experts with one that every token has"
+    ),
 }
 
 TESTS = (
@@ -71,7 +78,10 @@ _GEMMA_4 = (
     "Gemma 4 has heads of two widths and inputs of every layer from a second embedding, and neither can be packed yet; "
     "take a text model of Gemma 3"
 )
-REFUSED: Mapping[str, str] = {"gemma4": _GEMMA_4, "gemma4_text": _GEMMA_4}
+_GPT_OSS = (
+    "gpt-oss has experts with biases and attention with sinks, and neither can be trained yet; take a mixture of Qwen 3"
+)
+REFUSED: Mapping[str, str] = {"gemma4": _GEMMA_4, "gemma4_text": _GEMMA_4, "gpt_oss": _GPT_OSS}
 """Families that no other check refuses with a reason of use; the reason of each, with what to take instead."""
 
 

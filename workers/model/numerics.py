@@ -16,6 +16,9 @@ import torch
 ROWS_MIN = 16
 """Rows of the smallest product where no trial has found another number."""
 
+EXPERT_ROWS = 16
+"""Rows of the smallest product of an expert where no trial has found another number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
@@ -28,6 +31,8 @@ class Numerics:
     """Exact mode: products with frozen weights take exactly so many rows at a time; see `frozen_products`."""
     is_packed: bool = False
     """Products with frozen weights are oneDNN's; see `frozen_products`."""
+    expert_rows: int = EXPERT_ROWS
+    """The same of each expert's rows."""
     can_batch: bool = True
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
 

@@ -41,7 +41,7 @@ is multiplied by exp(A_log), 9 on average, and goes into the states of all later
 _LOADING = threading.Lock()
 """transformers changes global state of torch while it loads. If two threads load at once, one of them may get a model
 whose weights were never filled."""
-READS_TEXT_ALONE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text"}
+READS_TEXT_ALONE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Model types whose checkpoints have a vision tower, and that of the text model, which transformers loads alone."""
 
 
@@ -61,6 +61,7 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             local_files_only=True,
             attn_implementation="sdpa",
+            experts_implementation="eager",
         )
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModelError(f"the model's files lack {missing[0]}, which its config.json needs")
@@ -148,12 +149,6 @@ def _check_config(config: Any) -> None:
     """Raise UnsupportedModelError for features known to be unsupported; the message is better than the probe's."""
     if reason := REFUSED.get(config.model_type):
         raise UnsupportedModelError(reason)
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if num_experts := getattr(config, key, None):
-            raise UnsupportedModelError(
-                f"{config.model_type} is a mixture of {num_experts} experts ({key} in config.json), and adapters of "
-                f"experts cannot be trained yet; {alternatives()}"
-            )
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             "the model is quantized (quantization_config in config.json); take its unquantized original"

@@ -7,13 +7,15 @@ Main invariant: every linear of the model is replaced, or the model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind
+from workers.model.experts import ROUTER, SHARED_GATE, Experts, replace_experts
 from workers.model.families import alternatives
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
 from workers.model.gated_delta import FROZEN, GatedDelta, joined_modules, replace_delta_layers
@@ -34,30 +36,49 @@ KIND_OF_PARENT: Mapping[str, ModuleKind] = {
     "attn": "attn",
     "linear_attn": "attn",
     "mlp": "mlp",
+    "shared_expert": "mlp",
 }
+FROZEN_LEAVES = (*FROZEN, ROUTER, SHARED_GATE)
+"""Linears that adapters do not adapt."""
 
 
-def replace_layers(model: Any, current: CurrentPass) -> tuple[tuple[LinearGroup, ...], tuple[GatedDelta, ...]]:
-    """Replace linear attention, linears, norms and rotary functions.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The layers that have replaced those of a model."""
 
-    Return the linears in the order of the forward, the unembedding last, and the layers of linear attention. All of
-    them share `current`. Raises UnsupportedModelError.
+    linears: tuple[LinearGroup, ...]
+    """In the order of the forward, the unembedding last."""
+    delta: tuple[GatedDelta, ...]
+    """Linear attention."""
+    experts: tuple[Experts, ...]
+
+    @property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """The shapes of all groups, by their indices; the unembedding is the last."""
+        return (*(shape for layer in self.experts for shape in layer.shapes), *(group.shape for group in self.linears))
+
+
+def replace_layers(model: Any, current: CurrentPass) -> Layers:
+    """Replace linear attention, experts, linears, norms and rotary functions. All of the new ones share `current`.
+
+    Raises UnsupportedModelError.
     """
-    delta_layers = replace_delta_layers(model, current)
-    groups = replace_linears(model, current)
+    layers = replace_products(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
-    return groups, delta_layers
+    return layers
 
 
-def adapted_modules(model: nn.Module, groups: Iterable[LinearGroup]) -> tuple[AdaptedModule, ...]:
-    """Return what adapters can adapt of a model whose layers were replaced, in its order."""
+def adapted_modules(model: nn.Module, layers: Layers) -> tuple[AdaptedModule, ...]:
+    """Return what adapters can adapt of a model whose layers were replaced."""
     joined = joined_modules(model)
+    for experts in layers.experts:
+        joined |= experts.joined
     return tuple(
-        AdaptedModule(name=name, kind=group.shape.kind, d_in=group.shape.d_in, d_out=d_out, joined=joined.get(name))
-        for group in groups
-        if group.shape.kind != "frozen"
-        for name, d_out in zip(group.shape.names, group.shape.d_outs, strict=True)
+        replace(module, joined=joined.get(module.name))
+        for shape in layers.shapes
+        if shape.kind != "frozen"
+        for module in shape.modules
     )
 
 
@@ -72,8 +93,16 @@ def decoder_layers(model: Any, num_layers: int) -> list[nn.Module]:
     return layers
 
 
-def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
-    """Replace the linears alone, which needs only their shapes. As `replace_layers`."""
+def replace_products(model: Any, current: CurrentPass) -> Layers:
+    """Replace what has products with weights, which needs only their shapes. As `replace_layers`."""
+    delta_layers = replace_delta_layers(model, current)
+    experts = replace_experts(model, current)
+    linears = _replace_linears(model, current, first=2 * len(experts))
+    return Layers(linears=linears, delta=delta_layers, experts=experts)
+
+
+def _replace_linears(model: Any, current: CurrentPass, first: int) -> tuple[LinearGroup, ...]:
+    """Replace the linears; the first group has this index."""
     unembedding = model.get_output_embeddings()
     groups: list[LinearGroup] = []
     by_parent: dict[str, list[str]] = {}
@@ -91,17 +120,17 @@ def replace_linears(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]
         )
     for parent, leaves in by_parent.items():
         kind = KIND_OF_PARENT.get(parent.rpartition(".")[2])
-        if kind is None:
+        if kind is None and not set(leaves) <= set(FROZEN_LEAVES):
             raise UnsupportedModelError(
                 f"the model has linear layers in {parent!r}, which is neither attention nor MLP; {alternatives()}"
             )
         for siblings in _sibling_groups(leaves):
             names = tuple(f"{parent}.{leaf}" for leaf in siblings)
-            own_kind: GroupKind = "frozen" if siblings == FROZEN else kind
-            groups.append(_replace_group(model, current, len(groups), own_kind, names))
+            own_kind: GroupKind = kind if kind is not None and siblings[0] not in FROZEN_LEAVES else "frozen"
+            groups.append(_replace_group(model, current, first + len(groups), own_kind, names))
     if not groups:
         raise UnsupportedModelError("the model has no linear layers but its output layer")
-    groups.append(_replace_group(model, current, len(groups), "unembed", (unembedding_name,)))
+    groups.append(_replace_group(model, current, first + len(groups), "unembed", (unembedding_name,)))
     return tuple(groups)
 
 

@@ -122,26 +122,49 @@ class Run:
             dA, dBs = backward_segments(self._padded(rows), douts, longer, self._padded(xa), views, scaling)
             if dx_rows is not None and longer is not None:
                 dx_rows.copy_(longer[: self.length])
-        self._add_gradients(group, dA, dBs)
+        self.add_gradients(group, dA, dBs)
+
+    def set_product(self, left: Tensor, right: Tensor, scaling: float, out: Tensor) -> None:
+        """Set this run's rows of out (T, F) to scaling left right; left (T, D), right (D, F) of each adapter."""
+        rows, target = self.rows(left), self.rows(out)
+        if not self.num_padding:
+            _multiply(target, rows, right, scaling)
+        else:
+            longer = out.new_empty(self.length + self.num_padding, out.shape[1])
+            _multiply(longer, self._padded(rows), right, scaling)
+            target.copy_(longer[: self.length])
+
+    def add_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """Add left right to this run's rows of out (T, F); left (T, D), right (D, F) of each adapter."""
+        rows, target = self.rows(left), self.rows(out)
+        if not self.num_padding:
+            _add_product(target, rows, right)
+        else:
+            longer = self._padded(target)
+            _add_product(longer, self._padded(rows), right)
+            target.copy_(longer[: self.length])
+
+    def sum_over_rows(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left^T right (D, F) of each adapter; left (T, D), right (T, F)."""
+        parts = [self._padded(rows) if self.num_padding else rows for rows in (self.rows(left), self.rows(right))]
+        return parts[0].transpose(-2, -1) @ parts[1]
 
     def _padded(self, rows: Tensor) -> Tensor:
         return F.pad(rows, (0, 0, 0, self.num_padding))
 
-    def _add_gradients(self, group: int, dA: Tensor, dBs: Sequence[Tensor]) -> None:
-        """Add to the adapters' gradients; shapes as in `views`."""
-        if len(self.adapters) == 1:
-            own = self.adapters[0].groups[group]
-            assert own is not None
-            assert own.A_grad is not None, "a row of a sampler version has no gradient"
-            own.A_grad.add_(dA)
-            for B_grad, dB in zip(own.B_grads, dBs, strict=True):
-                B_grad.add_(dB)
-            return
-        slab, rows = self.adapters[0].slab[group], self._slab_rows()
-        assert slab is not None
-        assert slab.A_grad is not None, "a row of a sampler version has no gradient"
-        for gradient, value in zip((slab.A_grad, *slab.B_grads), (dA, *dBs), strict=True):
-            if isinstance(rows, slice):
+    def add_gradients(self, group: int, dA: Tensor | None, dBs: Sequence[Tensor] | None) -> None:
+        """Add to the adapters' gradients; shapes as in `views`. None: those are added elsewhere."""
+        is_single = len(self.adapters) == 1
+        views = (self.adapters[0].groups if is_single else self.adapters[0].slab)[group]
+        assert views is not None
+        assert views.A_grad is not None, "a row of a sampler version has no gradient"
+        gradients = [] if dA is None else [(views.A_grad, dA)]
+        gradients += [] if dBs is None else zip(views.B_grads, dBs, strict=True)
+        rows = None if is_single else self._slab_rows()
+        for gradient, value in gradients:
+            if rows is None:
+                gradient.add_(value)
+            elif isinstance(rows, slice):
                 gradient[rows].add_(value)
             else:
                 gradient.index_add_(0, rows, value.to(gradient.dtype))
@@ -215,7 +238,7 @@ Fuse = Callable[[Sequence[Segment]], Sequence[SegmentRun]]
 
 
 class Routing:
-    """The runs of one pass. Rows in no segment see only the base model.
+    """The segments of one pass, and their runs. Rows in no segment see only the base model.
 
     Segments must not overlap and must be in row order. Those with fewer rows than `rows_min` are padded.
     """
@@ -230,21 +253,27 @@ class Routing:
         fuse: Fuse | None = None,
     ) -> None:
         """Make runs; with `fuse`, it makes all. `can_batch_short` is for passes without a backward."""
+        self.segments = segments
         self.runs: list[SegmentRun] = []
+        self._rows_min, self._can_batch = rows_min, can_batch
         if fuse is not None:
             self.runs += fuse(segments)
             return
         if can_batch and can_batch_short:
             segments = self._batch_short(segments, rows_min)
-        last: Run | None = None
+        self.runs += self.plain_runs(segments)
+
+    def plain_runs(self, segments: Sequence[Segment]) -> list[Run]:
+        """Return the runs of segments of this pass, in row order, none of them fused."""
+        runs: list[Run] = []
         end = 0
         for segment in segments:
             assert end <= segment.start < segment.stop, "segments overlap or are empty"
             end = segment.stop
             length = segment.stop - segment.start
-            if not (can_batch and length >= rows_min and last is not None and last.try_add(segment)):
-                last = Run(segment.start, length, [segment.adapter], max(0, rows_min - length))
-                self.runs.append(last)
+            if not (self._can_batch and length >= self._rows_min and runs and runs[-1].try_add(segment)):
+                runs.append(Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length)))
+        return runs
 
     def _batch_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
         """Make runs of segments of few rows if several can be one batch; return the other segments."""

@@ -24,7 +24,6 @@ from workers.host.free_memory import MemoryShare
 from workers.model.families import TESTED, TESTS
 from workers.model.files import check_files, find_directory
 from workers.model.frozen_products import PACKED_PARAMS_MAX
-from workers.model.gated_delta import replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.pretrained import (
     READS_TEXT_ALONE,
@@ -34,7 +33,7 @@ from workers.model.pretrained import (
     max_rank,
     max_seq_len,
 )
-from workers.model.replacement import adapted_modules, decoder_layers, replace_linears
+from workers.model.replacement import adapted_modules, decoder_layers, replace_products
 from workers.rows import GroupShape, RowLayout
 from workers.selftest.loading import dtype_of
 
@@ -80,18 +79,16 @@ def _facts(directory: Path, settings: EngineSettings) -> ModelFacts:
     model = load_without_weights(directory)
     config = model.config
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    current = CurrentPass()
-    replace_delta_layers(model, current)
-    groups = replace_linears(model, current)
-    shapes, modules = [group.shape for group in groups], adapted_modules(model, groups)
+    layers = replace_products(model, CurrentPass())
+    modules = adapted_modules(model, layers)
     decoder_layers(model, int(config.num_hidden_layers))
     dtype, device = dtype_of(settings), torch.device(settings.device)
-    model_bytes = _model_bytes(num_params, groups, dtype, device)
+    model_bytes = _model_bytes(num_params, layers.linears, dtype, device)
     free_bytes = MemoryShare(device, settings.memory_share).free_bytes()
     return ModelFacts(
         num_params=num_params,
         num_layers=int(config.num_hidden_layers),
-        vocab_size=groups[-1].shape.d_outs[0],
+        vocab_size=layers.shapes[-1].d_outs[0],
         max_seq_len=max_seq_len(config),
         max_rank=max_rank(config),
         has_tied_unembedding=has_tied_unembedding(model),
@@ -99,7 +96,9 @@ def _facts(directory: Path, settings: EngineSettings) -> ModelFacts:
         modules=modules,
         model_bytes=model_bytes,
         free_bytes=free_bytes,
-        adapters=_adapters(shapes, modules, settings, max_rank(config), _room(settings, free_bytes - model_bytes)),
+        adapters=_adapters(
+            layers.shapes, modules, settings, max_rank(config), _room(settings, free_bytes - model_bytes)
+        ),
     )
 
 

@@ -22,10 +22,11 @@ from torch import Tensor
 from workers.model.base_model import BaseModel
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
 from workers.model.grouped_segments import VALUES_MULTIPLE
-from workers.model.numerics import ROWS_MIN, Numerics
+from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupViews
+from workers.selftest.expert_invariance import find_expert_rows
 from workers.selftest.sequence_invariance import keeps_sequences
 
 LARGE_WEIGHT = 1 << 22
@@ -123,6 +124,8 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     if base_model.device.type == "cuda" and numerics.block_rows is None:
         return numerics
     keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
+    expert_rows = find_expert_rows(base_model)
+    keeps = keeps and expert_rows is not None
     if numerics.block_rows is not None:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
         is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % VALUES_MULTIPLE == 0
@@ -138,7 +141,12 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
     can_batch = can_batch_segments(weights, rows_min or ROWS_MIN)
-    return Numerics(rows_min=rows_min if keeps else None, is_packed=is_packed, can_batch=can_batch)
+    return Numerics(
+        rows_min=rows_min if keeps else None,
+        is_packed=is_packed,
+        expert_rows=expert_rows or EXPERT_ROWS,
+        can_batch=can_batch,
+    )
 
 
 def _elementwise(base_model: BaseModel) -> list[Elementwise]:

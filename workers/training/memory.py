@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.contract.settings import Recompute
 from workers.host.free_memory import MemoryShare
-from workers.model import packed_delta
+from workers.model import expert_products, packed_delta
 from workers.model.base_model import BaseModel
 from workers.model.pretrained import activation_of
 from workers.training import device_logits, logits
@@ -33,6 +33,8 @@ USED_FRACTION = 0.8
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
 FULL_BYTES = 4
 """Of an fp32 value."""
+INDEX_BYTES = 8
+"""Of a row's number."""
 MASK_BYTES = 4
 """Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
 MASK_MAKING_BYTES = 11
@@ -71,12 +73,14 @@ class PassMemory:
         self._value_bytes = base_model.dtype.itemsize if base_model.device.type == "cuda" else FULL_BYTES
         """Of an activation."""
         self._is_deferred = base_model.is_deferred
-        inner, unembedding = shapes[:-1], shapes[-1]
+        of_experts = {shape.index for layer in base_model.expert_layers for shape in layer.shapes}
+        inner = [shape for shape in shapes[:-1] if shape.index not in of_experts]
+        unembedding = shapes[-1]
         self._num_layers = int(config.num_hidden_layers)
         self._hidden = unembedding.d_in
         self._vocab_size = unembedding.d_outs[0]
         self._num_linears = sum(len(shape.names) for shape in inner)
-        self._widest = max(shape.d_in + sum(shape.d_outs) for shape in shapes)
+        self._widest = max(shape.d_in + sum(shape.d_outs) for shape in (*inner, unembedding))
         self._activation = 1 + _further_values(activation_of(config))
         """Values that autograd keeps of an activation, for each of its inputs."""
         self._mlp = max((max(shape.d_in, *shape.d_outs) for shape in inner if shape.kind == "mlp"), default=0)
@@ -85,6 +89,8 @@ class PassMemory:
         self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._delta = base_model.delta_shape
+        self._num_expert_layers = len(base_model.expert_layers)
+        self._experts = base_model.expert_layers[0] if base_model.expert_layers else None
         self._num_attention_layers = base_model.num_attention_layers
         window = getattr(config, "sliding_window", None)
         self._window = int(window) if self._attend.makes_masks and window is not None and _has_window(config) else None
@@ -99,8 +105,9 @@ class PassMemory:
         token_bytes = load.num_tokens * self._value_bytes
         # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
         besides = load.num_tokens * FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
+        kept_experts, experts = self._expert_bytes(load, backward=False)
         forward_peak = besides + max(
-            token_bytes * max(3 * self._mlp, 6 * self._queries), self._delta_bytes(load, backward=False)
+            token_bytes * max(3 * self._mlp, 6 * self._queries), self._delta_bytes(load, backward=False), experts
         )
         forward_peak += token_bytes * 6 * self._hidden
         peak = forward_peak + self._fixed_bytes(load)
@@ -110,10 +117,12 @@ class PassMemory:
                 kept = -(-kept // self._num_layers) + self._num_layers * self._hidden
             of_layer = max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
             # The backward of a layer holds on top, with the last hidden states, their gradient, and its own gradients:
+            experts = self._expert_bytes(load, backward=True)[1]
             transient = token_bytes * 6 * self._hidden + max(
-                token_bytes * of_layer, self._delta_bytes(load, backward=True)
+                token_bytes * of_layer, self._delta_bytes(load, backward=True), experts
             )
-            peak = besides + token_bytes * kept + transient + self._fixed_bytes(load)
+            kept_experts *= min(1, self._num_expert_layers) if recompute else self._num_expert_layers
+            peak = besides + token_bytes * kept + kept_experts + transient + self._fixed_bytes(load)
             peak += self._attend.buffer_bytes(load.num_tokens, load.num_sequences, self._num_heads, self._head_dim)
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
         return max(peak, forward_peak + making_masks) + kept_masks
@@ -144,6 +153,31 @@ class PassMemory:
         *_, values = widths = self._delta.conv_widths
         group = packed_delta.group_values(self._delta, load.num_tokens, load.lengths, backward=backward)
         return load.num_tokens * self._value_bytes * (2 * sum(widths) + values) + FULL_BYTES * group
+
+    def _expert_bytes(self, load: Load, *, backward: bool) -> tuple[int, int]:
+        """Return the bytes that autograd keeps of a layer of experts, and those that the layer holds while it runs.
+
+        It keeps gates and up of all experts' rows, and where rows go. It holds inputs, outputs and the inner values of
+        these rows, and of each adapter's shares the padded rows and copies of the experts' matrices.
+        """
+        if self._experts is None:
+            return 0, 0
+        hidden, inner, num_experts = self._hidden, self._experts.inner_size, self._experts.num_experts
+        num_chosen = load.num_tokens * self._experts.num_choices
+        rows_min = max(self._experts.shared.rows_min, expert_products.ROWS_MULTIPLE)
+        num_rows = num_chosen + min(num_chosen, num_experts) * (rows_min - 1)
+        num_shares = min(num_chosen, num_experts * load.num_adapters)
+        share_rows = (
+            num_chosen * (1 + 1 / expert_products.SHARES_PER_DOUBLING) + expert_products.SHARE_ROWS * num_shares
+        )
+        kept = self._value_bytes * (num_rows * 2 * inner + load.num_tokens * 3 * load.rank)
+        kept += INDEX_BYTES * (2 * num_rows + 2 * int(share_rows))
+        if backward:
+            values = num_rows * ((5 + self._activation) * inner + max(2 * inner, hidden))
+        else:
+            values = num_rows * (hidden + (1 + self._activation) * inner)
+        values += int(share_rows) * (inner + 4 * load.rank) + 2 * num_shares * load.rank * inner
+        return kept, kept + self._value_bytes * values
 
     def _fixed_bytes(self, load: Load) -> int:
         """Return the bytes that do not depend on the number of tokens.

@@ -10,15 +10,14 @@ import pytest
 import torch
 import transformers
 
-from tests.support.mini_model import build_mini_model, build_mini_vision_model
+from tests.support.mini_model import build_mini_model, build_mini_vision_model, write_random_model
 from tests.support.numerics.harness import DATA, Driver, make_spec
 from workers.contract.adapted_modules import adapter_params, leaf_names
 from workers.contract.settings import EngineSettings
 from workers.model.families import TESTED
-from workers.model.gated_delta import replace_delta_layers
 from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
-from workers.model.replacement import adapted_modules, replace_linears
+from workers.model.replacement import adapted_modules, replace_products
 from workers.pool.description import describe
 from workers.selftest.loading import load_base_model
 
@@ -29,7 +28,10 @@ def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
     assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
     names = (*(delta if engine.base_model.delta_layers else ()), "q_proj", "k_proj", "v_proj", "o_proj")
     assert leaf_names(info.modules, "attn") == names
-    assert leaf_names(info.modules, "mlp") == ("gate_proj", "up_proj", "down_proj")
+    is_mixture = bool(engine.base_model.expert_layers)
+    assert leaf_names(info.modules, "mlp") == (
+        ("w1", "w3", "w2") if is_mixture else ("gate_proj", "up_proj", "down_proj")
+    )
     assert leaf_names(info.modules, "unembed") == ("lm_head",)
     assert info.eos_token_ids == (256,)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)
@@ -68,24 +70,30 @@ def test_transformers_looks_for_no_sequences_among_the_rows(
 SMALL: dict[str, Any] = {
     "vocab_size": 258,
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "intermediate_size": 128,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
 }
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("config", "reason"),
     [
-        (transformers.Qwen3MoeConfig(**SMALL, num_experts=4), "qwen3_moe"),
-        (transformers.MixtralConfig(**SMALL, num_local_experts=4), "mixtral"),
+        (transformers.GptOssConfig(**SMALL, num_local_experts=4), "biases and attention with sinks"),
+        (
+            transformers.Glm4MoeConfig(**SMALL, n_routed_experts=4, first_k_dense_replace=0),
+            "experts, gate, shared_experts; supported are experts behind one router without a bias, .* take ",
+        ),
     ],
+    ids=["gpt-oss", "glm4_moe"],
 )
-def test_mixture_of_experts_is_refused_with_alternatives(tmp_path: Path, config: Any, name: str) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
+def test_a_mixture_of_another_form_is_refused_with_what_it_has(tmp_path: Path, config: Any, reason: str) -> None:
+    write_random_model(tmp_path, config)
+    with pytest.raises(UnsupportedModelError, match=reason):
         load_base_model(EngineSettings(model_path=str(tmp_path)))
 
 
@@ -117,8 +125,7 @@ def test_an_adapter_of_qwen_3_5_has_as_many_parameters_as_the_hosted_services(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     current = CurrentPass()
-    replace_delta_layers(model, current)
-    modules = adapted_modules(model, replace_linears(model, current))
+    modules = adapted_modules(model, replace_products(model, current))
     assert tuple(adapter_params(modules, kind) for kind in ("attn", "mlp", "unembed")) == counts
 
 

@@ -108,8 +108,8 @@ def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> No
         np.testing.assert_allclose(reported, forward.logprobs[0], atol=1e-5)
 
 
-def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(each_kind: Path) -> None:
+    s = sampling(each_kind)
     (result,) = s.run(request("r", length=400, max_tokens=1, prompt_logprobs=True))
     prompt = prompt_of(400)
     s.driver.install(make_spec("fresh"))
@@ -118,8 +118,8 @@ def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(dense_or_hybr
     np.testing.assert_allclose(result.prompt_logprobs[1:], forward.logprobs[0], atol=1e-5)
 
 
-def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(each_kind: Path) -> None:
+    s = sampling(each_kind)
     s.publish("a", "b", "c")
     base_model = s.driver.engine.base_model
 
@@ -140,10 +140,10 @@ def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(den
     assert s.result("a").num_sampled_tokens == 100
 
 
-def test_more_sequences_than_slots_wait_and_get_the_same_tokens(dense_or_hybrid: Path) -> None:
+def test_more_sequences_than_slots_wait_and_get_the_same_tokens(each_kind: Path) -> None:
     many = request("many", num_samples=11, stop_tokens=tuple(range(0, 256, 3)))
-    (wide,) = sampling(dense_or_hybrid).sequences(many)
-    s = sampling(dense_or_hybrid, num_sequences_max=3)
+    (wide,) = sampling(each_kind).sequences(many)
+    s = sampling(each_kind, num_sequences_max=3)
     s.sampler.start_sample(many)
     s.sampler.start_sample(request("behind"))
     while s.sampler.can_decode():
@@ -153,9 +153,9 @@ def test_more_sequences_than_slots_wait_and_get_the_same_tokens(dense_or_hybrid:
     assert s.result("behind").error is None
 
 
-def test_more_versions_than_bank_slots_are_sampled_together(dense_or_hybrid: Path) -> None:
+def test_more_versions_than_bank_slots_are_sampled_together(each_kind: Path) -> None:
     keys = ["a", "b", "c", "d", "e"]
-    s = sampling(dense_or_hybrid, num_slots=2)
+    s = sampling(each_kind, num_slots=2)
     s.publish(*keys)
     wanted = [request(key, f"{key}/v", num_samples=2) for key in keys] + [request("base")]
     solo = [s.sequences(one)[0] for one in wanted]
@@ -237,8 +237,8 @@ def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
     assert stopped[0].stop_reason is StopReason.STOP
 
 
-def test_zero_tokens_give_only_the_prompt_logprobs(dense_or_hybrid: Path) -> None:
-    (result,) = sampling(dense_or_hybrid).run(request("r", max_tokens=0, num_samples=2, prompt_logprobs=True))
+def test_zero_tokens_give_only_the_prompt_logprobs(each_kind: Path) -> None:
+    (result,) = sampling(each_kind).run(request("r", max_tokens=0, num_samples=2, prompt_logprobs=True))
     assert [len(sequence.tokens) for sequence in result.sequences] == [0, 0]
     assert result.prompt_logprobs is not None
     assert np.isfinite(result.prompt_logprobs[1:]).all()
@@ -258,8 +258,8 @@ def test_a_result_says_how_long_its_prompt_and_its_tokens_took(qwen3: Path) -> N
     assert never_ran.phase_s == {}
 
 
-def test_cancelled_request_ends_and_changes_no_other(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid, num_sequences_max=4)
+def test_cancelled_request_ends_and_changes_no_other(each_kind: Path) -> None:
+    s = sampling(each_kind, num_sequences_max=4)
     s.publish("a")
     (solo,) = s.sequences(request("solo", "a/v", num_samples=2))
     s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
@@ -304,9 +304,9 @@ def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(q
 
 
 def test_failed_pass_is_bisected_until_only_the_failing_request_is_left(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+    each_kind: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = sampling(dense_or_hybrid)
+    s = sampling(each_kind)
     forward = s.driver.engine.base_model.forward
 
     def failing(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -328,9 +328,9 @@ def test_failed_pass_is_bisected_until_only_the_failing_request_is_left(
     "outputs", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}]
 )
 def test_only_the_prompt_with_non_finite_logits_fails_in_a_shared_pass_and_is_charged(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
+    each_kind: Path, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
 ) -> None:
-    s = sampling(dense_or_hybrid)
+    s = sampling(each_kind)
     s.publish("a", "overflowed")
     s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("inf"))
     wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
@@ -373,8 +373,8 @@ def test_versions_are_removed_by_a_later_request_and_pinned_ones_after_their_las
     assert len(engine.bank) == before
 
 
-def test_reset_drops_everything_without_events(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_reset_drops_everything_without_events(each_kind: Path) -> None:
+    s = sampling(each_kind)
     s.publish("a")
     s.sampler.start_sample(request("running", "a/v"))
     s.step()

@@ -72,10 +72,8 @@ def test_second_prompt_with_the_same_beginning_computes_only_the_rest(
     assert_all_free(s)
 
 
-def test_fully_cached_prompt_still_computes_its_last_token(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s = sampling(dense_or_hybrid)
+def test_fully_cached_prompt_still_computes_its_last_token(each_kind: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(each_kind)
     (first,) = s.sequences(request("first", length=128))
     rows = s.count_rows(monkeypatch)
     (result,) = s.run(request("again", length=128))
@@ -99,8 +97,8 @@ def test_positions_whose_logprobs_are_wanted_are_computed_again(qwen3: Path, mon
     assert (rows[0], all_.num_cached_tokens) == (200, 0)
 
 
-def test_scopes_do_not_share_cached_prompts(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_scopes_do_not_share_cached_prompts(each_kind: Path) -> None:
+    s = sampling(each_kind)
     wanted = [request(scope + number, length=200, scope=scope) for number in "12" for scope in ("a", "b")]
     results = [s.run(one)[0] for one in wanted]
     assert [result.num_cached_tokens for result in results] == [0, 0, 192, 192]
@@ -111,12 +109,10 @@ def test_scopes_do_not_share_cached_prompts(dense_or_hybrid: Path) -> None:
     assert_all_free(s)
 
 
-def test_same_prompt_of_concurrent_requests_is_computed_once(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s = sampling(dense_or_hybrid)
+def test_same_prompt_of_concurrent_requests_is_computed_once(each_kind: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(each_kind)
     (solo,) = s.sequences(request("solo", length=150, seed=3))
-    s = sampling(dense_or_hybrid)
+    s = sampling(each_kind)
     rows = s.count_rows(monkeypatch)
     results = s.run(*(request(str(seed), length=150, seed=seed, max_tokens=2) for seed in range(5)))
     assert [result.num_cached_tokens for result in results] == [0, 128, 128, 128, 128]
@@ -125,11 +121,11 @@ def test_same_prompt_of_concurrent_requests_is_computed_once(
 
 
 def test_long_prompt_is_computed_in_parts_and_does_not_stall_decoding(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+    each_kind: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = request("long", length=400, max_tokens=2)
-    (solo,) = sampling(dense_or_hybrid).sequences(long)
-    s = sampling(dense_or_hybrid, prefill_tokens_max=256)
+    (solo,) = sampling(each_kind).sequences(long)
+    s = sampling(each_kind, prefill_tokens_max=256)
     s.sampler.start_sample(request("short", max_tokens=20))
     s.step()
     rows = s.count_rows(monkeypatch)
@@ -175,10 +171,10 @@ def test_request_that_can_never_fit_is_refused_at_once_with_the_largest_that_fit
     assert_all_free(s)
 
 
-def test_request_that_does_not_fit_waits_and_gets_the_same_bits(dense_or_hybrid: Path) -> None:
+def test_request_that_does_not_fit_waits_and_gets_the_same_bits(each_kind: Path) -> None:
     wanted = [request(f"r{number}", length=100 + number, num_samples=5, max_tokens=70) for number in range(3)]
-    solo = [sampling(dense_or_hybrid).sequences(one)[0] for one in wanted]
-    s = sampling(dense_or_hybrid, num_blocks=9)
+    solo = [sampling(each_kind).sequences(one)[0] for one in wanted]
+    s = sampling(each_kind, num_blocks=9)
     for bits, crowded in zip(solo, s.sequences(*wanted), strict=True):
         assert_same_bits(bits, crowded)
     assert_all_free(s)
@@ -244,8 +240,8 @@ def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Pa
     assert s.sampler.blocks.num_in_use <= 30
 
 
-def test_solo_request_of_many_samples_runs_them_all_at_once(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_solo_request_of_many_samples_runs_them_all_at_once(each_kind: Path) -> None:
+    s = sampling(each_kind)
     s.sampler.start_sample(request("solo", num_samples=64))
     s.step()
     (solo,) = s.sampler.slots.running
@@ -264,10 +260,8 @@ def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen
 
 
 @pytest.mark.parametrize("way", ["cancel", "fail", "reset"])
-def test_memory_is_free_after_every_kind_of_end(
-    dense_or_hybrid: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    s = sampling(dense_or_hybrid, prefill_tokens_max=256)
+def test_memory_is_free_after_every_kind_of_end(each_kind: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    s = sampling(each_kind, prefill_tokens_max=256)
     s.sampler.start_sample(request("decoding", length=100, num_samples=3, max_tokens=100))
     s.step()
     s.sampler.start_sample(request("prefilling", length=400, num_samples=2, max_tokens=100))
@@ -304,8 +298,8 @@ def test_least_recently_used_prompt_is_evicted_first(qwen3: Path) -> None:
     assert [num_cached(seed) for seed in (0, 1)] == [128, 0]
 
 
-def test_version_published_again_finds_no_cached_prompt(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid)
+def test_version_published_again_finds_no_cached_prompt(each_kind: Path) -> None:
+    s = sampling(each_kind)
     s.publish("a")
     (before,) = s.sequences(request("before", "a/v", length=200))
     s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])))
@@ -366,8 +360,8 @@ def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     assert sampler.num_cache_blocks == 10
 
 
-def test_overflow_left_in_a_block_changes_no_later_sample(dense_or_hybrid: Path) -> None:
-    s = sampling(dense_or_hybrid, num_blocks=12)
+def test_overflow_left_in_a_block_changes_no_later_sample(each_kind: Path) -> None:
+    s = sampling(each_kind, num_blocks=12)
     s.publish("overflowed")
     (solo,) = s.sequences(request("solo", length=70, max_tokens=70, num_samples=2))
     s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("nan"))

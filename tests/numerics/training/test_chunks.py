@@ -71,11 +71,11 @@ def test_equal_chunks_of_one_adapter_are_not_computed_as_a_batch_of_adjacent_slo
     assert gradients(together=True) == gradients(together=False)
 
 
-def test_a_pass_that_is_too_long_is_cut_and_changes_no_bits(dense_or_hybrid: Path) -> None:
+def test_a_pass_that_is_too_long_is_cut_and_changes_no_bits(each_kind: Path) -> None:
     data: list[tuple[Datum, ...]] = [make_data("cross_entropy", [40, 41], seed) for seed in range(3)]
 
     def gradients(tokens_max: int) -> list[bytes]:
-        driver = Driver(dense_or_hybrid, pass_tokens_max=tokens_max)
+        driver = Driver(each_kind, pass_tokens_max=tokens_max)
         keys = ["a", "b", "c"]
         driver.install(*(make_spec(key) for key in keys))
         items = [driver.backward(key, request) for key, request in zip(keys, data, strict=True)]

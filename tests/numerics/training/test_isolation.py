@@ -47,28 +47,26 @@ def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> N
 
 
 @pytest.mark.parametrize("length", [16, 17, 33, 64])
-def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(
-    dense_or_hybrid: Path, length: int
-) -> None:
+def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(each_kind: Path, length: int) -> None:
     """Ranks of one class with three scalings, and of another class: batches end where scaling or class changes."""
     tenants = [
         Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
         for rank in (8, 4, 1, 16)
         for name in "ab"
     ]
-    driver = Driver(dense_or_hybrid)
+    driver = Driver(each_kind)
     driver.install(make_spec("early"), make_spec("gap"))
     driver.train(*(driver.step(key) for key in ("early", "gap")))
-    solo = train_solo(dense_or_hybrid, tenants)
+    solo = train_solo(each_kind, tenants)
     assert_same(train(driver, tenants), solo)
     # Free slots in the middle: the next adapters are not in adjacent slots.
     driver.engine.run(Batch(epoch=1, cycle_id=1, removals=("early", "a8")))
     assert_same(train(driver, tenants[::-1]), solo)
 
 
-def test_eight_tenants_on_two_slots_get_the_same_bits_as_solo(dense_or_hybrid: Path) -> None:
-    driver = Driver(dense_or_hybrid, num_slots=2)
-    assert_same(train(driver, TENANTS), train_solo(dense_or_hybrid, TENANTS))
+def test_eight_tenants_on_two_slots_get_the_same_bits_as_solo(each_kind: Path) -> None:
+    driver = Driver(each_kind, num_slots=2)
+    assert_same(train(driver, TENANTS), train_solo(each_kind, TENANTS))
     assert driver.engine.bank.num_resident <= 2
     assert driver.engine.bank.stats.num_evictions > len(TENANTS)
 
@@ -101,7 +99,7 @@ def test_eviction_in_the_middle_of_a_gradient_window_changes_no_bits(qwen3: Path
     position=st.integers(0, 4),
 )
 def test_no_neighbours_lengths_or_ranks_change_a_bit(
-    dense_or_hybrid: Path, lengths: list[int], others: list[tuple[int, list[int]]], position: int
+    each_kind: Path, lengths: list[int], others: list[tuple[int, list[int]]], position: int
 ) -> None:
     tenant = Tenant(spec=make_spec("it", 4), passes=[make_data("cross_entropy", lengths)])
     neighbours = [
@@ -109,8 +107,8 @@ def test_no_neighbours_lengths_or_ranks_change_a_bit(
         for i, (rank, other) in enumerate(others)
     ]
     neighbours.insert(min(position, len(neighbours)), tenant)
-    together = train(Driver(dense_or_hybrid), neighbours, num_steps=1)
-    together["it"].assert_equal(train(Driver(dense_or_hybrid), [tenant], num_steps=1)["it"])
+    together = train(Driver(each_kind), neighbours, num_steps=1)
+    together["it"].assert_equal(train(Driver(each_kind), [tenant], num_steps=1)["it"])
 
 
 def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
@@ -121,9 +119,9 @@ def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_neighbour_with_values_that_are_not_finite_fails_without_others(dense_or_hybrid: Path, value: float) -> None:
+def test_neighbour_with_values_that_are_not_finite_fails_without_others(each_kind: Path, value: float) -> None:
     good = [TENANTS[1], TENANTS[2]]
-    driver = Driver(dense_or_hybrid)
+    driver = Driver(each_kind)
     driver.install(*(tenant.spec for tenant in good), make_spec("bad"))
     bad = _with(make_data("cross_entropy", [40, 40]), "weights", value)
     traces = {tenant.key: Trace() for tenant in good}
@@ -146,17 +144,17 @@ def test_neighbour_with_values_that_are_not_finite_fails_without_others(dense_or
         assert failed.error is None or failed.error.code == ErrorCode.NON_FINITE
         assert all(torch.equal(before[name], matrix) for name, matrix in driver.weights("bad").items())
         assert not driver.gradient("bad").any()
-    assert_same(traces, train_solo(dense_or_hybrid, good))
+    assert_same(traces, train_solo(each_kind, good))
 
 
 @pytest.mark.parametrize(
     "params", [AdamParams(learning_rate=1e4), AdamParams(learning_rate=1e37), AdamParams(weight_decay=50.0)], ids=str
 )
 def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(
-    dense_or_hybrid: Path, params: AdamParams
+    each_kind: Path, params: AdamParams
 ) -> None:
     good = TENANTS[1]
-    driver = Driver(dense_or_hybrid)
+    driver = Driver(each_kind)
     driver.install(good.spec, make_spec("wild"))
     trace = Trace()
     for _ in range(NUM_STEPS):
@@ -166,7 +164,7 @@ def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(
         trace.gradients.append(driver.gradient(good.key).numpy().tobytes())
         note(trace, driver.run(driver.step(good.key, good.params), driver.step("wild", params))[0])
         trace.states.append(driver.state(good.key))
-    assert_same({good.key: trace}, train_solo(dense_or_hybrid, [good]))
+    assert_same({good.key: trace}, train_solo(each_kind, [good]))
 
 
 @pytest.mark.parametrize("num_slots", [16, 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.numerics.by_peft import cross_entropy, flags_for, logprobs, own_matrices, trained_by_peft
+from tests.support.numerics.by_peft import cross_entropy, flags_for, logprobs, own_gradients, trained_by_peft
 from tests.support.numerics.exports import checkpoint_files
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec
@@ -36,6 +36,9 @@ def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec) -> 
         (directory / name).write_bytes(content)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match"
+)  # PEFT looks at modules alone
 def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradients(
     model_directory: Path, tmp_path: Path
 ) -> None:
@@ -52,7 +55,7 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
 
     cross_entropy(expected, DATA).backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    expected_gradients = own_matrices(theirs, driver.engine.info.modules)
+    expected_gradients = own_gradients(theirs, driver.engine.info.modules)
     gradients = driver.gradients("a")
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():

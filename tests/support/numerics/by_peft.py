@@ -11,7 +11,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from workers.contract.adapted_modules import AdaptedModule
+from workers.contract.adapted_modules import AdaptedModule, peft_name_of_experts
 from workers.contract.messages import AdamParams, Datum
 
 
@@ -35,9 +35,11 @@ def peft_name(name: str) -> str:
 
 
 def flags_for(model_directory: Path) -> dict[str, bool]:
-    """Return the flags of an adapter that PEFT can load: it takes a dense MLP of Qwen3-Next for one of experts."""
+    """Return the flags of an adapter that PEFT can train: it takes a dense MLP of Qwen3-Next for one of experts, and
+    experts share no factor in it.
+    """
     model_type = json.loads((model_directory / "config.json").read_text())["model_type"]
-    return {"train_mlp": False} if model_type == "qwen3_next" else {}
+    return {"train_mlp": False} if model_type in {"qwen3_next", "qwen3_moe"} else {}
 
 
 def own_parts(
@@ -72,6 +74,25 @@ def own_parts(
 def own_matrices(named: Mapping[str, torch.Tensor], modules: Sequence[AdaptedModule]) -> dict[str, torch.Tensor]:
     """Return PEFT's matrices, or their gradients, by our names."""
     return {name: matrix[rows][:, columns] for name, (matrix, rows, columns) in own_parts(named, modules).items()}
+
+
+def own_gradients(gradients: Mapping[str, torch.Tensor], modules: Sequence[AdaptedModule]) -> dict[str, torch.Tensor]:
+    """Return the gradients of PEFT's matrices by our names; of a factor that experts share, the sum over its copies."""
+    gradients, own = dict(gradients), dict[str, torch.Tensor]()
+    of_experts = [module for module in modules if module.is_of_experts]
+    for linear in dict.fromkeys(module.linear_name for module in of_experts):
+        parts = [module for module in of_experts if module.linear_name == linear]
+        num_parts, num_experts = len(parts), max(parts[0].num_As, parts[0].num_Bs)
+        name = peft_name_of_experts(linear)
+        A = gradients.pop(peft_name(f"{name}.lora_A.weight")).view(num_experts, num_parts, -1, parts[0].d_in)
+        B = gradients.pop(peft_name(f"{name}.lora_B.weight")).view(
+            num_parts, parts[0].d_out, num_parts, -1, num_experts
+        )
+        for number, module in enumerate(parts):
+            own_A, own_B = A[:, number], B[number, :, number].permute(2, 0, 1)
+            own[module.A_name] = own_A.sum(0, keepdim=True) if module.num_As == 1 else own_A
+            own[module.B_name] = own_B.sum(0, keepdim=True) if module.num_Bs == 1 else own_B
+    return own | own_matrices(gradients, [module for module in modules if not module.is_of_experts])
 
 
 def trained_by_peft(

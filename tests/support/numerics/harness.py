@@ -37,8 +37,9 @@ from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
 
-ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3", "qwen3.5")
-"""Architectures of most tests: tied and untied, with and without a window, with and without norms of heads; hybrid."""
+ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3", "qwen3.5", "qwen3-moe")
+"""Architectures of most tests: tied and untied, with and without a window, with and without norms of heads; a hybrid
+and a mixture of experts."""
 ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 """Architectures of the comparison with PEFT."""
 VOCAB_SIZE = 258

@@ -34,6 +34,46 @@ class NaiveLora(nn.Module):
         return out + delta if self.elements is None else out.index_add(-1, self.elements, delta)
 
 
+class NaiveFactors(nn.Module):
+    """A (E or 1, r, D) and B (E or 1, F, r) of one linear of all experts of a layer."""
+
+    def __init__(self, A: Tensor, B: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(A.clone())
+        self.lora_B = nn.Parameter(B.clone())
+        self.scaling = scaling
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        A, B = (factor[expert if len(factor) > 1 else 0] for factor in (self.lora_A, self.lora_B))
+        return self.scaling * (x @ A.T @ B.T)
+
+
+class NaiveExperts(nn.Module):
+    """transformers' experts, one row and one expert after another, each as the row's other ones have no part in it."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = experts
+        self.factors: dict[str, NaiveFactors] = {}
+
+    def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        rows = []
+        for x, experts, own_weights in zip(hidden, choices.tolist(), weights, strict=True):
+            parts = [weight * self.one(x, expert) for expert, weight in zip(experts, own_weights, strict=True)]
+            rows.append(torch.stack(parts).sum(0))
+        return torch.stack(rows)
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        gate, up = (self.experts.gate_up_proj[expert] @ x).chunk(2)
+        inner = self.experts.act_fn(gate + self.delta("w1", x, expert)) * (up + self.delta("w3", x, expert))
+        down: Tensor = self.experts.down_proj[expert] @ inner
+        return down + self.delta("w2", inner, expert)
+
+    def delta(self, name: str, x: Tensor, expert: int) -> Tensor:
+        factors = self.factors.get(name)
+        return torch.zeros(()) if factors is None else factors(x, expert)
+
+
 def joined_projection(linear_attn: Any, leaf: str) -> tuple[str, Tensor]:
     """Return the linear of transformers' linear attention that a projection is in, and its elements of the output.
 
@@ -57,11 +97,17 @@ class NaiveModel:
             directory, dtype=torch.float32, attn_implementation="eager"
         )
         self.model.eval().requires_grad_(False)
-        self.modules: dict[str, NaiveLora] = {}
+        self.modules: dict[str, NaiveLora | NaiveFactors] = {}
         for name in {key.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for key in weights}:
             A, B = weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]
             parent, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(parent)
+            if A.ndim == 3:
+                if not isinstance(module, NaiveExperts):
+                    module = NaiveExperts(module)
+                    self.model.set_submodule(parent, module)
+                self.modules[name] = module.factors[leaf] = NaiveFactors(A, B, spec.alpha / spec.rank)
+                continue
             joined, elements = (leaf, None) if hasattr(module, leaf) else joined_projection(module, leaf)
             lora = NaiveLora(getattr(module, joined), A, B, spec.alpha / spec.rank, elements)
             setattr(module, joined, lora)

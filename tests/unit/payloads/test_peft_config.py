@@ -67,7 +67,7 @@ def test_a_configuration_that_peft_writes_is_read() -> None:
         ("exclude_modules", ["lm_head"], "in all layers"),
         ("layer_replication", [[0, 4], [2, 5]], "another base model"),
         ("trainable_token_indices", [5], "without new token embeddings"),
-        ("target_parameters", ["experts.weight"], "use target_modules"),
+        ("target_parameters", "experts.weight", "it must be a list of names"),
         ("fan_in_fan_out", True, "set it to false"),
         ("init_lora_weights", "pissa", "convert it"),
         ("init_lora_weights", "loftq", "convert it"),

@@ -1,0 +1,411 @@
+"""The products of a layer of experts: rows sorted by expert, one product with the frozen weights for all tenants' rows,
+and the adapters of each segment on the rows that its tokens send to an expert.
+
+With w_j the weight of the j-th of k experts that a row x chooses, and e its number:
+
+    g, u = x W_gu[e]^T + s (x A13^T) (B1[e]^T, B3[e]^T)
+    h_j  = act(g) u
+    y    = sum_j w_j h_j Wd[e]^T + s (sum_j w_j h_j A2[e]^T) B2^T
+
+All experts of a layer share A13 (A of gate and up) and B2; B1, B3 and A2 are each expert's own (*shared-outer* LoRA).
+The backward is written by hand, like that of a linear: d(loss)/d(w_j) = h_j . d(loss)/d(w_j h_j) needs no output.
+
+Does not depend on whole models, on the bank, or on how rows choose experts.
+
+Main invariants: a row's results depend on that row, its choices and its adapter. An expert's rows are padded to at
+least `Numerics.expert_rows`, from which a product keeps a row's bits (`selftest.expert_invariance` finds it). Rows that
+one segment sends to one expert are a *share*; gradients add up over a share, padded by its own number of rows, so they
+do not depend on other shares. A gradient that two segments of an adapter add to is added to in their order.
+
+Dimensions: T rows of the pass, k experts of a row, P rows of all experts with their padding, D hidden size, F inner
+size, E experts, R padded rank, N shares of a batch, L rows of a padded share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.host.uploads import on_device
+from workers.model.segments import Routing, Run, Segment
+from workers.rows import GroupViews
+
+ROWS_MULTIPLE = 4
+"""Rows of an expert are padded to a multiple of this, so that elementwise kernels work on whole vectors."""
+SHARE_ROWS = 16
+"""Shares are padded to a multiple of so many rows."""
+SHARES_PER_DOUBLING = 4
+"""Longer shares are padded to one of so many numbers between two powers of two: few, so that many shares are one batch,
+and at most a quarter of padding."""
+WIDTH_MIN = 16
+"""Columns of the narrowest buffer: rows are whole cache lines apart, or products depended on where a segment is."""
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The frozen weights of a layer's experts."""
+
+    gate_up: Tensor
+    """(E, 2 F, D)."""
+    down: Tensor
+    """(E, D, F)."""
+    apply_gate: Callable[[Tensor], Tensor]
+    """(P, 2 F) -> (P, F): the activation of the gates, times the others."""
+
+
+class Dispatch:
+    """Which row of the pass goes to which expert: the rows of all experts, sorted by expert, then by row."""
+
+    def __init__(self, choices: Ints, num_experts: int, rows_min: int, device: torch.device) -> None:
+        """Take the experts (T, k) that each row has chosen; an expert's rows are padded to a minimum."""
+        num_rows, self.num_choices = choices.shape
+        experts = choices.reshape(-1)
+        order = np.argsort(experts.astype(np.int32), kind="stable")
+        counts = np.bincount(experts, minlength=num_experts)
+        padded = np.where(counts > 0, np.maximum(-(-counts // ROWS_MULTIPLE) * ROWS_MULTIPLE, rows_min), 0)
+        starts, begins = np.cumsum(padded) - padded, np.cumsum(counts) - counts
+        self.experts = experts[order]
+        """(T k,) of the sorted choices."""
+        self.sorted_places = starts[self.experts] + np.arange(len(order)) - begins[self.experts]
+        """(T k,) their rows among the experts' P."""
+        self.rows_of_pass = order // self.num_choices
+        """(T k,) the rows that made them."""
+        # Padding repeats an expert's first row: no product reads memory that nothing has written.
+        sources = np.repeat(order[np.minimum(begins, len(order) - 1)], padded)
+        sources[self.sorted_places] = order
+        places = np.empty(len(order), np.int64)
+        places[order] = self.sorted_places
+        self.sources = on_device(sources, device)
+        """(P,) which of the T k choices a row is."""
+        self.rows = on_device(sources // self.num_choices, device)
+        """(P,) which row of the pass it is."""
+        self.places = on_device(places.reshape(num_rows, -1).T, device)
+        """(k, T) where each row's choices are among the P."""
+        self.ends = on_device(np.cumsum(padded).astype(np.int32), device)
+        """(E,) the row after the last of each expert."""
+
+    def sum_choices(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the sum (T, F) over each row's choices, in their order, of values (P, F), times weights (T, k)."""
+        total: Tensor | None = None
+        for number, places in enumerate(self.places):
+            part = values.index_select(0, places)
+            if weights is not None:
+                part = part * weights[:, number, None]
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+
+def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    """Return each row (P, D) times its expert's matrix, (E, D, F): (P, F)."""
+    product: Tensor = F.grouped_mm(rows, weights, offs=dispatch.ends)
+    return product
+
+
+@dataclass(slots=True)
+class Shares:
+    """Shares of equal padded length whose adapters are in one slab, each adapter at most once: one batch."""
+
+    part: int
+    """Which of `ExpertSegments.parts` they are of."""
+    slots: Tensor
+    """(N,) of the adapters in the slab."""
+    experts: Tensor
+    """(N,)."""
+    rows: Tensor
+    """(N L,) the rows among the experts' P; padding repeats the last of the share."""
+    own: Tensor
+    """The rows of the batch that are no padding, as indices of `rows`."""
+    padding: Tensor
+    """(N, L, 1) true where a row is padding."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the shares' rows of (P, F): (N, L, F)."""
+        return tensor.index_select(0, self.rows).view(len(self.slots), -1, tensor.shape[-1])
+
+    def without_padding(self, tensor: Tensor) -> Tensor:
+        """Return (N, L, F) with zeros as padding, for a sum over rows."""
+        return tensor.masked_fill(self.padding, 0)
+
+    def matrices(self, slab_matrices: Tensor, num_experts: int) -> Tensor:
+        """Return the shares' matrices (N, R, F) of those of a slab (S, E R, F), copied."""
+        by_expert: Tensor = slab_matrices.unflatten(1, (num_experts, -1))
+        return by_expert[self.slots, self.experts]
+
+    def add_to(self, slab_gradients: Tensor, num_experts: int, gradients: Tensor) -> None:
+        """Add (N, R, F) to the gradients (S, E R, F) of a slab: no pair of adapter and expert is in a batch twice."""
+        slab_gradients.unflatten(1, (num_experts, -1))[self.slots, self.experts] += gradients
+
+    def add_rows(self, target: Tensor, values: Tensor) -> None:
+        """Add values (N, L, F) to the shares' rows of (P, F)."""
+        target.index_add_(0, self.rows[self.own], values.flatten(0, 1)[self.own])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The segments of a pass whose adapters are in one slab."""
+
+    segments: list[Segment]
+    runs: list[Run]
+    rank: int
+
+
+class ExpertSegments:
+    """The segments of a pass whose adapters adapt the experts."""
+
+    def __init__(self, routing: Routing, num_rows: int, gate_up: int, down: int) -> None:
+        """Take the segments of a pass of so many rows, and the groups of a layer, which stand for all layers."""
+        by_slab: dict[int, list[Segment]] = {}
+        for segment in routing.segments:
+            if segment.adapter.groups[gate_up] is not None:
+                by_slab.setdefault(id(segment.adapter.slab), []).append(segment)
+        self.parts = [
+            _Part(segments, routing.plain_runs(segments), segments[0].adapter.groups[down].Bs[0].shape[-2])  # type: ignore[union-attr]
+            for segments in by_slab.values()
+        ]
+        self._owners: Ints = np.full(num_rows, -1)
+        """(T,) the number of the segment that a row is in, counted over all parts; -1: in none."""
+        self._of_segment: list[tuple[int, int, int]] = []
+        """Part, slot, and how many segments of the same adapter come before, of each segment."""
+        for number, part in enumerate(self.parts):
+            seen: dict[int, int] = {}
+            for segment in part.segments:
+                slot = segment.adapter.slot
+                self._owners[segment.start : segment.stop] = len(self._of_segment)
+                self._of_segment.append((number, slot, seen.get(slot, 0)))
+                seen[slot] = seen.get(slot, 0) + 1
+
+    def shares(self, dispatch: Dispatch) -> list[Shares]:
+        """Return what the segments send to the experts, in the order in which gradients are added."""
+        if not self.parts:
+            return []
+        owners = self._owners[dispatch.rows_of_pass]
+        keys = dispatch.experts * (len(self._of_segment) + 1) + owners  # rising or equal within an expert
+        begins = np.flatnonzero(np.diff(keys, prepend=-2))
+        lengths = np.diff(begins, append=len(keys))
+        batches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+            if (owner := int(owners[begin])) < 0:
+                continue
+            part, slot, occurrence = self._of_segment[owner]
+            share = slot, int(dispatch.experts[begin]), int(dispatch.sorted_places[begin]), length
+            batches.setdefault((occurrence, part, share_rows(length)), []).append(share)
+        device = dispatch.places.device
+        return [
+            _batch(part, num_rows, np.array(shares), device) for (_, part, num_rows), shares in sorted(batches.items())
+        ]
+
+
+def share_rows(length: int) -> int:
+    """Return the rows to which a share is padded: they depend on its own number alone."""
+    step = max(SHARE_ROWS, (1 << (length - 1).bit_length()) // 2 // SHARES_PER_DOUBLING)
+    return -(-length // step) * step
+
+
+def _batch(part: int, num_rows: int, shares: Ints, device: torch.device) -> Shares:
+    slots, experts, begins, lengths = shares.T
+    steps = np.arange(num_rows)
+    is_own = steps < lengths[:, None]  # (N, L)
+    rows = begins[:, None] + np.minimum(steps, lengths[:, None] - 1)
+    return Shares(
+        part=part,
+        slots=on_device(slots, device),
+        experts=on_device(experts, device),
+        rows=on_device(rows.reshape(-1), device),
+        own=on_device(np.flatnonzero(is_own), device),
+        padding=on_device(~is_own[..., None], device),
+    )
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a forward keeps for the backward, besides the input."""
+
+    dispatch: Dispatch
+    segments: ExpertSegments
+    shares: list[Shares]
+    gates: Tensor
+    """(P, 2 F) before the activation, adapters included."""
+    shrunk: list[Tensor]
+    """s x A13^T (T, 2 R) of each part."""
+    summed: list[Tensor]
+    """s times the sum of w_j h_j A2^T (T, R) of each part."""
+
+
+class ExpertLayer:
+    """The forward and the backward of a layer's experts."""
+
+    def __init__(self, weights: ExpertWeights, gate_up: int, down: int) -> None:
+        """Take the weights, and the indices of the groups of gate and up, and of down."""
+        self._weights = weights
+        self._gate_up, self._down = gate_up, down
+        self._num_experts = len(weights.gate_up)
+
+    def forward(self, x: Tensor, weights: Tensor, dispatch: Dispatch, segments: ExpertSegments) -> tuple[Tensor, Kept]:
+        """Return the output (T, D) of x (T, D), whose choices have these weights (T, k)."""
+        own, num_experts = self._weights, self._num_experts
+        shares = segments.shares(dispatch)
+        gates = grouped(x.index_select(0, dispatch.rows), own.gate_up.transpose(1, 2), dispatch)
+        shrunk = [self._shrunk(part, x) for part in segments.parts]
+        for share in shares:
+            for values, half, Bs in zip(
+                share.of(shrunk[share.part].index_select(0, dispatch.rows)).chunk(2, -1),
+                gates.chunk(2, 1),
+                self._slab(segments, share, self._gate_up).Bs,
+                strict=True,
+            ):
+                share.add_rows(half, values @ share.matrices(Bs, num_experts))
+        hidden = own.apply_gate(gates)
+        out = dispatch.sum_choices(grouped(hidden, own.down.transpose(1, 2), dispatch), weights)
+        out = out.to(x.dtype)
+        summed = []
+        for number, part in enumerate(segments.parts):
+            inner = _buffer(hidden, part.rank).zero_()
+            for share in shares:
+                if share.part == number:
+                    A = share.matrices(self._slab(segments, share, self._down).A, num_experts)
+                    share.add_rows(inner, share.of(hidden) @ A.transpose(1, 2))
+            total = _wide(dispatch.sum_choices(inner, weights).to(x.dtype))
+            for run in part.runs:
+                views = run.views(self._down)
+                assert views is not None
+                run.rows(total).mul_(run.adapters[0].scaling)
+                run.add_product(total, views.Bs[0], out)
+            summed.append(total)
+        return out, Kept(dispatch, segments, shares, gates, shrunk, summed)
+
+    def backward(self, x: Tensor, weights: Tensor, kept: Kept, dout: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x (T, D) and of the weights (T, k); add those of the adapters to theirs."""
+        own, num_experts, dispatch, segments = self._weights, self._num_experts, kept.dispatch, kept.segments
+        inner = [self._backward_outer(part, kept.summed[number], dout) for number, part in enumerate(segments.parts)]
+        with torch.enable_grad():
+            gates = kept.gates.detach().requires_grad_()
+            hidden = own.apply_gate(gates)
+        values = hidden.detach()
+        # The gradient of w_j h_j, from which follow those of w_j and h_j.
+        dweighted = grouped(dout.index_select(0, dispatch.rows), own.down, dispatch)
+        row_weights = weights.reshape(-1).index_select(0, dispatch.sources)[:, None].to(x.dtype)  # (P, 1)
+        for share in kept.shares:
+            views = self._slab(segments, share, self._down)
+            dinner = share.of(inner[share.part].index_select(0, dispatch.rows))  # (N, L, R)
+            share.add_rows(dweighted, dinner @ share.matrices(views.A, num_experts))
+            dinner = share.without_padding(dinner * share.of(row_weights))
+            assert views.A_grad is not None, "a row of a sampler version has no gradient"
+            share.add_to(views.A_grad, num_experts, dinner.transpose(1, 2) @ share.of(values))
+        dweights = (values * dweighted).sum(1)[dispatch.places.T]
+        (dgates,) = torch.autograd.grad(hidden, gates, dweighted * row_weights)
+        dx = dispatch.sum_choices(grouped(dgates, own.gate_up, dispatch))
+        for number, part in enumerate(segments.parts):
+            dshrunk = _buffer(dgates, 2 * part.rank).zero_()
+            for share in kept.shares:
+                if share.part == number:
+                    self._backward_own(segments, share, kept, dgates, dshrunk)
+            total = _wide(dispatch.sum_choices(dshrunk))
+            for run in part.runs:
+                run.rows(total).mul_(run.adapters[0].scaling)
+            self._backward_shared(part, x, total, dx)
+        return dx, dweights.to(weights.dtype)
+
+    def _shrunk(self, part: _Part, x: Tensor) -> Tensor:
+        """Return s x A13^T (T, 2 R); rows in no segment of the part are undefined."""
+        shrunk = _buffer(x, 2 * part.rank)
+        for run in part.runs:
+            views = run.views(self._gate_up)
+            assert views is not None
+            run.set_product(x, views.A.transpose(-2, -1), run.adapters[0].scaling, shrunk)
+        return shrunk
+
+    def _backward_outer(self, part: _Part, summed: Tensor, dout: Tensor) -> Tensor:
+        """Return the gradient (T, R) of the sum of w_j h_j A2^T; add that of B2."""
+        dinner = _buffer(dout, part.rank)
+        for run in part.runs:
+            views = run.views(self._down)
+            assert views is not None
+            run.set_product(dout, views.Bs[0].transpose(-2, -1), run.adapters[0].scaling, dinner)
+            run.add_gradients(self._down, None, [run.sum_over_rows(summed, dout)])
+        return dinner
+
+    def _backward_own(
+        self, segments: ExpertSegments, share: Shares, kept: Kept, dgates: Tensor, dshrunk: Tensor
+    ) -> None:
+        """Add the gradients of B1 and B3 of a batch of shares, and set those (P, 2 R) of s x A13^T."""
+        views = self._slab(segments, share, self._gate_up)
+        shrunk = share.of(kept.shrunk[share.part].index_select(0, kept.dispatch.rows))
+        halves = zip(
+            shrunk.chunk(2, -1),
+            share.of(dgates).chunk(2, -1),
+            dshrunk.chunk(2, 1),
+            views.Bs,
+            views.B_grads,
+            strict=True,
+        )
+        for values, dvalues, target, B, B_grad in halves:
+            share.add_to(B_grad, self._num_experts, share.without_padding(values).transpose(1, 2) @ dvalues)
+            share.add_rows(target, dvalues @ share.matrices(B, self._num_experts).transpose(1, 2))
+
+    def _backward_shared(self, part: _Part, x: Tensor, dshrunk: Tensor, dx: Tensor) -> None:
+        """Add to the gradients of A13, and of x."""
+        for run in part.runs:
+            views = run.views(self._gate_up)
+            assert views is not None
+            run.add_gradients(self._gate_up, run.sum_over_rows(dshrunk, x), None)
+            run.add_product(dshrunk, views.A, dx)
+
+    @staticmethod
+    def _slab(segments: ExpertSegments, share: Shares, group: int) -> GroupViews:
+        """Return the views of all rows of the slab that the adapters of a batch are in."""
+        views = segments.parts[share.part].segments[0].adapter.slab[group]
+        assert views is not None
+        return views
+
+
+def _buffer(like: Tensor, width: int) -> Tensor:
+    """Return an undefined (rows of `like`, width), whose rows are whole cache lines apart."""
+    return like.new_empty(len(like), max(width, WIDTH_MIN))[:, :width]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return (T, R) with rows that are whole cache lines apart."""
+    return tensor if tensor.shape[1] >= WIDTH_MIN else _buffer(tensor, tensor.shape[1]).copy_(tensor)
+
+
+class ExpertFunction(torch.autograd.Function):
+    """A layer's experts as one operation of autograd; the adapters' gradients are a side effect of its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        anchor: Tensor,
+        layer: ExpertLayer,
+        dispatch: Dispatch,
+        segments: ExpertSegments,
+    ) -> Tensor:
+        """Return (T, D)."""
+        del anchor  # see `CurrentPass.anchor`
+        out, ctx.kept = layer.forward(x, weights, dispatch, segments)
+        ctx.save_for_backward(x, weights)
+        ctx.layer = layer
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weights."""
+        x, weights = ctx.saved_tensors
+        dx, dweights = ctx.layer.backward(x, weights, ctx.kept, douts[0].contiguous())
+        return dx, dweights, None, None, None, None
+
+
+def each_choice(choices: Tensor) -> Ints:
+    """Return the chosen experts (T, k) on the host."""
+    chosen: Ints = choices.cpu().numpy()
+    return chosen

@@ -1,0 +1,180 @@
+"""Layers of experts behind a router: mixtures of experts.
+
+transformers' router and experts are replaced by ones that compute the same from the same weights. The router is a
+frozen linear; a row's choices depend on that row alone, and no row is dropped, however many choose the same expert.
+
+Depends on the names that transformers gives to a layer's weights; not on the bank or on tenants.
+
+Main invariant: the weights are those that were loaded, not copied.
+
+Dimensions: T rows of the pass, k experts of a row, D hidden size, F inner size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.contract.adapted_modules import JoinedRows
+from workers.model.expert_products import (
+    Dispatch,
+    ExpertFunction,
+    ExpertLayer,
+    ExpertSegments,
+    ExpertWeights,
+    each_choice,
+)
+from workers.model.families import alternatives
+from workers.model.linears import CurrentPass
+from workers.model.numerics import EXPERT_ROWS
+from workers.model.pretrained import UnsupportedModelError
+from workers.rows import GroupShape
+
+ROUTER = "logits"
+"""The name of a router's linear."""
+GATE, UP, DOWN = "w1", "w3", "w2"
+"""What adapters call the three linears of the experts, in the names of the Tinker service."""
+SHARED_GATE = "shared_expert_gate"
+"""The name of a linear that weighs an expert which every row has; like the router it is frozen."""
+_WEIGHTS = {"gate_up_proj", "down_proj"}
+_CHILDREN = {"gate", "experts", "shared_expert", SHARED_GATE}
+
+
+class Router(nn.Module):
+    """Replaces a router: softmax over the experts, of which each row takes the k largest. Its linear is replaced in
+    turn by one that is frozen.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        num_experts, hidden_size = theirs.weight.shape
+        self.logits = nn.Linear(hidden_size, num_experts, bias=False, device="meta")
+        self.logits.weight = theirs.weight
+        self.num_choices = int(theirs.top_k)
+        self._is_normalised = bool(getattr(theirs, "norm_topk_prob", True))
+        """Whether a row's weights sum to 1."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (T, E), weights (T, k), fp32, and choices (T, k) of hidden states (T, D), as transformers."""
+        logits = self.logits(hidden.reshape(-1, hidden.shape[-1]))
+        weights, choices = torch.softmax(logits, -1, dtype=torch.float32).topk(self.num_choices, -1)
+        if self._is_normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, choices
+
+
+class ExpertPass:
+    """What all layers of experts of one base model share: how rows are padded, and the segments of the pass."""
+
+    def __init__(self, current: CurrentPass) -> None:
+        self.current = current
+        self.rows_min = EXPERT_ROWS
+        """See `Numerics.expert_rows`."""
+        self._segments: tuple[object, ExpertSegments] | None = None
+
+    def segments(self, num_rows: int, gate_up: int, down: int) -> ExpertSegments:
+        """Return the segments of the pass, which has so many rows; the groups are those of any layer."""
+        routing = self.current.routing
+        if self._segments is None or self._segments[0] is not routing:
+            self._segments = routing, ExpertSegments(routing, num_rows, gate_up, down)
+        return self._segments[1]
+
+
+class Experts(nn.Module):
+    """Replaces the experts of a layer."""
+
+    def __init__(self, theirs: Any, name: str, first: int, num_choices: int, shared: ExpertPass) -> None:
+        """Take the weights; `first` is the index of the first of its two groups, `num_choices` is k."""
+        super().__init__()
+        self.gate_up_proj, self.down_proj = theirs.gate_up_proj, theirs.down_proj
+        num_experts, hidden_size, inner_size = theirs.down_proj.shape
+        self.shapes = (
+            GroupShape(
+                index=first,
+                kind="mlp",
+                names=(f"{name}.{GATE}", f"{name}.{UP}"),
+                d_in=hidden_size,
+                d_outs=(inner_size, inner_size),
+                num_Bs=num_experts,
+            ),
+            GroupShape(
+                index=first + 1,
+                kind="mlp",
+                names=(f"{name}.{DOWN}",),
+                d_in=inner_size,
+                d_outs=(hidden_size,),
+                num_As=num_experts,
+            ),
+        )
+        self.num_experts, self.inner_size, self.num_choices = num_experts, inner_size, num_choices
+        self.weights = ExpertWeights(
+            gate_up=theirs.gate_up_proj.detach(), down=theirs.down_proj.detach(), apply_gate=theirs._apply_gate
+        )
+        self.shared = shared
+        self._layer = ExpertLayer(self.weights, first, first + 1)
+
+    def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """Return (T, D) of hidden states (T, D), chosen experts and their weights (T, k), as transformers calls it."""
+        current = self.shared.current
+        current.count_matmuls(3)
+        dispatch = Dispatch(each_choice(choices), self.num_experts, self.shared.rows_min, hidden.device)
+        segments = self.shared.segments(len(hidden), self.shapes[0].index, self.shapes[1].index)
+        if not torch.is_grad_enabled():
+            return self._layer.forward(hidden, weights, dispatch, segments)[0]
+        out: Tensor = ExpertFunction.apply(  # type: ignore[no-untyped-call]
+            hidden, weights, current.anchor, self._layer, dispatch, segments
+        )
+        return out
+
+    @property
+    def joined(self) -> dict[str, JoinedRows]:
+        """Where transformers has the linears, by their names in `shapes`."""
+        width, (gate_up, down) = self.inner_size, self.shapes
+        gate, up = (
+            JoinedRows(linear="gate_up_proj", begin=begin, width=width, period=2 * width, is_of_experts=True)
+            for begin in (0, width)
+        )
+        whole = JoinedRows(linear="down_proj", begin=0, width=down.d_outs[0], period=down.d_outs[0], is_of_experts=True)
+        return dict(zip((*gate_up.names, *down.names), (gate, up, whole), strict=True))
+
+
+def replace_experts(model: nn.Module, current: CurrentPass) -> tuple[Experts, ...]:
+    """Replace the routers and experts of every layer; return the experts in order. Raises UnsupportedModelError."""
+    layers: list[Experts] = []
+    shared = ExpertPass(current)
+    for name, module in list(model.named_modules()):
+        if {parameter for parameter, _ in module.named_parameters(recurse=False)} & _WEIGHTS:
+            _check_experts(name, module)
+            block = name.rpartition(".")[0]
+            _check_block(block, model)
+            router = Router(model.get_submodule(f"{block}.gate"))
+            layers.append(Experts(module, name, 2 * len(layers), router.num_choices, shared))
+            model.set_submodule(f"{block}.gate", router)
+            model.set_submodule(name, layers[-1])
+    return tuple(layers)
+
+
+def _check_experts(name: str, theirs: Any) -> None:
+    """Raise UnsupportedModelError for experts of another form."""
+    found = {parameter for parameter, _ in theirs.named_parameters()}
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    if found != _WEIGHTS or any(getattr(theirs, key, value) != value for key, value in form.items()):
+        raise UnsupportedModelError(
+            f"the experts of {name} have {', '.join(sorted(found))}; supported are experts with a gate, "
+            f"without biases or norms, not transposed; {alternatives()}"
+        )
+
+
+def _check_block(name: str, model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a layer of experts of another form."""
+    block = model.get_submodule(name)
+    children = {child for child, _ in block.named_children()}
+    router = getattr(block, "gate", None)
+    weights = set() if router is None else {parameter for parameter, _ in router.named_parameters()}
+    if not children <= _CHILDREN or weights != {"weight"} or not hasattr(router, "top_k"):
+        raise UnsupportedModelError(
+            f"{name} has {', '.join(sorted(children))}; supported are experts behind one router without a bias, with "
+            f"and without a shared expert; {alternatives()}"
+        )
