@@ -100,33 +100,61 @@ def test_a_mixture_of_another_form_is_refused_with_what_it_has(tmp_path: Path, c
 LARGE: dict[str, Any] = {"linear_num_key_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "counts"),
-    [
-        ((2560, 9216, 32, 16, 32), (897_024, 1_130_496, 250_880)),
-        ((4096, 12288, 32, 16, 32), (1_130_496, 1_572_864, 252_416)),
-        ((5120, 17408, 64, 24, 48), (2_965_504, 4_325_376, 253_440)),
-    ],
-    ids=["4B", "9B", "27B"],
-)
-def test_an_adapter_of_qwen_3_5_has_as_many_parameters_as_the_hosted_services(
-    sizes: tuple[int, ...], counts: tuple[int, ...]
-) -> None:
-    """Of rank 1: attention, MLP and unembedding, as Tinker's cookbook 0.6.1 counts them (`hyperparam_utils`)."""
-    hidden, intermediate, num_layers, num_heads, num_value_heads = sizes
-    config = transformers.Qwen3_5TextConfig(
+def hybrid(hidden: int, inner: int, num_layers: int, num_heads: int, num_value_heads: int) -> Any:
+    return transformers.Qwen3_5TextConfig(
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        intermediate_size=inner,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         linear_num_value_heads=num_value_heads,
         **LARGE,
     )
+
+
+def mixture(hidden: int, inner: int, num_layers: int, num_heads: int, num_value_heads: int, *, num_experts: int) -> Any:
+    return transformers.Qwen3_5MoeTextConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        shared_expert_intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        linear_num_value_heads=num_value_heads,
+        num_experts=num_experts,
+        **LARGE | {"num_key_value_heads": 2},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        (hybrid(2560, 9216, 32, 16, 32), (897_024, 1_130_496, 250_880)),
+        (hybrid(4096, 12288, 32, 16, 32), (1_130_496, 1_572_864, 252_416)),
+        (hybrid(5120, 17408, 64, 24, 48), (2_965_504, 4_325_376, 253_440)),
+        (mixture(2048, 512, 40, 16, 32, num_experts=256), (1_013_760, 16_281_600, 250_368)),
+        (mixture(4096, 1024, 60, 32, 64, num_experts=512), (2_841_600, 96_030_720, 252_416)),
+    ],
+    ids=["4B", "9B", "27B", "35B-A3B", "397B-A17B"],
+)
+def test_an_adapter_of_qwen_3_5_has_as_many_parameters_as_the_hosted_services(
+    config: Any, counts: tuple[int, ...]
+) -> None:
+    """Of rank 1: attention, MLP and unembedding, as Tinker's cookbook 0.6.1 counts them (`hyperparam_utils`)."""
+    assert params_of(config) == counts
+
+
+def test_an_adapter_of_the_experts_of_qwen_3_has_as_many_parameters_as_the_hosted_services() -> None:
+    """Of rank 1, as Tinker's documentation counts them for Qwen3-30B-A3B."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, head_dim=128
+    )
+    assert params_of(config)[1] == 14_450_688
+
+
+def params_of(config: Any) -> tuple[int, ...]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    current = CurrentPass()
-    modules = adapted_modules(model, replace_products(model, current))
-    assert tuple(adapter_params(modules, kind) for kind in ("attn", "mlp", "unembed")) == counts
+    modules = adapted_modules(model, replace_products(model, CurrentPass()))
+    return tuple(adapter_params(modules, kind) for kind in ("attn", "mlp", "unembed"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -20,6 +20,8 @@ def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
 
 
 def factor_of(model_directory: Path) -> int:
+    if Driver(model_directory).engine.base_model.expert_layers:
+        pytest.skip("in bf16 some tokens go to other experts: test_experts.py counts them")
     return HYBRID_FACTOR if Driver(model_directory).engine.base_model.delta_layers else 1
 
 

@@ -1,0 +1,157 @@
+"""Layers of experts: where tokens go, what adapters add to, and what a tenant's bits depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.support.numerics.tenants import train
+from workers.model import experts
+from workers.model.base_model import BaseModel
+from workers.model.expert_products import Dispatch, ExpertLayer, ExpertSegments, Ints, share_rows
+from workers.model.segments import Routing, Segment
+from workers.rows import AdapterViews, RowLayout
+from workers.selftest import expert_invariance
+from workers.selftest.expert_invariance import find_expert_rows
+
+RANK = 8
+DATA = make_data("cross_entropy", [200, 120])
+
+
+@pytest.fixture
+def mixture(model_directories: dict[str, Path]) -> Path:
+    return model_directories["qwen3-moe"]
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[Ints]:
+    """The experts (T, k) that each layer of each pass has chosen."""
+    seen: list[Ints] = []
+
+    def each(chosen: Tensor) -> Ints:
+        seen.append(chosen.cpu().numpy())
+        return seen[-1]
+
+    monkeypatch.setattr(experts, "each_choice", each)
+    return seen
+
+
+def test_tokens_go_to_the_experts_of_transformers_with_a_margin(mixture: Path, choices: list[Ints]) -> None:
+    """The margin is that of the tests' model: all its comparisons in fp32 are of tokens that are routed alike."""
+    driver = Driver(mixture)
+    driver.install(make_spec("a"))
+    driver.train(driver.forward("a", DATA))
+    model: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    logits: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output[0]))
+    with torch.no_grad():
+        for datum in DATA:
+            model(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False)
+    num_layers = len(model.model.layers)
+    for number, own in enumerate(choices):
+        theirs = torch.cat(logits[number::num_layers])
+        top = theirs.topk(own.shape[1] + 1).values
+        assert float((top[:, -2] - top[:, -1]).min()) > 1e-5
+        assert np.array_equal(own[: len(theirs)], theirs.topk(own.shape[1]).indices.numpy())
+
+
+def test_few_tokens_go_to_other_experts_in_bf16(mixture: Path, choices: list[Ints]) -> None:
+    chosen = []
+    for dtype in ("float32", "bfloat16"):
+        driver = Driver(mixture, dtype=dtype)
+        driver.install(make_spec("a"))
+        choices.clear()
+        driver.train(driver.forward("a", DATA))
+        chosen.append(list(choices))
+    flips = [float((np.sort(one) != np.sort(other)).any(1).mean()) for one, other in zip(*chosen, strict=True)]
+    assert max(flips) < 0.1
+
+
+def test_a_second_segment_of_an_adapter_adds_to_the_gradients_of_the_same_experts(mixture: Path) -> None:
+    """A write of several gradients of one expert at once would keep the last."""
+    layer = Layer(Driver(mixture).engine.base_model)
+    both = layer.gradient([(0, 0, 40), (0, 40, 70)])
+    first, second = layer.gradient([(0, 0, 40)]), layer.gradient([(0, 40, 70)])
+    assert torch.equal(both, first + second)
+    assert (first != 0).logical_and(second != 0).sum() > 1000, "both go to the same experts"
+
+
+def test_rows_of_padding_add_nothing_to_gradients(mixture: Path) -> None:
+    layer = Layer(Driver(mixture).engine.base_model)
+    layer.choices[:] = [0, 1]
+    one = layer.gradient([(0, 0, 1)])
+    layer.choices[1:] = [2, 3]  # rows behind it, which a share of one row must not take
+    assert torch.equal(layer.gradient([(0, 0, 1)]), one)
+    layer.x[1:], layer.dout[1:] = float("nan"), float("nan")
+    assert torch.equal(layer.gradient([(0, 0, 1)]), one)
+    doubled = Layer(Driver(mixture).engine.base_model)
+    doubled.x[:17], doubled.dout[:17] = doubled.x[0].clone(), doubled.dout[0].clone()
+    doubled.choices[:17], doubled.weights[:17] = doubled.choices[0].copy(), doubled.weights[0].clone()
+    once, often = doubled.gradient([(0, 0, 1)]), doubled.gradient([(0, 0, 17)])  # padded to 16 and to 32 rows
+    torch.testing.assert_close(often, 17 * once, rtol=1e-4, atol=1e-4)
+
+
+class Layer:
+    """The first layer of experts of a model, with one adapter and random rows, each of which goes to two experts."""
+
+    def __init__(self, model: BaseModel) -> None:
+        of_layer = model.expert_layers[0]
+        generator = torch.Generator().manual_seed(3)
+        self.layout = RowLayout(of_layer.shapes, RANK, ("mlp",))
+        self.values = torch.randn(1, self.layout.num_values, generator=generator)
+        self.layer = ExpertLayer(of_layer.weights, 0, 1)
+        self.x, self.dout = torch.randn(2, 70, model.hidden_size, generator=generator)
+        self.weights, choices = torch.rand(70, of_layer.num_experts, generator=generator).topk(2)
+        self.choices = choices.numpy()
+        self.num_experts = of_layer.num_experts
+
+    def gradient(self, segments: list[tuple[int, int, int]]) -> Tensor:
+        """Return the gradient (P,) of the adapter, from segments of a slot, from a row to a row."""
+        grad = torch.zeros_like(self.values)
+        slab = self.layout.views(self.values, grad)
+        placed = [
+            Segment(start, stop, AdapterViews(slab, [views and views.row(slot) for views in slab], slot, 2.0))
+            for slot, start, stop in segments
+        ]
+        dispatch = Dispatch(self.choices, self.num_experts, 16, self.x.device)
+        of_pass = ExpertSegments(Routing(placed, 16), len(self.x), 0, 1)
+        with torch.no_grad():
+            _, kept = self.layer.forward(self.x, self.weights, dispatch, of_pass)
+            self.layer.backward(self.x, self.weights, kept, self.dout)
+        return grad[0]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 100, 500, 4096])
+def test_a_share_is_padded_by_its_own_length_by_a_quarter_at_most(length: int) -> None:
+    rows = share_rows(length)
+    assert length <= rows <= max(16 * -(-length // 16), 1.25 * length)
+
+
+def test_a_model_whose_experts_keep_no_bits_promises_none(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(mixture)
+    assert driver.engine.info.is_exact
+    assert driver.engine.base_model.expert_layers[0].shared.rows_min == find_expert_rows(driver.engine.base_model)
+    monkeypatch.setattr(expert_invariance._Trial, "keeps", lambda *_: False)
+    assert find_expert_rows(driver.engine.base_model) is None
+
+
+def test_tenants_on_the_same_and_on_other_experts_have_the_bits_of_solo(mixture: Path, choices: list[Ints]) -> None:
+    """Equal tokens go to the same experts; single tokens to few."""
+    tenants = [
+        Tenant(spec=make_spec("a", 8), passes=[make_data("cross_entropy", [64], 1)]),
+        Tenant(spec=make_spec("b", 8), passes=[make_data("cross_entropy", [64], 1)]),
+        Tenant(spec=make_spec("c", 16), passes=[make_data("cross_entropy", [1], 2)]),
+        Tenant(spec=make_spec("d", 4), passes=[make_data("cross_entropy", [2, 1], 3)]),
+    ]
+    together = train(Driver(mixture), tenants, num_steps=2)
+    assert len(np.unique(choices[0])) == 8
+    for tenant in tenants:
+        together[tenant.key].assert_equal(train(Driver(mixture), [tenant], num_steps=2)[tenant.key])
