@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workers.model.base_model import BaseModel
+from workers.model.experts import SHARED_GATE
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
 from workers.model.grouped_segments import VALUES_MULTIPLE
 from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, Numerics
@@ -150,7 +151,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
 
 
 def _elementwise(base_model: BaseModel) -> list[Elementwise]:
-    """Return the transcendental functions that layers apply to all rows at once: activation and rotary embedding."""
+    """Return the transcendental functions that layers apply to all rows at once: activation, rotations, gates."""
     activation = activation_of(base_model.config)
     widths = {shape.d_outs[0] for shape in base_model.group_shapes if shape.kind == "mlp"}
 
@@ -162,6 +163,8 @@ def _elementwise(base_model: BaseModel) -> list[Elementwise]:
     functions = [(width, function) for width in widths for function in (activation, derivative)]
     if base_model.delta_layers:
         functions.append((base_model.num_heads * base_model.head_dim, torch.sigmoid))  # gates of full attention
+    if any(name.endswith(f".{SHARED_GATE}") for shape in base_model.group_shapes for name in shape.names):
+        functions.append((1, torch.sigmoid))
     return [*functions, (base_model.head_dim, torch.cos), (base_model.head_dim, torch.sin)]
 
 

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+from coordinator.base.errors import ServiceError
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import plan_import, state_weights
 from tests.support.adapters import AdapterFiles
@@ -122,6 +123,43 @@ def test_an_exported_adapter_of_every_architecture_is_imported_with_equal_bits(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
     assert_travels(any_model_directory, tmp_path)
+
+
+def test_an_adapter_of_experts_is_imported_by_the_services_names_too(
+    model_directories: dict[str, Path], tmp_path: Path
+) -> None:
+    base = model_directories["qwen3-moe"]
+    driver, spec = train(base, train_unembed=False)
+    for name, content in checkpoint_files(driver, spec, for_tinker=True).items():
+        (tmp_path / name).write_bytes(content)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(tmp_path).items()}
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    assert shapes[f"{experts}.w1.lora_A.weight"] == (1, 4, 64)
+    assert shapes[f"{experts}.w3.lora_B.weight"] == (8, 32, 4)
+    assert shapes[f"{experts}.w2.lora_A.weight"] == (8, 4, 32)
+    assert shapes[f"{experts}.w2.lora_B.weight"] == (1, 64, 4)
+    again = Driver(base)
+    imported(again, tmp_path)
+    assert again.state("a").weights == driver.state("a").weights
+
+
+@pytest.mark.parametrize("matrix", ["base_layer.lora_A", "lora_B"])
+def test_an_adapter_whose_experts_share_no_factor_is_refused(
+    model_directories: dict[str, Path], tmp_path: Path, matrix: str
+) -> None:
+    base = model_directories["qwen3-moe"]
+    driver, spec = train(base, train_unembed=False)
+    for name, content in checkpoint_files(driver, spec).items():
+        (tmp_path / name).write_bytes(content)
+    tensors = tensors_of(tmp_path)
+    tensors[f"base_model.model.model.layers.1.mlp.experts.{matrix}.weight"][-1, -1] += 1
+    safetensors.torch.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ServiceError, match="differs between experts in the adapter's file"):
+        imported(Driver(base), tmp_path)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(directory / "adapter_model.safetensors")
 
 
 def assert_travels(model: Path, directory: Path, **flags: Any) -> None:
