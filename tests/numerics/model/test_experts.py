@@ -21,7 +21,7 @@ from workers.rows import AdapterViews, RowLayout
 from workers.selftest import expert_invariance
 from workers.selftest.expert_invariance import find_expert_rows
 
-RANK, NUM_ROWS = 8, 900
+RANK, NUM_ROWS = 8, 1700
 DATA = make_data("cross_entropy", [200, 120])
 
 
