@@ -223,7 +223,7 @@ def _resolve(text: str, *, is_path: bool = True) -> _BaseModel:
 
 def _restrict_to_vllm(adapter: _Adapter) -> int:
     """Restrict a configuration to what vLLM reads; return the least `--max-lora-rank`. Raises ExportError."""
-    others = {module.rpartition(".")[2] for module in adapter.modules()} - VLLM_MODULES
+    others = {module.removesuffix(".base_layer").rpartition(".")[2] for module in adapter.modules()} - VLLM_MODULES
     if UNEMBEDDING in others:
         raise ExportError(
             "this adapter trains the unembedding (lm_head), which vLLM does not take in adapters of every model family "

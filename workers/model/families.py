@@ -55,14 +55,12 @@ TESTED: Mapping[str, Family] = {
     "cohere2": Family("Command R7B", "the same with sliding windows in some layers"),
     "nemotron": Family("Nemotron, Minitron", "rotary positions in a part of a head, norms of 1 + weight"),
     "qwen3_5_text": Family("Qwen 3.5, 3.6, dense text", "linear attention in some layers, gated attention in others"),
-    "qwen3_next": Family("Qwen3-Next, dense layers", "the same, its weights in another order"),
-    "qwen3_moe": Family("Qwen 3, mixtures", "experts in some layers"),
-    "olmoe": Family("OLMoE", "experts"),
-    "mixtral": Family("Mixtral", "experts whose weights are in fp32"),
-    "qwen2_moe": Family("Qwen 1.5, 2, mixtures", "experts with one that every token has, and dense layers"),
-    "qwen3_5_moe_text": Family(
-        "Qwen 3.5, 3.6, mixtures, text", "linear attention, experts with one that every token has"
-    ),
+    "qwen3_next": Family("Qwen3-Next", "the same, its weights in another order; experts beside one for every token"),
+    "qwen3_moe": Family("Qwen 3, mixtures", "experts in place of the MLP"),
+    "olmoe": Family("OLMoE", "the same, weights of experts that do not sum to 1"),
+    "mixtral": Family("Mixtral", "the same, weights of experts in fp32"),
+    "qwen2_moe": Family("Qwen 1.5, 2, mixtures", "experts beside one for every token, and dense layers"),
+    "qwen3_5_moe_text": Family("Qwen 3.5, 3.6, mixtures, text", "a hybrid with experts beside one for every token"),
 }
 
 TESTS = (
