@@ -19,7 +19,7 @@ DOCS_PORT ?= 8000
 MKDOCS = NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
 KILLS ?= 200
 ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares loops
-ITEMS ?= $(ITEMS_WITH_MODELS) hybrids durability planner memory
+ITEMS ?= $(ITEMS_WITH_MODELS) hybrids experts durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: pass pip's index and its folder of local
 # wheels. Without compiled byte code every process that imports torch starts seconds later.

@@ -33,6 +33,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from coordinator.base_models import DEFAULT_MODEL, shipped_models
@@ -45,6 +47,8 @@ SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "t
 """Hidden size, layers, heads, key-value heads, MLP size, vocabulary; head size 64, tied. Tiny is for --quick."""
 HYBRID = "hybrid"
 """A random model of eight layers in the proportions of Qwen3.5's 4B, six of them with linear attention."""
+MIXTURE = "mixture"
+"""A random mixture of experts: two layers with 64 experts of 256, of which a token takes 8; hidden size 512."""
 LARGE_SHAPES = ("0.6b", "8b")
 """Of `gpu.cases`, for a GPU."""
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
@@ -94,9 +98,9 @@ def chosen_models(args: argparse.Namespace, default: Sequence[str] = DEFAULT_MOD
 
 def _known(text: str) -> str:
     """Refuse a name that `open_models` could not open (for argparse)."""
-    if text in (*SHAPES, HYBRID, *LARGE_SHAPES, *shipped_models()) or (Path(text) / "config.json").is_file():
+    if text in (*SHAPES, HYBRID, MIXTURE, *LARGE_SHAPES, *shipped_models()) or (Path(text) / "config.json").is_file():
         return text
-    known = ", ".join([*SHAPES, HYBRID, *LARGE_SHAPES, *shipped_models()])
+    known = ", ".join([*SHAPES, HYBRID, MIXTURE, *LARGE_SHAPES, *shipped_models()])
     raise argparse.ArgumentTypeError(
         f"{text} is neither one of {known} nor a Hugging Face directory with a config.json"
     )
@@ -111,6 +115,8 @@ def _path(name: str, folder: Path) -> Path:
         path = write_random_model(name, folder / name)
     elif name == HYBRID:
         path = write_hybrid(folder / name)
+    elif name == MIXTURE:
+        path = write_mixture(folder / name)
     else:
         return Path(name)
     # A pool serves no model without a tokenizer. Benchmarks send tokens, so any tokenizer will do.
@@ -157,6 +163,27 @@ def write_hybrid(path: Path) -> Path:
     return path
 
 
+def write_mixture(path: Path) -> Path:
+    """Write the model `MIXTURE`, with weights from a fixed seed."""
+    config = Qwen3MoeConfig(
+        hidden_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=256,
+        norm_topk_prob=True,
+        vocab_size=4096,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def _model(name: str, path: Path) -> Model:
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -164,7 +191,7 @@ def _model(name: str, path: Path) -> Model:
     linears = [module for module in empty.modules() if isinstance(module, torch.nn.Linear)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Model(
-        name=name if name in (*SHAPES, HYBRID, *LARGE_SHAPES) else path.resolve().name,
+        name=name if name in (*SHAPES, HYBRID, MIXTURE, *LARGE_SHAPES) else path.resolve().name,
         path=path,
         vocab_size=int(config.vocab_size),
         num_matmul_params=sum(linear.weight.numel() for linear in linears),

@@ -136,8 +136,8 @@ class BaseModel:
         self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
         for group in self.groups:
             group.use(numerics)
-        for layer in self.expert_layers[:1]:
-            layer.shared.rows_min = numerics.expert_rows
+        for layer in self.expert_layers:
+            layer.use(numerics)
 
     @torch.no_grad()
     def probe(self) -> None:

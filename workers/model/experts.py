@@ -28,7 +28,7 @@ from workers.model.expert_products import (
 )
 from workers.model.families import alternatives
 from workers.model.linears import CurrentPass
-from workers.model.numerics import EXPERT_ROWS
+from workers.model.numerics import EXPERT_ROWS, Numerics
 from workers.model.pretrained import UnsupportedModelError
 from workers.rows import GroupShape
 
@@ -114,6 +114,10 @@ class Experts(nn.Module):
         )
         self.shared = shared
         self._layer = ExpertLayer(self.weights, first, first + 1)
+
+    def use(self, numerics: Numerics) -> None:
+        """Pad the rows of all layers' experts this way from now on."""
+        self.shared.rows_min = numerics.expert_rows
 
     def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Return (T, D) of hidden states (T, D), chosen experts and their weights (T, k), as transformers calls it."""

@@ -21,7 +21,7 @@ from workers.training.memory import USED_FRACTION
 
 ROOT = Path(__file__).resolve().parents[3]
 # Memory first: it forks its processes, before torch has threads.
-ENGINE_ITEMS = ("memory", "planner", "engine", "hybrids", "co_batching", "swap")
+ENGINE_ITEMS = ("memory", "planner", "engine", "hybrids", "experts", "co_batching", "swap")
 SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares", "loops", "off_policy")
 OPTIONS = {"publish": "--pool local", "shares": "--pool local", "loops": "--pool local"}
 # One process for many items, because importing torch takes longer than each item.
@@ -71,6 +71,7 @@ def test_every_script_measures_all_of_its_tables_with_equal_rounds_for_each_side
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
         "hybrids": {"hybrids-hybrid"},
+        "experts": {"experts-layer-mixture", "experts-together-mixture"},
         "co_batching": {"co_batching-mixed", "co_batching-scaling", "co_batching-new-tenants"},
         "swap": {"swap", "swap-registered"},
         "durability": {"durability"},

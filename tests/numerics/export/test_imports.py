@@ -159,7 +159,8 @@ def test_an_adapter_whose_experts_share_no_factor_is_refused(
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(directory / "adapter_model.safetensors")
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load_file(directory / "adapter_model.safetensors")
+    return tensors
 
 
 def assert_travels(model: Path, directory: Path, **flags: Any) -> None:
