@@ -417,6 +417,11 @@ class Fleet:
             self._copy_bytes[key] = COPY_PARAM_BYTES * rank_class(spec.rank) * params
         return self._copy_bytes[key]
 
+    def copy_bytes_max(self, base_model: str) -> int | None:
+        """Return the most bytes that a copy may have on any worker of a base model; None: any number."""
+        offered = [each.info.model.host_bytes_max for each in self._of(base_model)]
+        return None if None in offered else max((each for each in offered if each is not None), default=None)
+
     def _note_away(self) -> None:
         away = frozenset(worker_id for worker_id, each in self._workers.items() if each.is_away)
         leaving = frozenset(worker_id for worker_id, each in self._workers.items() if each.is_draining)

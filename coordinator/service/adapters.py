@@ -281,7 +281,30 @@ class AdapterUseCases(UseCases):
             origin.train_unembed,
         ):
             raise invalid("rank and train_* must be those of the checkpoint: leave them out")
-        return model, AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
+        spec = AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
+        self._check_size(model, spec)
+        return model, spec
+
+    def _check_size(self, model: ModelInfo, spec: AdapterSpec) -> None:
+        """Refuse an adapter that takes more host memory than any worker of the model offers."""
+        fleet = self._core.fleet
+        num_bytes, most = fleet.copy_bytes(model.name, spec), fleet.copy_bytes_max(model.name)
+        if most is None or num_bytes <= most:
+            return
+        fitting = [
+            str(rank)
+            for rank in (1 << i for i in range(spec.rank.bit_length()))
+            if fleet.copy_bytes(model.name, replace(spec, rank=rank)) <= most
+        ]
+        ways = [f"a rank of at most {fitting[-1]}"] if fitting else []
+        ways += ["train_mlp=False"] if spec.train_mlp and (spec.train_attn or spec.train_unembed) else []
+        instead = f"take {' or '.join(ways)}, or " if ways else ""
+        raise invalid(
+            f"an adapter of rank {spec.rank} of these modules of {model.name} takes {num_bytes / 1e6:,.0f} MB in a "
+            f"worker (weights, moments, gradient), and its workers keep at most {most / 1e6:,.0f} MB of adapters: "
+            f"{instead}ask for workers with more --host-memory",
+            "ADAPTER_TOO_LARGE",
+        )
 
     async def move_adapter(self, principal: Principal, request: pb.MoveAdapterRequest) -> pb.MoveAdapterResponse:
         """Let an adapter go on on a worker."""

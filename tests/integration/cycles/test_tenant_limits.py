@@ -51,6 +51,22 @@ async def test_a_limit_holds_at_once_and_after_a_restart_and_names_the_command_t
         await pool.adapter()
 
 
+async def test_an_adapter_larger_than_any_workers_memory_is_refused_at_its_creation_with_the_rank_that_fits(
+    tmp_path: Path,
+) -> None:
+    """A copy of the toy's rank 8 takes 768 bytes, and one of rank 16 twice as many."""
+    async with running_pool(tmp_path, engine_values=[{"host_bytes_max": 500}, {"host_bytes_max": 1000}]) as pool:
+        await pool.adapter(rank=8)
+        error = await refusal(pool.adapter(rank=16, train_unembed=False))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "ADAPTER_TOO_LARGE")
+        assert (
+            "take a rank of at most 8 or train_mlp=False, or ask for workers with more --host-memory" in error.message
+        )
+        error = await refusal(pool.adapter(rank=16, train_mlp=False))
+        assert "take a rank of at most 8, or ask" in error.message
+        await pool.adapter(rank=16, train_mlp=False, train_attn=False)
+
+
 async def test_operations_that_were_accepted_run_after_a_restart_with_lower_limits(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
