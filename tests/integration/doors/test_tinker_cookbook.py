@@ -30,6 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": build_mini_model(where / "tied"),
         "untied": build_mini_model(where / "untied", "llama"),
         "sees": build_mini_vision_model(where / "sees", is_tied=False),
+        "experts": build_mini_model(where / "experts", "qwen3-moe"),
     }
 
 
@@ -57,7 +58,8 @@ def downloaded_and_merged(pool: ServedPool, model: str, base: Path, out: Path, *
 
 
 @pytest.mark.parametrize(
-    ("model", "options"), [("untied", ["train_unembed"]), ("tied", []), ("sees", ["train_unembed"])]
+    ("model", "options"),
+    [("untied", ["train_unembed"]), ("tied", []), ("sees", ["train_unembed"]), ("experts", ["to_peft"])],
 )
 def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(
     pool: ServedPool, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
@@ -66,6 +68,8 @@ def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_c
     assert report["files"] == ["adapter_config.json", "adapter_model.safetensors"]
     assert report["left"] == 0, "the temporary export was not deleted"
     assert np.allclose(report["merged"], report["forward"], atol=2e-4)
+    if "to_peft" in options:
+        assert np.allclose(report["in_peft"], report["forward"], atol=2e-4)
     assert -np.mean(report["forward"]) < 4.0, "the adapter changed little: the comparison would show nothing"
 
 

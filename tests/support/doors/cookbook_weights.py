@@ -1,9 +1,10 @@
 """Train a little with the official SDK, then download and merge with the cookbook's own functions; print a report.
 
-    python cookbook_weights.py URL KEY BASE_MODEL BASE_DIRECTORY OUT [train_unembed]
+    python cookbook_weights.py URL KEY BASE_MODEL BASE_DIRECTORY OUT [train_unembed] [to_peft]
 
 Runs in a process of its own, because the cookbook is not installed beside the tests. `forward` in the report are the
-pool's log-probabilities, `merged` those of the merged model, both of TOKENS.
+pool's log-probabilities, `merged` those of the merged model, both of TOKENS; with `to_peft` also `in_peft`, those of
+the adapter that the cookbook converts, in PEFT.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import tinker
 import torch
 from tinker_cookbook import weights
@@ -44,21 +46,28 @@ def main() -> None:
         adapter_path=str(adapter),
         output_path=str(model),
         dtype="float32",
-        merge_strategy="full",
+        # Of a mixture "full" takes transformers' joined gates and ups for interleaved ones.
+        merge_strategy="shard" if "to_peft" in options else "full",
     )
-    merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = merged(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
-    print(
-        json.dumps(
-            {
-                "files": sorted(file.name for file in adapter.iterdir()),
-                "left": len(after) - len(before),
-                "forward": forward,
-                "merged": [float(row[token]) for row, token in zip(logprobs, TOKENS[1:], strict=True)],
-            }
-        )
-    )
+    report = {
+        "files": sorted(file.name for file in adapter.iterdir()),
+        "left": len(after) - len(before),
+        "forward": forward,
+        "merged": logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
+    }
+    if "to_peft" in options:
+        converted = Path(out) / "peft"
+        weights.build_lora_adapter(base_model=base_directory, adapter_path=str(adapter), output_path=str(converted))
+        base = AutoModelForCausalLM.from_pretrained(base_directory, dtype=torch.float32)
+        report["in_peft"] = logprobs(peft.PeftModel.from_pretrained(base, converted))
+    print(json.dumps(report))
+
+
+@torch.no_grad()
+def logprobs(model: Any) -> list[float]:
+    """Return the log-probabilities of TOKENS but the first."""
+    rows = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, TOKENS[1:], strict=True)]
 
 
 if __name__ == "__main__":
