@@ -49,7 +49,7 @@ class NaiveFactors(nn.Module):
 
 
 class NaiveExperts(nn.Module):
-    """transformers' experts, one row and one expert after another, each as the row's other ones have no part in it."""
+    """transformers' experts, one after another, with the factors of each."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -57,16 +57,17 @@ class NaiveExperts(nn.Module):
         self.factors: dict[str, NaiveFactors] = {}
 
     def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-        rows = []
-        for x, experts, own_weights in zip(hidden, choices.tolist(), weights, strict=True):
-            parts = [weight * self.one(x, expert) for expert, weight in zip(experts, own_weights, strict=True)]
-            rows.append(torch.stack(parts).sum(0))
-        return torch.stack(rows)
+        out = torch.zeros_like(hidden)
+        for expert in range(len(self.experts.down_proj)):
+            rows, places = torch.where(choices == expert)
+            if len(rows):
+                out = out.index_add(0, rows, weights[rows, places, None] * self.one(hidden[rows], expert))
+        return out
 
     def one(self, x: Tensor, expert: int) -> Tensor:
-        gate, up = (self.experts.gate_up_proj[expert] @ x).chunk(2)
+        gate, up = (x @ self.experts.gate_up_proj[expert].T).chunk(2, -1)
         inner = self.experts.act_fn(gate + self.delta("w1", x, expert)) * (up + self.delta("w3", x, expert))
-        down: Tensor = self.experts.down_proj[expert] @ inner
+        down: Tensor = inner @ self.experts.down_proj[expert].T
         return down + self.delta("w2", inner, expert)
 
     def delta(self, name: str, x: Tensor, expert: int) -> Tensor:
