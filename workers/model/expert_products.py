@@ -87,21 +87,16 @@ class Dispatch:
         """(P,) which of the T k choices a row is."""
         self.rows = on_device(sources // self.num_choices, device)
         """(P,) which row of the pass it is."""
-        self.places = on_device(places.reshape(num_rows, -1).T, device)
-        """(k, T) where each row's choices are among the P."""
+        self.places = on_device(places.reshape(num_rows, -1), device)
+        """(T, k) where each row's choices are among the P."""
         self.ends = on_device(np.cumsum(padded).astype(np.int32), device)
         """(E,) the row after the last of each expert."""
 
     def sum_choices(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the sum (T, F) over each row's choices, in their order, of values (P, F), times weights (T, k)."""
-        total: Tensor | None = None
-        for number, places in enumerate(self.places):
-            part = values.index_select(0, places)
-            if weights is not None:
-                part = part * weights[:, number, None]
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+        if weights is not None:
+            weights = weights.to(values.dtype)
+        return F.embedding_bag(self.places, values, mode="sum", per_sample_weights=weights)
 
 
 def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
@@ -122,14 +117,22 @@ class Shares:
     """(N,)."""
     rows: Tensor
     """(N L,) the rows among the experts' P; padding repeats the last of the share."""
+    rows_of_pass: Tensor
+    """(N L,) the rows of the pass."""
     own: Tensor
     """The rows of the batch that are no padding, as indices of `rows`."""
+    own_rows: Tensor
+    """The same among the experts' P."""
     padding: Tensor
     """(N, L, 1) true where a row is padding."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the shares' rows of (P, F): (N, L, F)."""
         return tensor.index_select(0, self.rows).view(len(self.slots), -1, tensor.shape[-1])
+
+    def of_pass(self, tensor: Tensor) -> Tensor:
+        """Return the shares' rows of (T, F): (N, L, F)."""
+        return tensor.index_select(0, self.rows_of_pass).view(len(self.slots), -1, tensor.shape[-1])
 
     def without_padding(self, tensor: Tensor) -> Tensor:
         """Return (N, L, F) with zeros as padding, for a sum over rows."""
@@ -146,7 +149,7 @@ class Shares:
 
     def add_rows(self, target: Tensor, values: Tensor) -> None:
         """Add values (N, L, F) to the shares' rows of (P, F)."""
-        target.index_add_(0, self.rows[self.own], values.flatten(0, 1)[self.own])
+        target.index_add_(0, self.own_rows, values.flatten(0, 1).index_select(0, self.own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,7 @@ class ExpertSegments:
         if not self.parts:
             return []
         owners = self._owners[dispatch.rows_of_pass]
-        keys = dispatch.experts * (len(self._of_segment) + 1) + owners  # rising or equal within an expert
+        keys = dispatch.experts * (len(self._of_segment) + 1) + owners  # those of a share are equal and adjacent
         begins = np.flatnonzero(np.diff(keys, prepend=-2))
         lengths = np.diff(begins, append=len(keys))
         batches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
@@ -198,9 +201,9 @@ class ExpertSegments:
             part, slot, occurrence = self._of_segment[owner]
             share = slot, int(dispatch.experts[begin]), int(dispatch.sorted_places[begin]), length
             batches.setdefault((occurrence, part, share_rows(length)), []).append(share)
-        device = dispatch.places.device
         return [
-            _batch(part, num_rows, np.array(shares), device) for (_, part, num_rows), shares in sorted(batches.items())
+            _batch(part, num_rows, np.array(shares), dispatch)
+            for (_, part, num_rows), shares in sorted(batches.items())
         ]
 
 
@@ -210,17 +213,21 @@ def share_rows(length: int) -> int:
     return -(-length // step) * step
 
 
-def _batch(part: int, num_rows: int, shares: Ints, device: torch.device) -> Shares:
+def _batch(part: int, num_rows: int, shares: Ints, dispatch: Dispatch) -> Shares:
+    device = dispatch.places.device
     slots, experts, begins, lengths = shares.T
     steps = np.arange(num_rows)
     is_own = steps < lengths[:, None]  # (N, L)
     rows = begins[:, None] + np.minimum(steps, lengths[:, None] - 1)
+    rows_on_device = on_device(rows.reshape(-1), device)
     return Shares(
         part=part,
         slots=on_device(slots, device),
         experts=on_device(experts, device),
-        rows=on_device(rows.reshape(-1), device),
+        rows=rows_on_device,
+        rows_of_pass=dispatch.rows.index_select(0, rows_on_device),
         own=on_device(np.flatnonzero(is_own), device),
+        own_rows=on_device(rows[is_own], device),
         padding=on_device(~is_own[..., None], device),
     )
 
@@ -257,7 +264,7 @@ class ExpertLayer:
         shrunk = [self._shrunk(part, x) for part in segments.parts]
         for share in shares:
             for values, half, Bs in zip(
-                share.of(shrunk[share.part].index_select(0, dispatch.rows)).chunk(2, -1),
+                share.of_pass(shrunk[share.part]).chunk(2, -1),
                 gates.chunk(2, 1),
                 self._slab(segments, share, self._gate_up).Bs,
                 strict=True,
@@ -295,12 +302,12 @@ class ExpertLayer:
         row_weights = weights.reshape(-1).index_select(0, dispatch.sources)[:, None].to(x.dtype)  # (P, 1)
         for share in kept.shares:
             views = self._slab(segments, share, self._down)
-            dinner = share.of(inner[share.part].index_select(0, dispatch.rows))  # (N, L, R)
+            dinner = share.of_pass(inner[share.part])  # (N, L, R)
             share.add_rows(dweighted, dinner @ share.matrices(views.A, num_experts))
             dinner = share.without_padding(dinner * share.of(row_weights))
             assert views.A_grad is not None, "a row of a sampler version has no gradient"
             share.add_to(views.A_grad, num_experts, dinner.transpose(1, 2) @ share.of(values))
-        dweights = (values * dweighted).sum(1)[dispatch.places.T]
+        dweights = (values * dweighted).sum(1)[dispatch.places]
         (dgates,) = torch.autograd.grad(hidden, gates, dweighted * row_weights)
         dx = dispatch.sum_choices(grouped(dgates, own.gate_up, dispatch))
         for number, part in enumerate(segments.parts):
@@ -338,7 +345,7 @@ class ExpertLayer:
     ) -> None:
         """Add the gradients of B1 and B3 of a batch of shares, and set those (P, 2 R) of s x A13^T."""
         views = self._slab(segments, share, self._gate_up)
-        shrunk = share.of(kept.shrunk[share.part].index_select(0, kept.dispatch.rows))
+        shrunk = share.of_pass(kept.shrunk[share.part])
         halves = zip(
             shrunk.chunk(2, -1),
             share.of(dgates).chunk(2, -1),

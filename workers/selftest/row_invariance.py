@@ -13,7 +13,7 @@ mode is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -135,7 +135,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
                 "exact mode is not possible with this model on this device: in products of "
                 f"{numerics.block_rows} rows a row's bits depend on its place; load it without exact"
             )
-        return numerics
+        return replace(numerics, expert_rows=expert_rows or EXPERT_ROWS)
     elementwise = _elementwise(base_model)
     rows_min = find_rows_min(groups, elementwise, is_packed=True) if can_pack(groups) else None
     is_packed = rows_min is not None
