@@ -91,7 +91,7 @@ demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: 
 test: $(READY) $(PROTOS_READY) $(BESIDE) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(PYTEST) -n $(TEST_PROCESSES) -m "not long" $(ARGS)
 
-test-long: $(READY) ## run the tests that take too long for each change: the benchmarks, kills of a pool on Ray; minutes
+test-long: $(READY) ## run the tests that take too long for each change: benchmarks, kills of a pool on Ray, rarer models; minutes
 	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m long $(ARGS)
 
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in about a minute: after each edit

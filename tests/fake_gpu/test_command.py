@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fake_cuda import guard
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fake_gpu")]
 
 
 def test_the_command_prints_a_row_of_every_case_and_how_many_budgets_are_met(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one proc
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": "on"}, {"exact": True}], ids=str)
-@pytest.mark.parametrize(("name", "load"), [("0.6b@3", Case(4, 4, 64)), ("8b@4", Case(4, 1, 512))])
+@pytest.mark.parametrize(
+    ("name", "load"), [("0.6b@3", Case(4, 4, 64)), pytest.param("8b@4", Case(4, 1, 512), marks=pytest.mark.long)]
+)
 def test_the_estimate_is_between_the_peak_memory_of_a_pass_and_little_more(
     fake_gpu: FakeCudaProcess, name: str, load: Case, settings: dict[str, Any]
 ) -> None:

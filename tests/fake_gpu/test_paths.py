@@ -12,9 +12,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one proc
 PATHS = "tests.support.fake_cuda.paths"
 
 
+def long(settings: dict[str, Any]) -> Any:
+    return pytest.param(settings, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"has_gaps": True}, {"window": True}, {"exact": True}, {"recompute": "on"}],
+    [{}, long({"has_gaps": True}), {"window": True}, {"exact": True}, long({"recompute": "on"})],
     ids=str,
 )
 def test_tenants_of_every_kind_train(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
@@ -22,11 +26,11 @@ def test_tenants_of_every_kind_train(fake_gpu: FakeCudaProcess, settings: dict[s
     assert 3 <= counts.num_waits <= 6, counts.waits
 
 
-@pytest.mark.parametrize("settings", [{}, {"exact": True}, {"window": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, long({"exact": True}), long({"window": True})], ids=str)
 def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     assert fake_gpu.call(f"{PATHS}:train", dtype="float32", **settings) is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": True}, {"dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, long({"window": True}), {"dtype": "float32"}], ids=str)
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     assert fake_gpu.call(f"{PATHS}:sample", **settings) >= 70

@@ -261,7 +261,10 @@ async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(clu
         await pool.stop(is_final=True)
 
 
-@pytest.mark.parametrize("difference", ["settings", pytest.param("code", marks=pytest.mark.long), "owner"])
+@pytest.mark.parametrize(
+    "difference",
+    [pytest.param("settings", marks=pytest.mark.long), pytest.param("code", marks=pytest.mark.long), "owner"],
+)
 async def test_only_workers_of_equal_settings_and_code_are_adopted(
     cluster: Cluster, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

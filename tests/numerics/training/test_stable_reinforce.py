@@ -80,7 +80,7 @@ def test_no_token_weighs_more_than_in_reinforce_however_far_the_sampler_is() -> 
     ("condition", "rivals"),
     [
         (Condition(staleness=0), {"importance_sampling": 0.02}),
-        (Condition(staleness=16), {"ppo": 0.08, "importance_sampling": -0.02}),
+        pytest.param(Condition(staleness=16), {"ppo": 0.08, "importance_sampling": -0.02}, marks=pytest.mark.long),
         (Condition(staleness=0, temperature=1.5), {"ppo": 0.5, "importance_sampling": -0.02}),
     ],
     ids=str,
