@@ -726,8 +726,8 @@ GUARDS = (
     Guard(
         name="values of an import are finite",
         file="coordinator/payloads/peft_weights.py",
-        before="        if not np.isfinite(values).all():\n",
-        after="        if False:\n",
+        before="    if not np.isfinite(values).all():\n",
+        after="    if False:\n",
         tests=("tests/integration/checkpoints/test_imports.py", "-k", "finite"),
     ),
     Guard(

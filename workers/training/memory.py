@@ -171,12 +171,12 @@ class PassMemory:
             num_chosen * (1 + 1 / expert_products.SHARES_PER_DOUBLING) + expert_products.SHARE_ROWS * num_shares
         )
         kept = self._value_bytes * (num_rows * 2 * inner + load.num_tokens * 3 * load.rank)
-        kept += INDEX_BYTES * (2 * num_rows + 2 * int(share_rows))
+        kept += INDEX_BYTES * (2 * num_rows + 4 * int(share_rows))
+        of_shares = int(share_rows) * (inner + 4 * load.rank) + 2 * num_shares * load.rank * inner
         if backward:
-            values = num_rows * ((5 + self._activation) * inner + max(2 * inner, hidden))
+            values = num_rows * ((5 + self._activation) * inner + max(2 * inner, hidden)) + of_shares
         else:
-            values = num_rows * (hidden + (1 + self._activation) * inner)
-        values += int(share_rows) * (inner + 4 * load.rank) + 2 * num_shares * load.rank * inner
+            values = max(num_rows * (self._activation * inner + max(inner, hidden)), num_rows * inner + of_shares)
         return kept, kept + self._value_bytes * values
 
     def _fixed_bytes(self, load: Load) -> int:
