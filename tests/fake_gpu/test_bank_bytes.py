@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]
 BANK_OF = "tests.support.fake_cuda.scenarios:bank_of"
 
 
+@pytest.mark.long
 def test_the_bank_takes_half_of_what_is_free_and_no_more(fake_gpu: FakeCudaProcess) -> None:
     free_bytes, num_bytes, num_resident = fake_gpu.call(BANK_OF, "8b", [128] * 12)
     assert 0.75 * free_bytes / 2 < num_bytes <= free_bytes / 2
