@@ -13,7 +13,7 @@ The sides alternate on the same rows; their outputs and gradients must agree. Pr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from scripts.bench.common import (
 )
 from scripts.bench.models import MIXTURE, Case, Model, add_model_options, open_models
 from scripts.bench.sides.training import Fused
-from workers.contract.messages import Datum
 from workers.model.expert_products import Dispatch, ExpertLayer, ExpertSegments
 from workers.model.segments import Routing, Segment
 from workers.rows import AdapterViews, RowLayout
@@ -138,18 +137,10 @@ def measure_together(model: Model, case: Case, args: argparse.Namespace) -> Row:
     data = case.data(model.vocab_size)
     together, apart = (Fused(model, [8] * case.num_tenants, args.threads) for _ in range(2))
     together.give(data)
-    timings = measure_alternating(
-        {"together": together.step, "apart": lambda: _one_after_another(apart, data)}, args.effort
-    )
+    timings = measure_alternating({"together": together.step, "apart": lambda: apart.step_apart(data)}, args.effort)
     row: Row = {"case": str(case)} | {name: timing.summary() for name, timing in timings.items()}
     row["over_together"] = timings["apart"].ratio_to(timings["together"])
     return row
-
-
-def _one_after_another(fused: Fused, data: Sequence[tuple[Datum, ...]]) -> None:
-    for tenant, own in enumerate(data):
-        fused.give([own], first=tenant)
-        fused.step()
 
 
 def main() -> None:

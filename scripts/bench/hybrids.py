@@ -13,7 +13,7 @@ The sides alternate, step by step, on the same tokens; their first losses must a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from scripts.bench.common import (
     Column,
@@ -28,7 +28,6 @@ from scripts.bench.common import (
 )
 from scripts.bench.models import HYBRID, Case, Model, add_model_options, open_models
 from scripts.bench.sides.training import Fused, SequentialPeft
-from workers.contract.messages import Datum
 
 RANK = 8
 SOLO = (Case(1, 4, 64), Case(1, 1, 1024), Case(1, 1, 64), Case(1, 16, 16))
@@ -55,19 +54,13 @@ def measure(model: Model, case: Case, args: argparse.Namespace) -> Row:
     sides: dict[str, Callable[[], object]] = {"fused": fused.step, "peft": peft.step}
     if case.num_tenants > 1:
         apart = Fused(model, [RANK] * case.num_tenants, args.threads)
-        sides["apart"] = lambda: _one_after_another(apart, data)
+        sides["apart"] = lambda: apart.step_apart(data)
     timings = measure_alternating(sides, args.effort)
     row |= {name: timing.summary() for name, timing in timings.items()}
     row["over_peft"] = timings["peft"].ratio_to(timings["fused"])
     if "apart" in timings:
         row["over_apart"] = timings["apart"].ratio_to(timings["fused"])
     return row
-
-
-def _one_after_another(fused: Fused, data: Sequence[tuple[Datum, ...]]) -> None:
-    for tenant, own in enumerate(data):
-        fused.give([own], first=tenant)
-        fused.step()
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ Dimensions: T rows of the pass, k experts of a row, D hidden size, F inner size,
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from workers.model.families import alternatives
 from workers.model.linears import CurrentPass
 from workers.model.numerics import EXPERT_ROWS, Numerics
 from workers.model.pretrained import UnsupportedModelError
+from workers.model.segments import Routing
 from workers.rows import GroupShape
 
 ROUTER = "logits"
@@ -72,14 +74,15 @@ class ExpertPass:
         self.current = current
         self.rows_min = EXPERT_ROWS
         """See `Numerics.expert_rows`."""
-        self._segments: tuple[object, ExpertSegments] | None = None
+        self._segments: WeakKeyDictionary[Routing, ExpertSegments] = WeakKeyDictionary()
+        """Of the pass; gone with its routing, or it would keep slabs of the bank in memory."""
 
     def segments(self, num_rows: int, gate_up: int, down: int) -> ExpertSegments:
         """Return the segments of the pass, which has so many rows; the groups are those of any layer."""
         routing = self.current.routing
-        if self._segments is None or self._segments[0] is not routing:
-            self._segments = routing, ExpertSegments(routing, num_rows, gate_up, down)
-        return self._segments[1]
+        if routing not in self._segments:
+            self._segments[routing] = ExpertSegments(routing, num_rows, gate_up, down)
+        return self._segments[routing]
 
 
 class Experts(nn.Module):

@@ -75,6 +75,12 @@ class Fused:
         self.keys.append(key)
         return len(self.keys) - 1
 
+    def step_apart(self, data: Sequence[tuple[Datum, ...]]) -> None:
+        """Train each tenant on its data in a step of its own, one after another."""
+        for tenant, own in enumerate(data):
+            self.give([own], first=tenant)
+            self.step()
+
     def give(self, data: Sequence[tuple[Datum, ...]], first: int = 0) -> None:
         """Train tenant `first + i` on `data[i]` from now on, and no other tenant."""
         self._work = [(self.keys[first + index], part) for index, part in enumerate(data)]

@@ -139,6 +139,15 @@ class Layer:
         return grad[0]
 
 
+def test_the_segments_of_a_pass_that_has_ended_keep_no_adapter_in_memory(mixture: Path) -> None:
+    driver = Driver(mixture)
+    driver.install(make_spec("a"))
+    driver.train(driver.backward("a", DATA))
+    model = driver.engine.base_model
+    model.reset()
+    assert not model.expert_layers[0].shared._segments
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 100, 500, 4096])
 def test_a_share_is_padded_by_its_own_length_by_a_quarter_at_most(length: int) -> None:
     rows = share_rows(length)
