@@ -41,7 +41,7 @@ class CurrentPass:
         self.rows_min = ROWS_MIN
         """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
         self.can_batch = True
-        """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
+        """Whether segments may be computed as one batch; see `Numerics`."""
         self.fuse: Fuse | None = None
         """`grouped_segments.group_segments` if the device has such a kernel."""
         self.fuse_forward: Fuse | None = None
@@ -87,13 +87,16 @@ class LinearGroup:
         self.weights = [linear.weight.detach() for linear in linears]  # (F, D) each
         self.biases = [cast("Tensor | None", linear.bias) for linear in linears]
         self.products: FrozenProducts
+        self._is_batched = True
+        """Whether segments in one batch have the bits that each has solo."""
         self.use(Numerics())
         self.current = current
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def use(self, numerics: Numerics) -> None:
-        """Compute products with the frozen weights this way from now on."""
+        """Compute products this way from now on."""
+        self._is_batched = not any((len(weight), weight.shape[1]) in numerics.unbatched for weight in self.weights)
         if numerics.block_rows is not None:
             self.products = ExactProducts(self.weights, self.biases, numerics.block_rows)
         elif numerics.is_packed:
@@ -140,7 +143,8 @@ class LinearGroup:
     def adapt(self, x: Tensor, ys: Sequence[Tensor], routing: Routing) -> Kept:
         """Add the adapters' parts to ys (T, F), the products of x (T, D) with the frozen weights; count these."""
         self.current.count_matmuls(len(ys))
-        parts = [(run, run.forward(self.shape.index, x, ys)) for run in routing.runs]
+        runs = routing.runs if self._is_batched else routing.single_runs
+        parts = [(run, run.forward(self.shape.index, x, ys)) for run in runs]
         return [(run, part) for run, part in parts if part is not None]
 
     def join(self, modules: Sequence[MultiLoraLinear]) -> Tensor:

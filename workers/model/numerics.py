@@ -35,6 +35,8 @@ class Numerics:
     """The same of each expert's rows."""
     can_batch: bool = True
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
+    unbatched: frozenset[tuple[int, int]] = frozenset()
+    """Shapes (F, D) of linears for which that does not hold."""
 
 
 def fingerprint(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class Run:
     length: int
     adapters: list[AdapterViews]
     num_padding: int = 0
-    """Rows of zeros added to a single segment of few rows, or its bits would depend on the number of threads."""
+    """Rows of zeros added to each segment of few rows, or its bits would depend on company and on threads."""
 
     @property
     def stop(self) -> int:
@@ -104,8 +105,8 @@ class Run:
         padded = [self._padded(out) for out in outs]
         xa = forward_segments(self._padded(rows), padded, views, scaling)
         for out, longer in zip(outs, padded, strict=True):
-            out.copy_(longer[: self.length])
-        return views, xa[: self.length]
+            out.copy_(self._own(longer))
+        return views, self._own(xa)
 
     def backward(
         self, group: int, kept: tuple[GroupViews, Tensor], x: Tensor, dys: Sequence[Tensor], dx: Tensor | None
@@ -121,7 +122,7 @@ class Run:
             douts = [self._padded(dout) for dout in douts]
             dA, dBs = backward_segments(self._padded(rows), douts, longer, self._padded(xa), views, scaling)
             if dx_rows is not None and longer is not None:
-                dx_rows.copy_(longer[: self.length])
+                dx_rows.copy_(self._own(longer))
         self.add_gradients(group, dA, dBs)
 
     def set_product(self, left: Tensor, right: Tensor, scaling: float, out: Tensor) -> None:
@@ -130,9 +131,9 @@ class Run:
         if not self.num_padding:
             _multiply(target, rows, right, scaling)
         else:
-            longer = out.new_empty(self.length + self.num_padding, out.shape[1])
+            longer = out.new_empty(*rows.shape[:-2], self.length + self.num_padding, out.shape[1])
             _multiply(longer, self._padded(rows), right, scaling)
-            target.copy_(longer[: self.length])
+            target.copy_(self._own(longer))
 
     def add_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Add left right to this run's rows of out (T, F); left (T, D), right (D, F) of each adapter."""
@@ -142,7 +143,7 @@ class Run:
         else:
             longer = self._padded(target)
             _add_product(longer, self._padded(rows), right)
-            target.copy_(longer[: self.length])
+            target.copy_(self._own(longer))
 
     def sum_over_rows(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left^T right (D, F) of each adapter; left (T, D), right (T, F)."""
@@ -151,6 +152,10 @@ class Run:
 
     def _padded(self, rows: Tensor) -> Tensor:
         return F.pad(rows, (0, 0, 0, self.num_padding))
+
+    def _own(self, padded: Tensor) -> Tensor:
+        """Return the rows that are no padding: a view."""
+        return padded[..., : self.length, :]
 
     def add_gradients(self, group: int, dA: Tensor | None, dBs: Sequence[Tensor] | None) -> None:
         """Add to the adapters' gradients; shapes as in `views`. None: those are added elsewhere."""
@@ -263,6 +268,11 @@ class Routing:
             segments = self._batch_short(segments, rows_min)
         self.runs += self.plain_runs(segments)
 
+    @cached_property
+    def single_runs(self) -> list[Run]:
+        """A run for each segment, for linears whose batched products have other bits."""
+        return [self._run(segment) for segment in self.segments]
+
     def plain_runs(self, segments: Sequence[Segment]) -> list[Run]:
         """Return the runs of segments of this pass, in row order, none of them fused."""
         runs: list[Run] = []
@@ -270,10 +280,13 @@ class Routing:
         for segment in segments:
             assert end <= segment.start < segment.stop, "segments overlap or are empty"
             end = segment.stop
-            length = segment.stop - segment.start
-            if not (self._can_batch and length >= self._rows_min and runs and runs[-1].try_add(segment)):
-                runs.append(Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length)))
+            if not (self._can_batch and runs and runs[-1].try_add(segment)):
+                runs.append(self._run(segment))
         return runs
+
+    def _run(self, segment: Segment) -> Run:
+        length = segment.stop - segment.start
+        return Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length))
 
     def _batch_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
         """Make runs of segments of few rows if several can be one batch; return the other segments."""

@@ -62,17 +62,17 @@ BATCHED_SEGMENTS = 5
 
 
 @torch.no_grad()
-def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
-    """Return whether segments computed as one batch have the bits of each segment solo, at any first row."""
+def shapes_unbatched(weights: Iterable[Tensor], rows_min: int) -> frozenset[tuple[int, int]]:
+    """Return the shapes of weights for which segments computed as one batch have other bits than each solo."""
     weights = list(weights)
     kernel = Kernel.of(weights[0])
-    shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
-    return all(
-        _batch_equals_singles(kernel, *shape, rank, length)
-        for shape in shapes
-        for rank in ((8,) if is_large(*shape) else (8, 32))
-        for length in (rows_min, rows_min + 1, *(() if is_large(*shape) else (3 * rows_min + 5, 128)))
-    )
+
+    def can_batch(shape: tuple[int, int]) -> bool:
+        lengths = (rows_min, rows_min + 1, *(() if is_large(*shape) else (3 * rows_min + 5, 128)))
+        ranks = (8,) if is_large(*shape) else (8, 32)
+        return all(_batch_equals_singles(kernel, *shape, rank, length) for rank in ranks for length in lengths)
+
+    return frozenset(shape for weight in weights if not can_batch(shape := (weight.shape[0], weight.shape[1])))
 
 
 @cache
@@ -141,12 +141,13 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     is_packed = rows_min is not None
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
-    can_batch = can_batch_segments(weights, rows_min or ROWS_MIN)
+    unbatched = shapes_unbatched(weights, rows_min or ROWS_MIN)
     return Numerics(
         rows_min=rows_min if keeps else None,
         is_packed=is_packed,
         expert_rows=expert_rows or EXPERT_ROWS,
-        can_batch=can_batch,
+        can_batch=not (unbatched and base_model.expert_layers),
+        unbatched=unbatched,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.samplers import Sampling, sampling
 from workers.model.packed_delta import PackedDelta
 from workers.model.segments import Run, Segment, ShortRun
@@ -64,4 +66,31 @@ def test_short_segments_are_one_batch_where_possible(qwen3: Path) -> None:
     current = s.driver.engine.base_model.current
     routing = current.route(segments, needs_grad=False)
     assert [type(run) for run in routing.runs] == [ShortRun, Run, Run]
-    assert {type(run) for run in current.route(segments).runs} == {Run}, "the backward takes no short runs"
+    routing = current.route(segments)
+    assert {type(run) for run in routing.runs} == {Run}, "the backward takes no short runs"
+    assert [run.length for run in routing.single_runs] == [3] * 5
+    assert len(routing.runs) == 3, "but batches of equal length"
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_linears_whose_batches_have_other_bits_take_a_segment_at_a_time(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others stay batches. A library may split a long sum over threads, but not in a batch of several sums."""
+    driver = Driver(qwen3)
+    model = driver.engine.base_model
+    hidden, vocab = model.groups[0].shape.d_in, model.vocab_size
+    model.use(replace(model.numerics, unbatched=frozenset({(vocab, hidden)})))
+    keys = ("a", "b", "c")
+    driver.install(*(make_spec(key) for key in keys))
+    sizes: dict[int, set[int]] = {}
+    forward = Run.forward
+
+    def counted(run: Run, group: int, x: Tensor, ys: Sequence[Tensor]) -> object:
+        sizes.setdefault(ys[0].shape[1], set()).add(len(run.adapters))
+        return forward(run, group, x, ys)
+
+    monkeypatch.setattr(Run, "forward", counted)
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [2])) for key in keys))
+    assert sizes.pop(vocab) == {1}
+    assert set.union(*sizes.values()) == {3}

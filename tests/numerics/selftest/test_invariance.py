@@ -42,6 +42,17 @@ def test_device_whose_rows_depend_on_their_position_is_refused(qwen3: Path, monk
         load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 
 
+def test_only_the_linears_whose_batches_have_other_bits_are_left_out(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base_model = Driver(qwen3).engine.base_model
+    weights = [weight for group in base_model.groups for weight in group.weights]
+    assert row_invariance.shapes_unbatched(weights, 16) == frozenset(), "small products keep their bits in batches"
+    unembedding = (weights[-1].shape[0], weights[-1].shape[1])
+    monkeypatch.setattr(row_invariance, "_batch_equals_singles", lambda _, *shape: shape[:2] != unembedding)
+    assert row_invariance.shapes_unbatched(weights, 16) == {unembedding}
+
+
 @pytest.mark.usefixtures("own_base_models")
 def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of threads takes more memory than the model, and leaves it in pieces."""

@@ -46,7 +46,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> N
     assert_same(*traces)
 
 
-@pytest.mark.parametrize("length", [16, 17, 33, 64])
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 64])
 def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(each_kind: Path, length: int) -> None:
     """Ranks of one class with three scalings, and of another class: batches end where scaling or class changes."""
     tenants = [
