@@ -31,6 +31,6 @@ def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings
     assert fake_gpu.call(f"{PATHS}:train", dtype="float32", **settings) is None
 
 
-@pytest.mark.parametrize("settings", [{}, long({"window": True}), {"dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, long({"window": True}), long({"dtype": "float32"})], ids=str)
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     assert fake_gpu.call(f"{PATHS}:sample", **settings) >= 70

@@ -29,7 +29,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
 
 @pytest.mark.ray
 @pytest.mark.xdist_group("scripts")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_step_executes_a_bounded_number_of_files(paths: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
     assert len({step["file"] for step in paths["gRPC", STEP]}) <= STEP_FILES_MAX
@@ -37,7 +37,7 @@ def test_a_step_executes_a_bounded_number_of_files(paths: dict[tuple[str, str], 
 
 @pytest.mark.ray
 @pytest.mark.xdist_group("scripts")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("request_name", [STEP, SAMPLE])
 @pytest.mark.parametrize("door", ["gRPC", "HTTP"])
