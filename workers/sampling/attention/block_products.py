@@ -155,8 +155,6 @@ def combine(
     largest = log_sum_exps[:num_owners].clone()
     for start, count in further:
         torch.maximum(largest[:count], log_sum_exps[start : start + count], out=largest[:count])
-    if sinks is not None:
-        torch.maximum(largest, sinks, out=largest)
     weights = (log_sum_exps - largest[owners]).exp_()
     results *= weights.unsqueeze(-1)
     joined, total = results[:num_owners], weights[:num_owners]
