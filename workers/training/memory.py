@@ -111,7 +111,9 @@ class PassMemory:
         besides = load.num_tokens * FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
         kept_experts, experts = self._expert_bytes(load, backward=False)
         forward_peak = besides + max(
-            token_bytes * max(3 * self._mlp, 6 * self._queries), self._delta_bytes(load, backward=False), experts
+            token_bytes * max((2 + self._activation) * self._mlp, 6 * self._queries),
+            self._delta_bytes(load, backward=False),
+            experts,
         )
         forward_peak += token_bytes * 6 * self._hidden
         peak = forward_peak + self._fixed_bytes(load)

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.settings import EngineSettings
@@ -77,6 +78,17 @@ def test_weights_in_mxfp4_are_dequantized_when_they_are_loaded(
     for name, weight in plain.state_dict().items():
         assert weights[name].dtype == dtype
         assert torch.equal(weights[name], weight), name
+
+
+def test_transformers_is_told_to_dequantize_because_it_would_not_where_it_has_kernels_for_mxfp4(
+    directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(
+        Mxfp4HfQuantizer, "validate_environment", lambda self, **_: told.append(self.quantization_config.dequantize)
+    )
+    load_pretrained(directories[0], "cpu", torch.float32)
+    assert told == [True]
 
 
 def test_a_model_in_mxfp4_is_served_as_the_same_in_fp32(directories: tuple[Path, Path]) -> None:
