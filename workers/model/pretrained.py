@@ -107,6 +107,14 @@ def quantization_of(config: Any) -> str:
     return str(quantization.get("quant_method", "unknown")) if quantization else ""
 
 
+def experts_of(model: Any) -> list[Any]:
+    """Return transformers' modules of experts, in the order of the forward.
+
+    They are called with hidden states (N, D), chosen experts (N, k) and their weights (N, k).
+    """
+    return [module for module in model.modules() if isinstance(getattr(module, "down_proj", None), Tensor)]
+
+
 def has_tied_unembedding(model: Any) -> bool:
     """Return whether one matrix is embedding and unembedding."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -200,7 +208,7 @@ class Probe:
         lengths = [min(length, max_seq_len) for length in (HYBRID_LENGTHS if is_hybrid else PROBE_LENGTHS)]
         num_tokens = min(int(model.get_input_embeddings().num_embeddings), model.get_output_embeddings().out_features)
         tokens = (torch.arange(sum(lengths), device=model.device) * 7919 + 13) % num_tokens
-        experts = [module for module in model.modules() if isinstance(getattr(module, "down_proj", None), Tensor)]
+        experts = experts_of(model)
         chosen: list[list[Tensor]] = [[] for _ in experts]
         hooks = [
             module.register_forward_pre_hook(lambda _, args, own=own: own.append(args[1]))
