@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 HELD_VALUES = 2
-"""Values that forward and backward hold for each of y, besides gradients of the usual gate."""
+"""Values that the forward holds for each of y, besides y: the clamped gate, and its product with the sigmoid."""
 _TRIED = 256
 
 

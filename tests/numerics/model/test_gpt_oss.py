@@ -11,10 +11,15 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.exports import export
+from tests.support.numerics.by_peft import logprobs
+from tests.support.numerics.exports import DATA, checkpoint_files, train
+from tests.support.numerics.harness import Driver, make_spec
+from tinkerpool.errors import ExportError
 from workers.contract.settings import EngineSettings
 from workers.model.clamped_gate import ClampedGate, gate_of
 from workers.model.pretrained import load_pretrained
@@ -24,7 +29,6 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 """The values of a nibble: sign, two bits of exponent, one of mantissa."""
 BLOCK = 32
 """Values with one scale."""
-DATA = make_data("cross_entropy", [23, 8, 40])
 
 
 def quantized(generator: torch.Generator, num_experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,3 +135,22 @@ def test_experts_with_another_gate_keep_it() -> None:
 
     assert gate_of(SimpleNamespace(limit=1.5, alpha=1.702, _apply_gate=own)) is own
     assert gate_of(SimpleNamespace(_apply_gate=own)) is own
+
+
+def test_an_adapter_is_merged_into_a_dequantized_copy(directories: tuple[Path, Path], tmp_path: Path) -> None:
+    """As the guide to exports says."""
+    driver, spec = train(directories[0])
+    copy, out = tmp_path / "copy", tmp_path / "merged"
+    files = checkpoint_files(driver, spec)
+    with pytest.raises(ExportError, match="or into a copy that transformers has dequantized and saved"):
+        export(files, out, format="merged", base_model=str(directories[0]))
+    AutoModelForCausalLM.from_pretrained(
+        directories[0], dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    ).save_pretrained(copy, save_original_format=False)
+    AutoTokenizer.from_pretrained(directories[0]).save_pretrained(copy)
+    export(files, out, format="merged", base_model=str(copy))
+    (result,) = driver.train(driver.forward(spec.adapter_id, DATA))
+    with torch.no_grad():
+        expected = logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), DATA)
+    for actual, wanted in zip(result.logprobs, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=0, atol=1e-4)
