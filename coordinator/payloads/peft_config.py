@@ -176,7 +176,8 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
             f"adapter_config.json has target_modules = {_shown(targets)}, a pattern: write the list of the modules' "
             'names in its place, ["q_proj", "v_proj"] for example'
         )
-    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+    is_empty = not targets and not parameters  # an adapter of experts alone has parameters
+    if not isinstance(targets, list) or is_empty or not all(isinstance(each, str) for each in targets):
         raise not_importable("adapter_config.json has no target_modules: it must be the list of the adapted modules")
     if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
         raise not_importable(

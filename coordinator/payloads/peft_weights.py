@@ -130,6 +130,8 @@ class Matrix:
     """Columns of a row in the file; 0: as many as the matrix has."""
     num_experts: int = 0
     """The file has PEFT's matrix of so many experts, `num_columns` ranks each; 0: it has no more than a module's."""
+    row_step: int = 1
+    """Of experts, which rows of a source are the matrix's: each so many, from the first on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +253,12 @@ def _Bs_of_experts(matrix: Matrix, read: _Read) -> Iterator[Array]:  # noqa: N80
     found = np.empty(matrix.shape, np.float32)
     own = slice(matrix.first_column, matrix.first_column + rank)
     row_bytes = matrix.num_columns * matrix.num_experts * _ITEM_BYTES[source.dtype]
-    step = max(1, READ_BYTES // row_bytes)
+    step = max(1, READ_BYTES // (matrix.row_step * row_bytes))
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
-        values = _finite(matrix, source, first * row_bytes, count * row_bytes, read)
-        wide = values.reshape(count, matrix.num_columns, matrix.num_experts)
+        num_read = (count - 1) * matrix.row_step + 1
+        values = _finite(matrix, source, first * matrix.row_step * row_bytes, num_read * row_bytes, read)
+        wide = values.reshape(num_read, matrix.num_columns, matrix.num_experts)[:: matrix.row_step]
         _check_zeros(matrix, wide[:, own], wide)
         of_experts = wide[:, own].transpose(2, 0, 1)
         if num_stored == 1 and not (of_experts == of_experts[:1]).all():
@@ -328,8 +331,12 @@ def _matrices_of_experts(
     linear: Linear, module: AdaptedModule, first_column: int, rank: int, A: Tensor | None, B: Tensor | None
 ) -> Iterator[Matrix]:
     """Yield A and B of a module of experts, of PEFT's matrices or of the module's own."""
+    row_step = 1
     if B is not None and linear.num_experts and module.joined is not None:
-        B = B.rows(module.joined.runs(module.d_out)[0], linear.rank * linear.num_experts)
+        first, *others = module.joined.runs(module.d_out)
+        if others:
+            row_step = others[0].start - first.start
+        B = B.rows(range(first.start, (others or [first])[-1].stop), linear.rank * linear.num_experts)
     for name, shape, source, seeded_as in (
         (module.A_name, module.A_shape(rank), A, module.A_name),
         (module.B_name, module.B_shape(rank), B, ""),
@@ -342,6 +349,7 @@ def _matrices_of_experts(
             first_column=first_column if linear.num_experts else 0,
             num_columns=linear.rank if linear.num_experts else 0,
             num_experts=linear.num_experts,
+            row_step=1 if seeded_as else row_step,
         )
 
 

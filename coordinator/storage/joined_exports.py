@@ -7,7 +7,7 @@ beside them. Rank and alpha of the linear are n times the adapter's, so scaling 
 Of the experts of a layer PEFT adapts two parameters, `gate_up_proj` and `down_proj`: A has the experts' As one below
 the other (E n r, D), and each row of B (F, n r E) has for every rank the column of each expert. The factor that all
 experts share is there E times. `down_proj`'s matrices are named after the experts, those of `gate_up_proj` after their
-`base_layer`.
+`base_layer`. Rows of gates and ups alternate where transformers has them so.
 
 Does not depend on the disk. Main invariant: values keep their bytes, and no more of a file is in memory than a piece,
 or a row if that is longer.
@@ -115,6 +115,8 @@ class _Columns:
     num_rows: int
     """F."""
     rank: int
+    is_interleaved: bool
+    """Whether a row of each module is followed by the same of the next, instead of all of them by all others."""
 
     @property
     def num_bytes(self) -> int:
@@ -125,17 +127,19 @@ class _Columns:
         return len(self.begins) * self.rank * self.num_experts * _ITEM_BYTES
 
     def pieces(self, read: Callable[[int, int], bytes], piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-        step, row_bytes = max(1, piece_bytes // self._wide_row_bytes), self.rank * _ITEM_BYTES
-        for number, begin in enumerate(self.begins):
+        numbers, row_bytes = range(len(self.begins)), self.rank * _ITEM_BYTES
+        for together in (numbers,) if self.is_interleaved else [(number,) for number in numbers]:
+            step = max(1, piece_bytes // (len(together) * self._wide_row_bytes))
             for first in range(0, self.num_rows, step):
                 num_rows = min(step, self.num_rows - first)
-                wide = np.zeros((num_rows, len(self.begins), self.rank, self.num_experts), np.float32)
-                for expert in range(self.num_stored):
-                    data = read(begin + (expert * self.num_rows + first) * row_bytes, num_rows * row_bytes)
-                    rows = np.frombuffer(data, np.float32).reshape(num_rows, self.rank, 1)
-                    columns = slice(expert, expert + 1) if self.num_stored > 1 else slice(None)
-                    wide[:, number, :, columns] = rows
-                data, num_read = wide.tobytes(), self.num_stored * num_rows * row_bytes
+                wide = np.zeros((num_rows, len(together), len(numbers), self.rank, self.num_experts), np.float32)
+                for place, number in enumerate(together):
+                    for expert in range(self.num_stored):
+                        begin = self.begins[number] + (expert * self.num_rows + first) * row_bytes
+                        rows = np.frombuffer(read(begin, num_rows * row_bytes), np.float32)
+                        columns = slice(expert, expert + 1) if self.num_stored > 1 else slice(None)
+                        wide[:, place, number, :, columns] = rows.reshape(num_rows, self.rank, 1)
+                data, num_read = wide.tobytes(), len(together) * self.num_stored * num_rows * row_bytes
                 for start in range(0, len(data), piece_bytes):  # a row may be longer than a piece
                     yield data[start : start + piece_bytes], num_read if start == 0 else 0
 
@@ -171,7 +175,7 @@ class JoinedWeights:
                 add_of_experts = self._add_A_of_experts if name.endswith(_A) else self._add_B_of_experts
                 add_of_experts(
                     peft_name_of_experts(stem) + name.removeprefix(stem),
-                    [entries[leaf] for leaf in leaves],
+                    [(entries[leaf], joined[leaf]) for leaf in leaves],
                     num_experts,
                 )
             else:
@@ -210,23 +214,24 @@ class JoinedWeights:
         self._add(name, [len(parts) * rank, d_in], rows)
 
     def _add_A_of_experts(  # noqa: N802 - A is the matrix
-        self, name: str, parts: list[dict[str, Any]], num_experts: int
+        self, name: str, parts: list[tuple[dict[str, Any], JoinedRows]], num_experts: int
     ) -> None:
-        num_stored, rank, d_in = parts[0]["shape"]
+        num_stored, rank, d_in = parts[0][0]["shape"]
         part_bytes = rank * d_in * _ITEM_BYTES
         rows = [
             _Rows(part["data_offsets"][0] + (expert * part_bytes if num_stored > 1 else 0), rank, d_in * _ITEM_BYTES)
             for expert in range(num_experts)
-            for part in parts
+            for part, _ in parts
         ]
         self._add(name, [num_experts * len(parts) * rank, d_in], rows)
 
     def _add_B_of_experts(  # noqa: N802 - B is the matrix
-        self, name: str, parts: list[dict[str, Any]], num_experts: int
+        self, name: str, parts: list[tuple[dict[str, Any], JoinedRows]], num_experts: int
     ) -> None:
-        num_stored, num_rows, rank = parts[0]["shape"]
-        begins = tuple(part["data_offsets"][0] for part in parts)
-        columns = _Columns(begins, num_stored, num_experts, num_rows, rank)
+        num_stored, num_rows, rank = parts[0][0]["shape"]
+        begins = tuple(part["data_offsets"][0] for part, _ in parts)
+        is_interleaved = parts[0][1].width < num_rows
+        columns = _Columns(begins, num_stored, num_experts, num_rows, rank, is_interleaved)
         self._add(name, [len(parts) * num_rows, len(parts) * rank * num_experts], [columns])
 
     def _add_B(self, name: str, parts: list[tuple[dict[str, Any], JoinedRows]]) -> None:  # noqa: N802 - B is the matrix

@@ -41,7 +41,13 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def run(
-    attend: Attend, dtype: torch.dtype, window: int | None, num_heads: tuple[int, int], head_dim: int
+    attend: Attend,
+    dtype: torch.dtype,
+    window: int | None,
+    num_heads: tuple[int, int],
+    head_dim: int,
+    *,
+    has_sinks: bool = False,
 ) -> list[Tensor]:
     """Return output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E)."""
     generator = torch.Generator().manual_seed(1)
@@ -52,7 +58,8 @@ def run(
         .requires_grad_()
         for heads in (num_heads[0], num_heads[1], num_heads[1])
     )
-    out = attend(0, query, key, value, scaling=head_dim**-0.5, sliding_window=window)
+    sinks = torch.linspace(-3, 3, num_heads[0], device="cuda") if has_sinks else None
+    out = attend(0, query, key, value, scaling=head_dim**-0.5, sliding_window=window, sinks=sinks)
     assert out.isfinite().all()
     total = sum(LENGTHS)
     weights = torch.randn(out.shape, generator=generator).to("cuda", dtype)
@@ -64,11 +71,14 @@ def run(
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [((4, 4), 64), ((8, 2), 128), ((4, 1), 256)])
 @pytest.mark.parametrize("counts", [None, [2, 1, 3]])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_flash_attention_is_that_of_each_sequence(
-    window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None
+    window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None, *, has_sinks: bool
 ) -> None:
-    expected = run(SdpaAttention(LENGTHS), torch.float32, window, num_heads, head_dim)
-    actual = run(VarlenAttention(FlashKernel(), LENGTHS, counts), torch.bfloat16, window, num_heads, head_dim)
+    shape = window, num_heads, head_dim
+    expected = run(SdpaAttention(LENGTHS), torch.float32, *shape, has_sinks=has_sinks)
+    attend = VarlenAttention(FlashKernel(), LENGTHS, counts)
+    actual = run(attend, torch.bfloat16, *shape, has_sinks=has_sinks)
     for mine, theirs in zip(actual, expected, strict=True):
         assert close(mine, theirs)
 

@@ -20,7 +20,7 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ALL_ARCHITECTURES)}
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=[*ARCHITECTURES, pytest.param("gpt-oss", marks=pytest.mark.long)])
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """Each of the most different architectures in turn."""
     return model_directories[request.param]

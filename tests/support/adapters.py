@@ -44,12 +44,12 @@ class AdapterFiles:
 
 
 def random_tensors(modules: Iterable[AdaptedModule], rank: int, seed: int = 0, dtype: str = "float32") -> Tensors:
-    """Return A (rank, D) and B (F, rank) of these modules, none of them zero."""
+    """Return A and B of these modules in the shapes of a state, no value of them zero."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for module in modules:
-        tensors[PREFIX + module.A_name] = rng.uniform(0.5, 1, (rank, module.d_in)).astype(dtype)
-        tensors[PREFIX + module.B_name] = rng.uniform(0.5, 1, (module.d_out, rank)).astype(dtype)
+        tensors[PREFIX + module.A_name] = rng.uniform(0.5, 1, module.A_shape(rank)).astype(dtype)
+        tensors[PREFIX + module.B_name] = rng.uniform(0.5, 1, module.B_shape(rank)).astype(dtype)
     return tensors
 
 

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -30,7 +31,17 @@ from transformers import (
 )
 
 Architecture = Literal[
-    "qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window", "qwen3.5", "qwen3-next", "qwen3-moe"
+    "qwen3",
+    "llama",
+    "gemma3",
+    "llama3",
+    "smollm2",
+    "mistral",
+    "mistral-window",
+    "qwen3.5",
+    "qwen3-next",
+    "qwen3-moe",
+    "gpt-oss",
 ]
 
 NUM_BYTES = 256
@@ -64,7 +75,8 @@ def build_mini_model(
     "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has
     three heads to one key-value head. "qwen3.5" and "qwen3-next" are hybrids: the first layer has linear attention,
     with two heads of 16 for keys and four for values. "qwen3-moe" has eight experts of 32 in each layer, and a token
-    goes to two of them. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no text. The
+    goes to two of them; so has "gpt-oss", with biases, sinks, a gate that is clamped at 1, and the window of Gemma 3 in
+    its first layer. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no text. The
     global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the architecture is
     unknown.
     """
@@ -155,6 +167,10 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
         case "qwen3-moe":
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             return Qwen3MoeConfig(**shape | experts | {"norm_topk_prob": True})
+        case "gpt-oss":
+            experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
+            kinds = {"tie_word_embeddings": False, "sliding_window": WINDOW, "swiglu_limit": 1.0}
+            return GptOssConfig(**shape | experts | kinds)
     raise ValueError(f"unknown architecture {architecture!r}; expected one of {', '.join(get_args(Architecture))}")
 
 

@@ -52,7 +52,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return `config.json`. Raises ExportError for quantized models, OSError."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     if config.get("quantization_config"):
-        raise ExportError("the base model is quantized: merge into its unquantized original with --base-model")
+        raise ExportError(
+            "the base model is quantized: merge into its unquantized original with --base-model, or into a copy that "
+            "transformers has dequantized and saved"
+        )
     return config
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ from torch import Tensor
 
 from tinkerpool.errors import ExportError
 from workers.bank.state_files import PEFT_PREFIX
-from workers.export.adapter import WEIGHTS, ExportedAdapter
+from workers.export.adapter import LEAVES, PARAMETERS, WEIGHTS, ExportedAdapter, weight_of_expert
 from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
 from workers.model.files import TOKENIZER_FILES
-from workers.model.pretrained import load_pretrained, load_without_weights, logprob_difference, num_roundings
+from workers.model.pretrained import (
+    experts_of,
+    load_pretrained,
+    load_without_weights,
+    logprob_difference,
+    num_roundings,
+)
 
 CHECK_TOKENS = 48
 """Tokens of the fixed prompt."""
@@ -40,11 +48,10 @@ def write_merged(adapter_directory: Path, base: Path, out: Path) -> dict[str, An
     Raises ExportError if the adapter is of another model or the result computes something else, UnsupportedModelError
     for a base model that no pool serves, OSError.
     """
-    adapter = ExportedAdapter(adapter_directory)
-    plan = _MergePlan(adapter, base)
+    plan = _MergePlan(adapter_directory, base)
     out.mkdir()
     plan.write(out)
-    return _check(adapter, base, out, plan.dtype)
+    return _check(plan.adapter, base, out, plan.dtype)
 
 
 def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
@@ -52,8 +59,7 @@ def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
 
     Raises ExportError if the adapter is of another model, OSError.
     """
-    adapter = ExportedAdapter(adapter_directory)
-    plan = _MergePlan(adapter, base)
+    plan = _MergePlan(adapter_directory, base)
     tensors = safetensors.torch.load_file(adapter_directory / WEIGHTS)
     prefix = f"{PEFT_PREFIX}{plan.unembedding}"
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}.lora_")}
@@ -61,34 +67,64 @@ def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
     _save(kept | whole, adapter_directory / WEIGHTS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a weight (F, D) is in the base model's files."""
+
+    stored: StoredTensor
+    part: Callable[[Tensor], Tensor]
+    """Returns the weight, as a view of the stored tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.part(torch.empty(self.stored.shape, device="meta")).shape)
+
+
 class _MergePlan:
     """Where each change of a merge belongs."""
 
-    def __init__(self, adapter: ExportedAdapter, base: Path) -> None:
+    def __init__(self, adapter_directory: Path, base: Path) -> None:
         """Raises ExportError, OSError."""
-        self._adapter = adapter
         self._base = base
         self._config = read_config(base)
         self._tensors = read_tensors(base)
-        self.unembedding, embedding, is_tied = _embeddings(base)
+        self._model = load_without_weights(base)
+        self.adapter = adapter = ExportedAdapter(adapter_directory, self._model)
+        self.unembedding, self._embedding, is_tied = _embeddings(self._model)
         self._unties = is_tied and self.unembedding in adapter.modules
         self._has_own_file = self._unties and f"{self.unembedding}.weight" not in self._tensors
-        self._weights: dict[str, StoredTensor] = {}
-        """The tensor that each adapted module's weight is, or is a copy of."""
+        self._weights: dict[str, _Place] = {}
+        """Where each adapted module's weight is, or that which it is a copy of."""
         for module in adapter.modules:
-            name = f"{embedding if self._has_own_file and module == self.unembedding else module}.weight"
-            stored = next((self._tensors[each] for each in _stored_names(name) if each in self._tensors), None)
-            if stored is None or stored.shape != adapter.shape(module):
-                found = "no such tensor" if stored is None else f"shape {stored.shape}"
+            place = self._place_of(module)
+            if place is None or place.shape != adapter.shape(module):
+                found = "no such tensor" if place is None else f"shape {place.shape}"
                 raise ExportError(
-                    f"the adapter is of another base model than {base}: it needs {name} of shape "
+                    f"the adapter is of another base model than {base}: it needs {module}.weight of shape "
                     f"{adapter.shape(module)}, and the files have {found}"
                 )
-            self._weights[module] = stored
-        dtypes = {stored.torch_dtype for stored in self._weights.values()}
+            self._weights[module] = place
+        dtypes = {place.stored.torch_dtype for place in self._weights.values()}
         if len(dtypes) > 1:
             raise ExportError(f"the base model's weights are of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
         (self.dtype,) = dtypes
+
+    def _place_of(self, module: str) -> _Place | None:
+        """Return where the weight of a module is; None: nowhere."""
+        name = self._embedding if self._has_own_file and module == self.unembedding else module
+        if (stored := self._stored(f"{name}.weight")) is not None:
+            return _Place(stored, lambda whole: whole)
+        experts, number, leaf = module.rsplit(".", 2)
+        if leaf not in LEAVES or not number.isdecimal():
+            return None
+        stored = self._stored(f"{experts}.{PARAMETERS[LEAVES.index(leaf)]}")
+        if stored is None or int(number) >= stored.shape[0]:
+            return None
+        form = self._model.get_submodule(experts)
+        return _Place(stored, lambda whole: weight_of_expert(whole, int(number), leaf, form))
+
+    def _stored(self, name: str) -> StoredTensor | None:
+        return next((self._tensors[each] for each in _stored_names(name) if each in self._tensors), None)
 
     def write(self, out: Path) -> None:
         """Write the model's files."""
@@ -101,10 +137,10 @@ class _MergePlan:
         for file, name in names.items():
             if file:
                 shutil.copyfile(self._base / file, out / name)
-        for module, stored in self._weights.items():
+        for module, place in self._weights.items():
             if not (self._has_own_file and module == self.unembedding):
-                with mapped(out / names[stored.file], stored, is_writable=True) as weight:
-                    self._adapter.add_to(module, weight)
+                with mapped(out / names[place.stored.file], place.stored, is_writable=True) as tensor:
+                    self.adapter.add_to(module, place.part(tensor))
         if self._has_own_file:
             whole = {f"{self.unembedding}.weight": self.merged_unembedding()}
             _save(whole, out / names[""])
@@ -113,10 +149,10 @@ class _MergePlan:
 
     def merged_unembedding(self) -> Tensor:
         """Return the weight (V, D) of the unembedding with the adapter, in memory."""
-        stored = self._weights[self.unembedding]
+        stored = self._weights[self.unembedding].stored
         with mapped(self._base / stored.file, stored, is_writable=False) as weight:
             merged = weight.clone()
-        self._adapter.add_to(self.unembedding, merged)
+        self.adapter.add_to(self.unembedding, merged)
         return merged
 
     def _write_index(self, out: Path, names: dict[str, str]) -> None:
@@ -165,9 +201,8 @@ def _new_names(files: list[str], *, has_own_file: bool) -> dict[str, str]:
     return {file: f"model-{number:05}-of-{len(every):05}.safetensors" for number, file in enumerate(every, 1)}
 
 
-def _embeddings(base: Path) -> tuple[str, str, bool]:
-    """Return the names of unembedding and embedding, and whether they are tied, of the model without its weights."""
-    model = load_without_weights(base)
+def _embeddings(model: Any) -> tuple[str, str, bool]:
+    """Return the names of unembedding and embedding, and whether they are tied, of a model."""
     names = {module: name for name, module in model.named_modules()}
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return names[output], names[embedding], bool(model.config.tie_word_embeddings)
@@ -175,17 +210,28 @@ def _embeddings(base: Path) -> tuple[str, str, bool]:
 
 @torch.no_grad()
 def _check(adapter: ExportedAdapter, base: Path, merged: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare the log-probabilities of a fixed prompt. Raises ExportError if they differ by more than rounding."""
+    """Compare the log-probabilities of a fixed prompt. Raises ExportError if they differ by more than rounding.
+
+    In bf16 and fp16 rounding would send some tokens to other experts, and all their values would differ. There the
+    merged model takes the routes of the other; routers are not adapted, so that both have the same.
+    """
     model = load_pretrained(base, "cpu", dtype)
     roundings = num_roundings(model.config)
     num_tokens = min(CHECK_TOKENS, int(model.config.max_position_embeddings))
     tokens = (torch.arange(num_tokens) * 7919 + 13) % model.get_input_embeddings().num_embeddings
     plain = _logprobs(model, tokens)
     detach = adapter.attach(model)
+    routes: list[tuple[Tensor, Tensor]] = []
+    for experts in experts_of(model):
+        experts.register_forward_pre_hook(lambda _, args: routes.append(args[1:]))
     expected = _logprobs(model, tokens)
     detach()
     del model  # before the next one is loaded
-    actual = _logprobs(load_pretrained(merged, "cpu", dtype), tokens)
+    model = load_pretrained(merged, "cpu", dtype)
+    if dtype != torch.float32:
+        for experts in experts_of(model):
+            experts.register_forward_pre_hook(lambda _, args: (args[0], *routes.pop(0)))
+    actual = _logprobs(model, tokens)
     difference, tolerance = logprob_difference(actual, expected, dtype, roundings)
     effect, _ = logprob_difference(plain, expected, dtype, roundings)
     measure = "largest difference" if dtype == torch.float32 else "root mean square, relative to the spread"

@@ -39,13 +39,22 @@ class Attend(Protocol):
     """The attention of a pass: the seam between the base model and its callers (packed training, key-value cache)."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied; return (1, T, H, E).
 
         `layer` counts the layers of full attention from 0. With `sliding_window` w, a query at position i sees keys at
-        positions i - w + 1 to i; with None, all up to i. T includes padding rows at the end, whose output is ignored
-        but must be finite.
+        positions i - w + 1 to i; with None, all up to i. With `sinks` (H,), each query of a head sees one more key,
+        whose score is the sink and whose value is zero. T includes padding rows at the end, whose output is ignored but
+        must be finite.
         """
 
 
@@ -75,12 +84,14 @@ class LayerAttention:
         model.set_attn_implementation(ATTENTION_NAME)
         # Some layers have a window of their own, others pass on the config's.
         self.has_sliding_window = getattr(model.config, "sliding_window", None) is not None
+        self.has_sinks = False
         layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
         numbers = {index: number for number, index in enumerate(sorted({layer.layer_idx for layer in layers}))}
         for module in layers:
             module.tinkerpool_attention = self
             module.tinkerpool_number = numbers[module.layer_idx]
             self.has_sliding_window |= getattr(module, "sliding_window", None) is not None
+            self.has_sinks |= getattr(module, "sinks", None) is not None
 
     def begin(self, attend: Attend) -> None:
         """Attend this way in the next forward, and in its backward."""
@@ -103,13 +114,27 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend in one layer, as transformers calls it: (1, heads, T, head_dim) each -> (1, T, heads, head_dim)."""
     assert attention_mask is None, "transformers made a mask although it was told not to"
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError("soft-capped, sink or non-causal attention is not supported")
+    sinks = getattr(module, "sinks", None)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not sinks or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError("soft-capped or non-causal attention, and sinks of another form, are not supported")
     scaling = module.head_dim**-0.5 if scaling is None else scaling
     attention: LayerAttention = module.tinkerpool_attention
     assert attention.current is not None, "no pass has begun"
-    out = attention.current(module.tinkerpool_number, query, key, value, scaling=scaling, sliding_window=sliding_window)
+    out = attention.current(
+        module.tinkerpool_number, query, key, value, scaling=scaling, sliding_window=sliding_window, sinks=sinks
+    )
     return out, None
+
+
+def add_sinks(out: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """Weaken the output (.., E) of an attention by sinks, in place; return its log-sum-exps (..) with sinks.
+
+    A sink has a part of the weight, and no value. A backward that takes output and log-sum-exps gives the gradients
+    with sinks, without a change: weights are exp(score - log_sum_exp), and do not sum to 1.
+    """
+    with_sinks = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype))
+    out.mul_((log_sum_exp - with_sinks).exp_().unsqueeze(-1))
+    return with_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +171,20 @@ class PackedAttention:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
         masks = [self._mask(run.length, sliding_window, query) for run in self.runs]
         out: Tensor = _PackedAttentionFunction.apply(  # type: ignore[no-untyped-call]
-            query, key, value, self.runs, masks, scaling
+            query, key, value, self.runs, masks, scaling, sinks
         )
         return out
 
@@ -182,6 +215,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
         runs: Sequence[Run],
         masks: Sequence[Tensor | None],
         scaling: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         num_groups = query.shape[1] // key.shape[1]
         if num_groups > 1:
@@ -190,6 +224,8 @@ class _PackedAttentionFunction(torch.autograd.Function):
         for run, mask in zip(runs, masks, strict=True):
             q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))  # (S, H, L, E)
             out, log_sum_exp = _attend(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
+            if sinks is not None:
+                log_sum_exp = add_sinks(out, log_sum_exp, sinks.unsqueeze(-1))  # (S, H, L)
             outputs.append(out)
             saved.append((q, k, v, out, log_sum_exp))
         ctx.saved = saved
@@ -217,7 +253,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
             dqs.append(dq)
             dks.append(_sum_groups(dk, ctx.num_groups))
             dvs.append(_sum_groups(dv, ctx.num_groups))
-        return _packed(dqs, num_rows), _packed(dks, num_rows), _packed(dvs, num_rows), None, None, None
+        return _packed(dqs, num_rows), _packed(dks, num_rows), _packed(dvs, num_rows), None, None, None, None
 
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.delta_rule import DeltaShape
+from workers.model.experts import choices_of_probe
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.forward_runs import can_run_forward, forward_runs
@@ -119,10 +120,12 @@ class BaseModel:
         self._attention = LayerAttention(model)
         self.has_sliding_window = self._attention.has_sliding_window
         """Whether any layer may attend with a sliding window."""
+        self.has_sinks = self._attention.has_sinks
+        """Whether any layer attends with sinks."""
         self.sampling_layers: SamplingLayers | None = None
         """The decoder layers in few kernels; None: the model or the device has none, and its modules compute."""
         self._has_kernels = not exact and can_run_forward(self.device, dtype)
-        if self._has_kernels and not self.has_sliding_window and has_form(model, self.head_dim):
+        if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
             self.sampling_layers = SamplingLayers(model)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
@@ -155,7 +158,8 @@ class BaseModel:
             recur = PackedDelta(lengths, self.device)
             return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
 
-        probe.check(logits_of, self.dtype)
+        with choices_of_probe(self.expert_layers, probe.choices, self.dtype):
+            probe.check(logits_of, self.dtype)
         if self.sampling_layers is not None:
             try:
                 probe.check(partial(logits_of, is_projected=True), self.dtype)

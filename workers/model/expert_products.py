@@ -7,8 +7,9 @@ With w_j the weight of the j-th of k experts that a row x chooses, and e its num
     h_j  = act(g) u
     y    = sum_j w_j h_j Wd[e]^T + s (sum_j w_j h_j A2[e]^T) B2^T
 
-All experts of a layer share A13 (A of gate and up) and B2; B1, B3 and A2 are each expert's own (*shared-outer* LoRA).
-The backward is written by hand, like that of a linear: d(loss)/d(w_j) = h_j . d(loss)/d(w_j h_j) needs no output.
+With biases, g, u and h_j Wd[e]^T have those of their expert on top. All experts of a layer share A13 (A of gate and
+up) and B2; B1, B3 and A2 are each expert's own (*shared-outer* LoRA). The backward is written by hand, like that of a
+linear: d(loss)/d(w_j) = h_j . d(loss)/d(w_j h_j) needs no output; the bias of Wd adds its product with d(loss)/dy.
 
 Does not depend on whole models, on the bank, or on how rows choose experts.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,11 +56,24 @@ class ExpertWeights:
     """The frozen weights of a layer's experts."""
 
     gate_up: Tensor
-    """(E, 2 F, D)."""
+    """(E, 2 F, D), in any order in memory."""
     down: Tensor
-    """(E, D, F)."""
+    """(E, D, F), in any order in memory."""
     apply_gate: Callable[[Tensor], Tensor]
     """(P, 2 F) -> (P, F): the activation of the gates, times the others."""
+    gate_up_bias: Tensor | None = None
+    """(E, 2 F)."""
+    down_bias: Tensor | None = None
+    """(E, D)."""
+    is_interleaved: bool = False
+    """Whether each gate is followed by its other value, instead of all gates by all others."""
+
+    def halves(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the gates and of the others, (.., F) each of (.., 2 F)."""
+        if self.is_interleaved:
+            return gates[..., ::2], gates[..., 1::2]
+        first, second = gates.chunk(2, -1)
+        return first, second
 
 
 class Dispatch:
@@ -91,6 +106,13 @@ class Dispatch:
         """(T, k) where each row's choices are among the P."""
         self.ends = on_device(np.cumsum(padded).astype(np.int32), device)
         """(E,) the row after the last of each expert."""
+        self._padded = padded
+        """(E,) the rows of each expert."""
+
+    @cached_property
+    def row_experts(self) -> Tensor:
+        """(P,) the expert of each row, for biases."""
+        return on_device(np.repeat(np.arange(len(self._padded)), self._padded), self.rows.device)
 
     def sum_choices(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the sum (T, F) over each row's choices, in their order, of values (P, F), times weights (T, k)."""
@@ -99,10 +121,10 @@ class Dispatch:
         return F.embedding_bag(self.places, values, mode="sum", per_sample_weights=weights)
 
 
-def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-    """Return each row (P, D) times its expert's matrix, (E, D, F): (P, F)."""
+def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatch, bias: Tensor | None = None) -> Tensor:
+    """Return each row (P, D) times its expert's matrix, (E, D, F), plus its expert's bias, (E, F): (P, F)."""
     product: Tensor = F.grouped_mm(rows, weights, offs=dispatch.ends)
-    return product
+    return product if bias is None else product.add_(bias.index_select(0, dispatch.row_experts))
 
 
 @dataclass(slots=True)
@@ -260,18 +282,18 @@ class ExpertLayer:
         """Return the output (T, D) of x (T, D), whose choices have these weights (T, k)."""
         own, num_experts = self._weights, self._num_experts
         shares = segments.shares(dispatch)
-        gates = grouped(x.index_select(0, dispatch.rows), own.gate_up.transpose(1, 2), dispatch)
+        gates = grouped(x.index_select(0, dispatch.rows), own.gate_up.transpose(1, 2), dispatch, own.gate_up_bias)
         shrunk = [self._shrunk(part, x) for part in segments.parts]
         for share in shares:
             for values, half, Bs in zip(
                 share.of_pass(shrunk[share.part]).chunk(2, -1),
-                gates.chunk(2, 1),
+                own.halves(gates),
                 self._slab(segments, share, self._gate_up).Bs,
                 strict=True,
             ):
                 share.add_rows(half, values @ share.matrices(Bs, num_experts))
         hidden = own.apply_gate(gates)
-        out = dispatch.sum_choices(grouped(hidden, own.down.transpose(1, 2), dispatch), weights)
+        out = dispatch.sum_choices(grouped(hidden, own.down.transpose(1, 2), dispatch, own.down_bias), weights)
         out = out.to(x.dtype)
         summed = []
         for number, part in enumerate(segments.parts):
@@ -298,7 +320,8 @@ class ExpertLayer:
             hidden = own.apply_gate(gates)
         values = hidden.detach()
         # The gradient of w_j h_j, from which follow those of w_j and h_j.
-        dweighted = grouped(dout.index_select(0, dispatch.rows), own.down, dispatch)
+        dout_rows = dout.index_select(0, dispatch.rows)  # (P, D)
+        dweighted = grouped(dout_rows, own.down, dispatch)
         row_weights = weights.reshape(-1).index_select(0, dispatch.sources)[:, None].to(x.dtype)  # (P, 1)
         for share in kept.shares:
             views = self._slab(segments, share, self._down)
@@ -307,7 +330,10 @@ class ExpertLayer:
             dinner = share.without_padding(dinner * share.of(row_weights))
             assert views.A_grad is not None, "a row of a sampler version has no gradient"
             share.add_to(views.A_grad, num_experts, dinner.transpose(1, 2) @ share.of(values))
-        dweights = (values * dweighted).sum(1)[dispatch.places]
+        dweights = (values * dweighted).sum(1)  # (P,)
+        if own.down_bias is not None:
+            dweights += (dout_rows * own.down_bias.index_select(0, dispatch.row_experts)).sum(1)
+        del dout_rows
         (dgates,) = torch.autograd.grad(hidden, gates, dweighted * row_weights)
         dx = dispatch.sum_choices(grouped(dgates, own.gate_up, dispatch))
         for number, part in enumerate(segments.parts):
@@ -319,7 +345,7 @@ class ExpertLayer:
             for run in part.runs:
                 run.rows(total).mul_(run.adapters[0].scaling)
             self._backward_shared(part, x, total, dx)
-        return dx, dweights.to(weights.dtype)
+        return dx, dweights[dispatch.places].to(weights.dtype)
 
     def _shrunk(self, part: _Part, x: Tensor) -> Tensor:
         """Return s x A13^T (T, 2 R); rows in no segment of the part are undefined."""
@@ -348,7 +374,7 @@ class ExpertLayer:
         shrunk = share.of_pass(kept.shrunk[share.part])
         halves = zip(
             shrunk.chunk(2, -1),
-            share.of(dgates).chunk(2, -1),
+            self._weights.halves(share.of(dgates)),
             dshrunk.chunk(2, 1),
             views.Bs,
             views.B_grads,

@@ -12,6 +12,8 @@ Dimensions: T rows of the pass, k experts of a row, D hidden size, F inner size,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.contract.adapted_modules import JoinedRows
+from workers.model.clamped_gate import gate_of
 from workers.model.expert_products import (
     Dispatch,
     ExpertFunction,
@@ -40,20 +43,53 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 """What adapters call the three linears of the experts, in the names of the Tinker service."""
 SHARED_GATE = "shared_expert_gate"
 """The name of a linear that weighs an expert which every row has; like the router it is frozen."""
+OTHER_CHOICES_MAX = 0.25
+"""Part of a probe's choices that rounding may change."""
 _WEIGHTS = {"gate_up_proj", "down_proj"}
-_CHILDREN = {"gate", "experts", "shared_expert", SHARED_GATE}
+_BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+_ROUTERS = {"gate", "router"}
+"""What transformers calls the router of a layer."""
+_CHILDREN = {*_ROUTERS, "experts", "shared_expert", SHARED_GATE}
+
+
+class GivenChoices:
+    """The experts that the model's own code chose in a probe, which routers take in place of their own.
+
+    In bf16 rounding sends a token elsewhere now and then, and its log-probabilities are others then.
+    """
+
+    def __init__(self, of_layers: Sequence[Tensor]) -> None:
+        """Take those of each layer's rows, (N, k)."""
+        self._of_layers = of_layers
+        self._num_others = 0
+
+    def in_place_of(self, own: Tensor, layer: int) -> Tensor:
+        """Return choices (T, k) of a layer for its own, of which rows from N on are padding."""
+        given = self._of_layers[layer]
+        is_own = (given.unsqueeze(2) == own[: len(given)].unsqueeze(1)).any(2)
+        self._num_others += int((~is_own).sum())
+        return torch.cat([given, own[len(given) :]])
+
+    @property
+    def part_of_others(self) -> float:
+        """How many of all choices the routers would not have made."""
+        return self._num_others / sum(given.numel() for given in self._of_layers)
 
 
 class Router(nn.Module):
     """Replaces a router: softmax over the experts, of which each row takes the k largest. Its linear is replaced in
-    turn by one that is frozen.
+    turn by one that is frozen. A softmax over the k largest alone is the same, if weights sum to 1.
     """
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: Any, layer: int, shared: ExpertPass) -> None:
         super().__init__()
+        self._layer, self._shared = layer, shared
         num_experts, hidden_size = theirs.weight.shape
-        self.logits = nn.Linear(hidden_size, num_experts, bias=False, device="meta")
+        bias = getattr(theirs, "bias", None)
+        self.logits = nn.Linear(hidden_size, num_experts, bias=bias is not None, device="meta")
         self.logits.weight = theirs.weight
+        if bias is not None:
+            self.logits.bias = bias
         self.num_choices = int(theirs.top_k)
         self._is_normalised = bool(getattr(theirs, "norm_topk_prob", True))
         """Whether a row's weights sum to 1."""
@@ -61,19 +97,27 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (T, E), weights (T, k), fp32, and choices (T, k) of hidden states (T, D), as transformers."""
         logits = self.logits(hidden.reshape(-1, hidden.shape[-1]))
-        weights, choices = torch.softmax(logits, -1, dtype=torch.float32).topk(self.num_choices, -1)
+        scores = torch.softmax(logits, -1, dtype=torch.float32)
+        weights, choices = scores.topk(self.num_choices, -1)
+        if (given := self._shared.given) is not None:
+            choices = given.in_place_of(choices, self._layer)
+            weights = scores.gather(-1, choices)
         if self._is_normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, choices
 
 
 class ExpertPass:
-    """What all layers of experts of one base model share: how rows are padded, and the segments of the pass."""
+    """What all layers of experts of one base model share: how rows are padded, the segments of the pass, and choices in
+    a probe.
+    """
 
     def __init__(self, current: CurrentPass) -> None:
         self.current = current
         self.rows_min = EXPERT_ROWS
         """See `Numerics.expert_rows`."""
+        self.given: GivenChoices | None = None
+        """In place of the routers' choices."""
         self._segments: WeakKeyDictionary[Routing, ExpertSegments] = WeakKeyDictionary()
         """Of the pass; gone with its routing, or it would keep slabs of the bank in memory."""
 
@@ -91,8 +135,12 @@ class Experts(nn.Module):
     def __init__(self, theirs: Any, name: str, first: int, num_choices: int, shared: ExpertPass) -> None:
         """Take the weights; `first` is the index of the first of its two groups, `num_choices` is k."""
         super().__init__()
-        self.gate_up_proj, self.down_proj = theirs.gate_up_proj, theirs.down_proj
-        num_experts, hidden_size, inner_size = theirs.down_proj.shape
+        for parameter, weight in theirs.named_parameters():
+            setattr(self, parameter, weight)
+        gate_up, down = theirs.gate_up_proj.detach(), theirs.down_proj.detach()
+        if theirs.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        num_experts, hidden_size, inner_size = down.shape
         self.shapes = (
             GroupShape(
                 index=first,
@@ -113,7 +161,12 @@ class Experts(nn.Module):
         )
         self.num_experts, self.inner_size, self.num_choices = num_experts, inner_size, num_choices
         self.weights = ExpertWeights(
-            gate_up=theirs.gate_up_proj.detach(), down=theirs.down_proj.detach(), apply_gate=theirs._apply_gate
+            gate_up=gate_up,
+            down=down,
+            apply_gate=gate_of(theirs),
+            gate_up_bias=theirs.gate_up_proj_bias.detach() if theirs.has_bias else None,
+            down_bias=theirs.down_proj_bias.detach() if theirs.has_bias else None,
+            is_interleaved=not theirs.is_concatenated,
         )
         self.shared = shared
         self._layer = ExpertLayer(self.weights, first, first + 1)
@@ -138,13 +191,33 @@ class Experts(nn.Module):
     @property
     def joined(self) -> dict[str, JoinedRows]:
         """Where transformers has the linears, by their names in `shapes`."""
-        width, (gate_up, down) = self.inner_size, self.shapes
+        (gate_up, down), width = self.shapes, 1 if self.weights.is_interleaved else self.inner_size
         gate, up = (
             JoinedRows(linear="gate_up_proj", begin=begin, width=width, period=2 * width, is_of_experts=True)
             for begin in (0, width)
         )
         whole = JoinedRows(linear="down_proj", begin=0, width=down.d_outs[0], period=down.d_outs[0], is_of_experts=True)
         return dict(zip((*gate_up.names, *down.names), (gate, up, whole), strict=True))
+
+
+@contextmanager
+def choices_of_probe(layers: Sequence[Experts], choices: Sequence[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Let routers choose as the model's own code did in a probe, (N, k) of each layer; in fp32 they choose themselves.
+
+    Raises UnsupportedModelError at the end if rounding does not explain their own choices.
+    """
+    if not layers or dtype == torch.float32:
+        yield
+        return
+    shared = layers[0].shared
+    shared.given = given = GivenChoices(choices)
+    yield
+    shared.given = None
+    if given.part_of_others > OTHER_CHOICES_MAX:
+        raise UnsupportedModelError(
+            f"the routers choose other experts than the model's own code, {given.part_of_others:.0%} of all; this "
+            "architecture has a feature that is not supported"
+        )
 
 
 def replace_experts(model: nn.Module, current: CurrentPass) -> tuple[Experts, ...]:
@@ -156,9 +229,10 @@ def replace_experts(model: nn.Module, current: CurrentPass) -> tuple[Experts, ..
             _check_experts(name, module)
             block = name.rpartition(".")[0]
             _check_block(block, model)
-            router = Router(model.get_submodule(f"{block}.gate"))
+            router_name = f"{block}.{_router_of(model.get_submodule(block))}"
+            router = Router(model.get_submodule(router_name), len(layers), shared)
             layers.append(Experts(module, name, 2 * len(layers), router.num_choices, shared))
-            model.set_submodule(f"{block}.gate", router)
+            model.set_submodule(router_name, router)
             model.set_submodule(name, layers[-1])
     return tuple(layers)
 
@@ -166,11 +240,12 @@ def replace_experts(model: nn.Module, current: CurrentPass) -> tuple[Experts, ..
 def _check_experts(name: str, theirs: Any) -> None:
     """Raise UnsupportedModelError for experts of another form."""
     found = {parameter for parameter, _ in theirs.named_parameters()}
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-    if found != _WEIGHTS or any(getattr(theirs, key, value) != value for key, value in form.items()):
+    wanted = _WEIGHTS | _BIASES if getattr(theirs, "has_bias", False) else _WEIGHTS
+    form = {"has_gate": True, "has_post_expert_norm": False}
+    if found != wanted or any(getattr(theirs, key, None) != value for key, value in form.items()):
         raise UnsupportedModelError(
-            f"the experts of {name} have {', '.join(sorted(found))}; supported are experts with a gate, "
-            f"without biases or norms, not transposed; {alternatives()}"
+            f"the experts of {name} have {', '.join(sorted(found))}; supported are experts of transformers' interface "
+            f"with a gate, without norms; {alternatives()}"
         )
 
 
@@ -178,10 +253,16 @@ def _check_block(name: str, model: nn.Module) -> None:
     """Raise UnsupportedModelError for a layer of experts of another form."""
     block = model.get_submodule(name)
     children = {child for child, _ in block.named_children()}
-    router = getattr(block, "gate", None)
+    router = getattr(block, _router_of(block), None)
     weights = set() if router is None else {parameter for parameter, _ in router.named_parameters()}
-    if not children <= _CHILDREN or weights != {"weight"} or not hasattr(router, "top_k"):
+    if not children <= _CHILDREN or weights - {"bias"} != {"weight"} or not hasattr(router, "top_k"):
         raise UnsupportedModelError(
-            f"{name} has {', '.join(sorted(children))}; supported are experts behind one router without a bias, with "
+            f"{name} has {', '.join(sorted(children))}; supported are experts behind one linear router, with "
             f"and without a shared expert; {alternatives()}"
         )
+
+
+def _router_of(block: nn.Module) -> str:
+    """Return the name of a layer's router; empty if it has none, or several."""
+    found = [name for name, _ in block.named_children() if name in _ROUTERS]
+    return found[0] if len(found) == 1 else ""

@@ -61,6 +61,7 @@ TESTED: Mapping[str, Family] = {
     "mixtral": Family("Mixtral", "the same, weights of experts in fp32"),
     "qwen2_moe": Family("Qwen 1.5, 2, mixtures", "experts beside one for every token, and dense layers"),
     "qwen3_5_moe_text": Family("Qwen 3.5, 3.6, mixtures, text", "a hybrid with experts beside one for every token"),
+    "gpt_oss": Family("gpt-oss", "experts with biases and a clamped gate, attention with sinks, sliding windows"),
 }
 
 TESTS = (
@@ -76,10 +77,7 @@ _GEMMA_4 = (
     "Gemma 4 has heads of two widths and inputs of every layer from a second embedding, and neither can be packed yet; "
     "take a text model of Gemma 3"
 )
-_GPT_OSS = (
-    "gpt-oss has experts with biases and attention with sinks, and neither can be trained yet; take a mixture of Qwen 3"
-)
-REFUSED: Mapping[str, str] = {"gemma4": _GEMMA_4, "gemma4_text": _GEMMA_4, "gpt_oss": _GPT_OSS}
+REFUSED: Mapping[str, str] = {"gemma4": _GEMMA_4, "gemma4_text": _GEMMA_4}
 """Families that no other check refuses with a reason of use; the reason of each, with what to take instead."""
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.host.uploads import on_device
-from workers.model.attention import AttendPacked, PackedAttention, Run, runs_of
+from workers.model.attention import AttendPacked, PackedAttention, Run, add_sinks, runs_of
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
@@ -40,6 +40,8 @@ class Sequences:
     scaling: float
     window: int | None
     """Keys that a query sees at most, its own included; None: all before it."""
+    sinks: Tensor | None = None
+    """(H,); see `Attend`."""
 
 
 class Kernel(Protocol):
@@ -93,6 +95,8 @@ class FlashKernel:
             scale=sequences.scaling,
             **_window(sequences.window),
         )
+        if sequences.sinks is not None:
+            log_sum_exp = add_sinks(out.transpose(0, 1), log_sum_exp, sequences.sinks.unsqueeze(-1))  # (H, T)
         return out, (log_sum_exp, random_state, unused)
 
     def backward(
@@ -156,11 +160,19 @@ class VarlenAttention:
         self._calls: list[tuple[int, int, Tensor, int]] | None = None
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
         calls = [
-            (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window))
+            (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window, sinks=sinks))
             for start, stop, ends, longest in self._on(query)
         ]
         # Views: linear layers leave these tensors row by row in memory. The backward of `tensor[0]` would copy them.
@@ -241,20 +253,30 @@ class SdpaAttention:
         for group in _by_request(lengths, counts):
             self._runs += [Run(start + run.start, run.count, run.length) for run in runs_of(group)]
             start += sum(group)
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, bool], Tensor] = {}
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
         outputs = []
         for run in self._runs:
             q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))  # (S, heads, L, E)
-            mask = self._mask(run.length, sliding_window, query.device)
+            mask = self._mask(run.length, sliding_window, query.device, has_sinks=sinks is not None)
+            if sinks is not None:
+                q, k, v = _with_sinks(q, k, v, sinks / scaling)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))  # (S * L, H, E)
+            outputs.append(out[..., : query.shape[3]].transpose(1, 2).flatten(0, 1))  # (S * L, H, E)
         missing = query.shape[2] - sum(len(out) for out in outputs)
         if missing:
             outputs.append(outputs[0].new_zeros(missing, *outputs[0].shape[1:]))
@@ -264,15 +286,31 @@ class SdpaAttention:
         """See `AttendSequences`: sums of dq in fp32."""
         return 4 * num_tokens * num_heads * head_dim
 
-    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return (L, L), True where a query may see a key; None: plain causal."""
-        if window is None or length <= window:
+    def _mask(self, length: int, window: int | None, device: torch.device, *, has_sinks: bool) -> Tensor | None:
+        """Return (L, L), True where a query may see a key, of which sinks have one more; None: plain causal."""
+        if not has_sinks and (window is None or length <= window):
             return None
-        if (length, window) not in self._masks:
+        seen = length if window is None else window
+        if (length, seen, has_sinks) not in self._masks:
             positions = torch.arange(length, device=device)
             distance = positions.unsqueeze(1) - positions  # query minus key
-            self._masks[length, window] = (distance >= 0) & (distance < window)
-        return self._masks[length, window]
+            mask = (distance >= 0) & (distance < seen)
+            self._masks[length, seen, has_sinks] = F.pad(mask, (0, int(has_sinks)), value=True)
+        return self._masks[length, seen, has_sinks]
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (S, H, L, E), keys and values (S, K, L, E) with one more key, whose product with the queries of a
+    head is the sink (H,), and whose value is zero.
+
+    One more dimension has the sinks in the queries, and 0 or 1 in the keys: no mask is needed for each head. Kernels
+    take dimensions by the multiple.
+    """
+    wider = (0, HEAD_DIM_MULTIPLE)
+    query, key = F.pad(query, wider), F.pad(key, (*wider, 0, 1))
+    query[..., -1] = sinks.to(query.dtype).unsqueeze(-1)
+    key[..., -1, -1] = 1
+    return query, key, F.pad(value, (*wider, 0, 1))
 
 
 def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[list[int]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.activations import ACT2FN
 
 from workers.model.families import REFUSED, alternatives
@@ -43,6 +43,8 @@ _LOADING = threading.Lock()
 whose weights were never filled."""
 READS_TEXT_ALONE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Model types whose checkpoints have a vision tower, and that of the text model, which transformers loads alone."""
+MXFP4 = "mxfp4"
+"""The quantization whose weights are dequantized when a model is loaded. gpt-oss is published in no other form."""
 
 
 class UnsupportedModelError(ValueError):
@@ -60,8 +62,9 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
             dtype=dtype,
             trust_remote_code=False,
             local_files_only=True,
-            attn_implementation="sdpa",
+            attn_implementation="eager",
             experts_implementation="eager",
+            quantization_config=Mxfp4Config(dequantize=True) if quantization_of(config) == MXFP4 else None,
         )
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModelError(f"the model's files lack {missing[0]}, which its config.json needs")
@@ -96,6 +99,20 @@ def _load_config(directory: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def quantization_of(config: Any) -> str:
+    """Return how the weights of a model's files are quantized; empty: they are not."""
+    quantization = getattr(config, "quantization_config", None)
+    return str(quantization.get("quant_method", "unknown")) if quantization else ""
+
+
+def experts_of(model: Any) -> list[Any]:
+    """Return transformers' modules of experts, in the order of the forward.
+
+    They are called with hidden states (N, D), chosen experts (N, k) and their weights (N, k).
+    """
+    return [module for module in model.modules() if isinstance(getattr(module, "down_proj", None), Tensor)]
 
 
 def has_tied_unembedding(model: Any) -> bool:
@@ -149,7 +166,7 @@ def _check_config(config: Any) -> None:
     """Raise UnsupportedModelError for features known to be unsupported; the message is better than the probe's."""
     if reason := REFUSED.get(config.model_type):
         raise UnsupportedModelError(reason)
-    if getattr(config, "quantization_config", None):
+    if quantization_of(config) not in {"", MXFP4}:
         raise UnsupportedModelError(
             "the model is quantized (quantization_config in config.json); take its unquantized original"
         )
@@ -180,6 +197,8 @@ class Probe:
     num_roundings: int
     logprobs: list[Tensor]
     """(length, V) of each sequence, fp32."""
+    choices: list[Tensor]
+    """(N, k) of each layer of experts, the experts that each token chose."""
 
     @classmethod
     @torch.no_grad()
@@ -189,11 +208,19 @@ class Probe:
         lengths = [min(length, max_seq_len) for length in (HYBRID_LENGTHS if is_hybrid else PROBE_LENGTHS)]
         num_tokens = min(int(model.get_input_embeddings().num_embeddings), model.get_output_embeddings().out_features)
         tokens = (torch.arange(sum(lengths), device=model.device) * 7919 + 13) % num_tokens
+        experts = experts_of(model)
+        chosen: list[list[Tensor]] = [[] for _ in experts]
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, own=own: own.append(args[1]))
+            for module, own in zip(experts, chosen, strict=True)
+        ]
         logprobs = [
             model(input_ids=part.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
             for part in tokens.split(lengths)
         ]
-        return cls(tokens, lengths, num_roundings(model.config), logprobs)
+        for hook in hooks:
+            hook.remove()
+        return cls(tokens, lengths, num_roundings(model.config), logprobs, [torch.cat(own) for own in chosen])
 
     def check(self, logits_of: Callable[[Tensor, Tensor, list[int]], Tensor], dtype: torch.dtype) -> None:
         """Compare the packed forward: tokens and positions (N,), int64, and lengths -> logits (N, V).

@@ -76,10 +76,18 @@ class SplitProjections:
         self._counts = [num_heads, num_key_heads, num_key_heads]
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
-        return self._attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window)
+        return self._attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window, sinks=sinks)
 
     def projected(self, layer: int, projected: Projected) -> Tensor:
         """See `AttendsProjected`."""
@@ -176,7 +184,7 @@ class SamplingLayers:
 def has_form(model: Any, head_dim: int) -> bool:
     """Return whether the modules of a model, whose layers were replaced, have the names and kinds of the form.
 
-    Not for a model with sliding windows.
+    Not for a model with sliding windows or sinks.
     """
     inner = getattr(model, "model", None)
     if inner is None or not all(hasattr(inner, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):

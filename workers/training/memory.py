@@ -25,6 +25,7 @@ from workers.contract.settings import Recompute
 from workers.host.free_memory import MemoryShare
 from workers.model import expert_products, packed_delta
 from workers.model.base_model import BaseModel
+from workers.model.clamped_gate import HELD_VALUES, ClampedGate
 from workers.model.pretrained import activation_of
 from workers.training import device_logits, logits
 
@@ -91,6 +92,9 @@ class PassMemory:
         self._delta = base_model.delta_shape
         self._num_expert_layers = len(base_model.expert_layers)
         self._experts = base_model.expert_layers[0] if base_model.expert_layers else None
+        is_clamped = self._experts is not None and isinstance(self._experts.weights.apply_gate, ClampedGate)
+        self._gate = HELD_VALUES if is_clamped else self._activation
+        """The same of the gate of experts."""
         self._num_attention_layers = base_model.num_attention_layers
         window = getattr(config, "sliding_window", None)
         self._window = int(window) if self._attend.makes_masks and window is not None and _has_window(config) else None
@@ -107,7 +111,9 @@ class PassMemory:
         besides = load.num_tokens * FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
         kept_experts, experts = self._expert_bytes(load, backward=False)
         forward_peak = besides + max(
-            token_bytes * max(3 * self._mlp, 6 * self._queries), self._delta_bytes(load, backward=False), experts
+            token_bytes * max((2 + self._activation) * self._mlp, 6 * self._queries),
+            self._delta_bytes(load, backward=False),
+            experts,
         )
         forward_peak += token_bytes * 6 * self._hidden
         peak = forward_peak + self._fixed_bytes(load)
@@ -174,9 +180,9 @@ class PassMemory:
         kept += INDEX_BYTES * (2 * num_rows + 4 * int(share_rows))
         of_shares = int(share_rows) * (inner + 4 * load.rank) + 2 * num_shares * load.rank * inner
         if backward:
-            values = num_rows * ((5 + self._activation) * inner + max(2 * inner, hidden)) + of_shares
+            values = num_rows * ((5 + self._gate) * inner + max(2 * inner, hidden)) + of_shares
         else:
-            values = max(num_rows * (self._activation * inner + max(inner, hidden)), num_rows * inner + of_shares)
+            values = max(num_rows * (self._gate * inner + max(inner, hidden)), num_rows * inner + of_shares)
         return kept, kept + self._value_bytes * values
 
     def _fixed_bytes(self, load: Load) -> int:

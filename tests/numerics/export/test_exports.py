@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForConditionalGeneration
 
 from tests.support.exports import Files, export, pool_of, vllm_refuses
-from tests.support.mini_model import build_mini_model, build_mini_vision_model
+from tests.support.mini_model import Architecture, build_mini_model, build_mini_vision_model
 from tests.support.numerics.by_peft import flags_for
 from tests.support.numerics.exports import DATA, checkpoint_files, train
 from tests.support.numerics.harness import Driver
@@ -97,6 +97,19 @@ def test_a_merged_model_keeps_dtype_and_shards_of_the_base_model(
     assert {tensor.dtype for tensor in tensors} == {dtype}
     assert difference(load(tmp_path / "merged", dtype="auto"), expected) < 0.3
     assert facts(tmp_path / "merged")["check"]["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("architecture", "seed"), [("gpt-oss", 1), ("qwen3-moe", 0), ("qwen3-moe", 4)])
+def test_a_mixture_in_bf16_is_merged_though_rounding_sends_a_token_elsewhere(
+    tmp_path: Path, architecture: Architecture, seed: int
+) -> None:
+    directory = build_mini_model(tmp_path / "fp32", architecture, seed)
+    driver, spec = train(directory)
+    base, out = shutil.copytree(directory, tmp_path / "base"), tmp_path / "merged"
+    load(directory, dtype=torch.bfloat16).save_pretrained(base)
+    export(checkpoint_files(driver, spec), out, format="merged", base_model=str(base))
+    check = facts(out)["check"]
+    assert check["difference"] <= check["tolerance"] < 0.1 * check["adapter_effect"]
 
 
 def test_an_unembedding_that_is_stored_although_it_is_tied_is_merged_in_its_place(
@@ -207,7 +220,8 @@ def is_hybrid(directory: Path) -> bool:
 def test_an_export_for_vllm_is_within_its_rules_and_has_the_same_weights_in_every_architecture(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
-    flags = {"train_attn": not is_hybrid(any_model_directory), "train_mlp": "moe" not in any_model_directory.name}
+    is_mixture = any_model_directory.name in {"qwen3-moe", "gpt-oss"}
+    flags = {"train_attn": not is_hybrid(any_model_directory), "train_mlp": not is_mixture}
     driver, spec = train(any_model_directory, train_unembed=False, **flags)
     out = tmp_path / "vllm"
     export(checkpoint_files(driver, spec), out, format="vllm", base_model=str(any_model_directory))

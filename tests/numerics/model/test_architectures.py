@@ -83,13 +83,16 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.GptOssConfig(**SMALL, num_local_experts=4), "biases and attention with sinks"),
+        (
+            transformers.Llama4TextConfig(**SMALL, num_local_experts=4, intermediate_size_mlp=128, head_dim=16),
+            "the experts of .* have down_proj, gate_up_proj; supported are experts of transformers' interface .* take ",
+        ),
         (
             transformers.Glm4MoeConfig(**SMALL, n_routed_experts=4, first_k_dense_replace=0),
-            "experts, gate, shared_experts; supported are experts behind one router without a bias, .* take ",
+            "experts, gate, shared_experts; supported are experts behind one linear router, .* take ",
         ),
     ],
-    ids=["gpt-oss", "glm4_moe"],
+    ids=["llama4", "glm4_moe"],
 )
 def test_a_mixture_of_another_form_is_refused_with_what_it_has(tmp_path: Path, config: Any, reason: str) -> None:
     write_random_model(tmp_path, config)
@@ -148,6 +151,11 @@ def test_an_adapter_of_the_experts_of_qwen_3_has_as_many_parameters_as_the_hoste
         hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, head_dim=128
     )
     assert params_of(config)[1] == 14_450_688
+
+
+def test_an_adapter_of_the_experts_of_gpt_oss_has_as_many_parameters_as_the_hosted_services() -> None:
+    """Of rank 1, for gpt-oss-20b."""
+    assert params_of(transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32))[1] == 6_842_880
 
 
 def params_of(config: Any) -> tuple[int, ...]:

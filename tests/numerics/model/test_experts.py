@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.mini_model import Architecture, build_mini_model
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import train
 from workers.model import experts
 from workers.model.base_model import BaseModel
 from workers.model.expert_products import Dispatch, ExpertLayer, ExpertSegments, Ints, share_rows
+from workers.model.experts import GivenChoices
+from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Routing, Segment
 from workers.rows import AdapterViews, RowLayout
 from workers.selftest import expert_invariance
@@ -25,9 +28,10 @@ RANK, NUM_ROWS = 8, 1700
 DATA = make_data("cross_entropy", [200, 120])
 
 
-@pytest.fixture
-def mixture(model_directories: dict[str, Path]) -> Path:
-    return model_directories["qwen3-moe"]
+@pytest.fixture(params=["qwen3-moe", "gpt-oss"])
+def mixture(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """Experts without biases, and with."""
+    return model_directories[request.param]
 
 
 @pytest.fixture
@@ -52,7 +56,8 @@ def test_tokens_go_to_the_experts_of_transformers_with_a_margin(mixture: Path, c
     model: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     logits: list[Tensor] = []
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output[0]))
+        router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+        router.register_forward_hook(lambda _, __, output: logits.append(output[0]))
     with torch.no_grad():
         for datum in DATA:
             model(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False)
@@ -74,6 +79,25 @@ def test_few_tokens_go_to_other_experts_in_bf16(mixture: Path, choices: list[Int
         chosen.append(list(choices))
     flips = [float((np.sort(one) != np.sort(other)).any(1).mean()) for one, other in zip(*chosen, strict=True)]
     assert max(flips) < 0.1
+
+
+@pytest.mark.parametrize(("architecture", "seed"), [("gpt-oss", 1), ("gpt-oss", 3), ("qwen3-moe", 0), ("qwen3-moe", 5)])
+def test_a_mixture_is_served_in_bf16_though_rounding_sends_a_token_of_the_probe_elsewhere(
+    tmp_path: Path, architecture: Architecture, seed: int
+) -> None:
+    """Of such a token all values differ, by more than rounding."""
+    directory = build_mini_model(tmp_path, architecture, seed)
+    assert Driver(directory, dtype="bfloat16").engine.base_model.expert_layers
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_a_mixture_whose_routers_choose_other_experts_is_refused_in_bf16(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = GivenChoices.in_place_of
+    monkeypatch.setattr(GivenChoices, "in_place_of", lambda self, own, layer: given(self, (own + 1) % 8, layer))
+    with pytest.raises(UnsupportedModelError, match=r"choose other experts than the model's own code, [4-9]\d% of all"):
+        Driver(mixture, dtype="bfloat16")
 
 
 def test_a_second_segment_of_an_adapter_adds_to_the_gradients_of_the_same_experts(mixture: Path) -> None:

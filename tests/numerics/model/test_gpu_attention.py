@@ -78,19 +78,27 @@ def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequen
         for head in range(query.shape[1]):
             shared = head // (query.shape[1] // key.shape[1])
             scores = query[start:stop, head] @ key[start:stop, shared].t() * sequences.scaling
-            heads.append(scores.masked_fill(~is_seen, float("-inf")).softmax(-1) @ value[start:stop, shared])
+            scores = scores.masked_fill(~is_seen, float("-inf"))
+            if sequences.sinks is not None:
+                scores = torch.cat([scores, sequences.sinks[head].expand(len(scores), 1)], 1)
+            heads.append(scores.softmax(-1)[:, : stop - start] @ value[start:stop, shared])
         outputs.append(torch.stack(heads, 1))
     return torch.cat(outputs)
 
 
-def run(attend: Attend, window: int | None, num_heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
+SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0])
+
+
+def run(
+    attend: Attend, window: int | None, num_heads: tuple[int, int] = (4, 2), sinks: Tensor | None = None
+) -> list[Tensor]:
     """Return output of the rows of sequences (57, H, E), finite also in the padding, and gradients (heads, 57, E)."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, heads, NUM_ROWS, 16, generator=generator).requires_grad_()
         for heads in (num_heads[0], num_heads[1], num_heads[1])
     )
-    out = attend(0, query, key, value, scaling=0.3, sliding_window=window)
+    out = attend(0, query, key, value, scaling=0.3, sliding_window=window, sinks=sinks)
     assert out.shape == (1, NUM_ROWS, num_heads[0], 16)
     assert out.isfinite().all()
     total = sum(LENGTHS)
@@ -109,6 +117,17 @@ def test_varlen_attention_is_that_of_each_sequence(
     expected = run(PackedAttention(LENGTHS), window, num_heads)
     for attend in (VarlenAttention(SlowKernel(), LENGTHS, counts), SdpaAttention(LENGTHS, counts)):
         for mine, theirs in zip(run(attend, window, num_heads), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("counts", [None, [2, 3]])
+def test_sinks_take_a_part_of_the_weight_in_outputs_and_gradients(
+    window: int | None, counts: Sequence[int] | None
+) -> None:
+    expected = run(VarlenAttention(SlowKernel(), LENGTHS), window, sinks=SINKS)
+    for attend in (PackedAttention(LENGTHS, counts), SdpaAttention(LENGTHS, counts)):
+        for mine, theirs in zip(run(attend, window, sinks=SINKS), expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -33,7 +33,14 @@ def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor
         segments.append(Segment(start, stop, rows[key].groups))
 
     def attend(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 

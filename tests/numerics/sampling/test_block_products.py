@@ -31,9 +31,16 @@ def values(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
 
 
-@given(heads_per_key=st.integers(1, 5), num_seqs=st.integers(1, 5), num_seen=st.integers(1, 2 * BLOCK_TOKENS))
-def test_two_combined_blocks_are_the_attention_over_both(heads_per_key: int, num_seqs: int, num_seen: int) -> None:
-    """With any number of padding rows, and any part of the second block hidden."""
+@given(
+    heads_per_key=st.integers(1, 5),
+    num_seqs=st.integers(1, 5),
+    num_seen=st.integers(1, 2 * BLOCK_TOKENS),
+    sink=st.none() | st.floats(-200, 200),
+)
+def test_two_combined_blocks_are_the_attention_over_both(
+    heads_per_key: int, num_seqs: int, num_seen: int, sink: float | None
+) -> None:
+    """With any number of padding rows, any part of the second block hidden, and sinks."""
     num_keys, scaling = 2, HEAD_DIM**-0.5
     queries = values(num_seqs, num_keys * heads_per_key, HEAD_DIM)
     keys = values(2 * num_seqs, num_keys, HEAD_DIM, BLOCK_TOKENS)
@@ -49,12 +56,17 @@ def test_two_combined_blocks_are_the_attention_over_both(heads_per_key: int, num
     )
     results = attend_to_blocks(queries, keys, vals, parts, scaling)
     owners = torch.arange(num_seqs).repeat(2)
-    joined = combine(*results, owners, [(0, num_seqs), (num_seqs, num_seqs)])  # (S, K, G, E)
+    sinks = values(num_keys, heads_per_key) + (sink or 0)
+    levels = [(0, num_seqs), (num_seqs, num_seqs)]
+    joined = combine(*results, owners, levels, None if sink is None else sinks)  # (S, K, G, E)
     for seq in range(num_seqs):
         key = keys[[seq, num_seqs + seq]].permute(1, 0, 3, 2).flatten(1, 2)[:, :num_seen]  # (K, seen, E)
         value = vals[[seq, num_seqs + seq]].transpose(0, 1).flatten(1, 2)[:, :num_seen]
         query = queries[seq].unflatten(0, (num_keys, heads_per_key))
-        expected = (query @ key.transpose(1, 2) * scaling).softmax(-1) @ value
+        scores = query @ key.transpose(1, 2) * scaling  # (K, G, seen)
+        if sink is not None:
+            scores = torch.cat([scores, sinks.unsqueeze(-1)], -1)
+        expected = scores.softmax(-1)[..., :num_seen] @ value
         torch.testing.assert_close(joined[seq], expected, rtol=1e-4, atol=1e-5)
 
 

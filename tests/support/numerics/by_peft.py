@@ -39,7 +39,7 @@ def flags_for(model_directory: Path) -> dict[str, bool]:
     experts share no factor in it.
     """
     model_type = json.loads((model_directory / "config.json").read_text())["model_type"]
-    return {"train_mlp": False} if model_type in {"qwen3_next", "qwen3_moe"} else {}
+    return {"train_mlp": False} if model_type in {"qwen3_next", "qwen3_moe", "gpt_oss"} else {}
 
 
 def own_parts(
@@ -85,11 +85,11 @@ def own_gradients(gradients: Mapping[str, torch.Tensor], modules: Sequence[Adapt
         num_parts, num_experts = len(parts), max(parts[0].num_As, parts[0].num_Bs)
         name = peft_name_of_experts(linear)
         A = gradients.pop(peft_name(f"{name}.lora_A.weight")).view(num_experts, num_parts, -1, parts[0].d_in)
-        B = gradients.pop(peft_name(f"{name}.lora_B.weight")).view(
-            num_parts, parts[0].d_out, num_parts, -1, num_experts
-        )
+        B = gradients.pop(peft_name(f"{name}.lora_B.weight")).unflatten(1, (num_parts, -1, num_experts))
         for number, module in enumerate(parts):
-            own_A, own_B = A[:, number], B[number, :, number].permute(2, 0, 1)
+            assert module.joined is not None
+            rows = [row for run in module.joined.runs(module.d_out) for row in run]
+            own_A, own_B = A[:, number], B[rows, number].permute(2, 0, 1)
             own[module.A_name] = own_A.sum(0, keepdim=True) if module.num_As == 1 else own_A
             own[module.B_name] = own_B.sum(0, keepdim=True) if module.num_Bs == 1 else own_B
     return own | own_matrices(gradients, [module for module in modules if not module.is_of_experts])

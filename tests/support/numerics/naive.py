@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from workers.contract.messages import AdapterSpec, Datum
 
@@ -65,9 +66,21 @@ class NaiveExperts(nn.Module):
         return out
 
     def one(self, x: Tensor, expert: int) -> Tensor:
+        if isinstance(self.experts, GptOssExperts):
+            return self.one_of_gpt_oss(x, expert)
         gate, up = (x @ self.experts.gate_up_proj[expert].T).chunk(2, -1)
         inner = self.experts.act_fn(gate + self.delta("w1", x, expert)) * (up + self.delta("w3", x, expert))
         down: Tensor = inner @ self.experts.down_proj[expert].T
+        return down + self.delta("w2", inner, expert)
+
+    def one_of_gpt_oss(self, x: Tensor, expert: int) -> Tensor:
+        gate_up = (x @ self.experts.gate_up_proj[expert] + self.experts.gate_up_proj_bias[expert]).unflatten(
+            -1, (-1, 2)
+        )
+        gate, up = gate_up[..., 0] + self.delta("w1", x, expert), gate_up[..., 1] + self.delta("w3", x, expert)
+        gate, up = gate.clamp(max=self.experts.limit), up.clamp(-self.experts.limit, self.experts.limit)
+        inner = (up + 1) * gate * torch.sigmoid(self.experts.alpha * gate)
+        down: Tensor = inner @ self.experts.down_proj[expert] + self.experts.down_proj_bias[expert]
         return down + self.delta("w2", inner, expert)
 
     def delta(self, name: str, x: Tensor, expert: int) -> Tensor:

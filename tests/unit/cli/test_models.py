@@ -60,14 +60,14 @@ def test_a_large_model_is_described_from_its_config_alone_and_its_missing_files_
 
 
 def test_a_refused_model_is_said_to_be_with_the_reason_and_what_to_take(run: Run, tmp_path: Path) -> None:
-    transformers.GptOssConfig(num_local_experts=4).save_pretrained(tmp_path)
+    transformers.Gemma4TextConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     done = run("models", tmp_path)
     assert done.code == 1
-    assert "REFUSED: gpt-oss has experts with biases and attention with sinks" in done.out
-    assert "take a mixture of Qwen 3" in done.out
+    assert "REFUSED: Gemma 4 has heads of two widths" in done.out
+    assert "take a text model of Gemma 3" in done.out
     assert "Traceback" not in done.out + done.err
     told = json.loads(run("models", tmp_path, "--json").out)
-    assert (told["family"], told["title"], told["facts"], len(told["problems"])) == ("gpt_oss", "", None, 2)
+    assert (told["family"], told["title"], told["facts"], len(told["problems"])) == ("gemma4_text", "", None, 2)
 
 
 def test_a_family_that_transformers_does_not_know_is_refused_in_one_sentence(run: Run, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from coordinator.base.errors import ServiceError
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import ImportPlan, plan_import, state_weights
 from tests.support.adapters import PREFIX, AdapterFiles, adapter_files, random_tensors, with_header
-from tests.support.joined_modules import D_IN, ROWS, hybrid_modules
+from tests.support.joined_modules import D_IN, EXPERTS, ROWS, expert_modules, experts_in_peft, hybrid_modules
 from tests.support.toy_engine import toy_model_info
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind, initial_A
 from workers.contract.messages import ModelInfo
@@ -276,6 +276,29 @@ def test_matrices_in_blocks_are_taken_apart(linear: str, dtype: torch.dtype) -> 
             np.testing.assert_array_equal(state[f"{parent}{leaf}.lora_B.weight"], B[rows, own])
     [lacks] = plan(files, model=hybrid(linear)).notes
     assert "out_proj" in lacks
+
+
+@pytest.mark.parametrize("read_bytes", [1, 600, 4 << 20])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_matrices_of_all_experts_are_taken_apart(
+    monkeypatch: pytest.MonkeyPatch, read_bytes: int, *, is_interleaved: bool
+) -> None:
+    monkeypatch.setattr("coordinator.payloads.peft_weights.READ_BYTES", read_bytes)
+    modules = expert_modules(is_interleaved=is_interleaved)
+    stored = random_tensors(modules, 2)
+    tensors = experts_in_peft(stored, 2, is_interleaved=is_interleaved)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    patterns = {"rank_pattern": {"gate_up_proj": 4}, "alpha_pattern": {"gate_up_proj": 6}}
+    config = adapter_files((), 2, alpha=3, target_parameters=parameters, **patterns).config
+    model = replace(toy_model_info(), modules=modules)
+    state = state_of(AdapterFiles(config, safetensors.numpy.save(tensors)), model=model)
+    assert state.keys() == stored.keys()
+    for name, values in stored.items():
+        np.testing.assert_array_equal(state[name], values)
+    name = f"{PREFIX}{EXPERTS}.base_layer.lora_B.weight"
+    tensors[name][0, -1] = 1  # of a gate, in a column of the ups
+    with pytest.raises(ServiceError, match="not zero in other modules' columns"):
+        state_of(AdapterFiles(config, safetensors.numpy.save(tensors)), model=model)
 
 
 def test_values_beside_the_blocks_are_refused() -> None:

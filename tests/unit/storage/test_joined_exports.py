@@ -17,7 +17,7 @@ from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import StateFiles
 from coordinator.storage.identity import Identity
 from tests.support.adapters import PREFIX, Tensors, random_tensors
-from tests.support.joined_modules import D_IN, ROWS, hybrid_modules
+from tests.support.joined_modules import D_IN, ROWS, expert_modules, experts_in_peft, hybrid_modules
 from tests.support.toy_engine import toy_model_info
 from workers.contract.adapted_modules import AdaptedModule
 from workers.contract.messages import AdapterSpec, AdapterState
@@ -98,4 +98,21 @@ def test_an_adapter_without_attention_has_no_patterns_and_its_tensors(files: Sta
     assert not config.get("alpha_pattern")
     assert tensors.keys() == stored.keys()
     for name, values in stored.items():
+        np.testing.assert_array_equal(tensors[name], values)
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 100, 500, 1 << 20])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_for_peft_experts_have_one_matrix_of_all_with_the_rows_of_gates_and_ups_in_the_models_order(
+    files: StateFiles, piece_bytes: int, *, is_interleaved: bool
+) -> None:
+    config, tensors, stored = exported(files, expert_modules(is_interleaved=is_interleaved), piece_bytes)
+    assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
+    assert (config["rank_pattern"], config["alpha_pattern"]) == (
+        {"gate_up_proj": 2 * RANK},
+        {"gate_up_proj": 2 * ALPHA},
+    )
+    expected = experts_in_peft(stored, RANK, is_interleaved=is_interleaved)
+    assert tensors.keys() == expected.keys()
+    for name, values in expected.items():
         np.testing.assert_array_equal(tensors[name], values)

@@ -97,17 +97,18 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
     return weights.to(value.dtype) @ value, scores.amax(-1).sub_(weights.amax(-1).log_())
 
 
-def attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend from many rows: query (1, K, R, E), key and value (1, K, L, E), mask (1, 1, R, L); return like query."""
+def attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attend from many rows: query (1, K, R, E), key and value (1, K, L, E), mask (1, 1, R, L).
+
+    Return the result, shaped like query, and the log-sum-exp of its scores (1, K, R), fp32.
+    """
     if query.device.type == "cpu":
         # Called by name, because `scaled_dot_product_attention` chooses a kernel by the shape of the whole batch.
-        result: Tensor
-        result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling
         )
         return result
-    result, _ = attend_rows(query, key.transpose(-2, -1), value, mask, scaling)
-    return result
+    return attend_rows(query, key.transpose(-2, -1), value, mask, scaling)
 
 
 @cache
@@ -136,12 +137,19 @@ def find_rows_multiple(head_dim: int, num_tokens: int, num_threads: int) -> int 
     return None
 
 
-def combine(results: Tensor, log_sum_exps: Tensor, owners: Tensor, levels: Sequence[tuple[int, int]]) -> Tensor:
+def combine(
+    results: Tensor,
+    log_sum_exps: Tensor,
+    owners: Tensor,
+    levels: Sequence[tuple[int, int]],
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Combine results (M, K, G, E) and log-sum-exps (M, K, G) of reads to the attention of each sequence over all its
     blocks, (S, K, G, E), fp32.
 
     The results of every sequence's first block come first, then those of the second blocks, and so on: `levels` has the
-    first index and the count of each, and counts never rise. `owners` (M,) are the sequences. Overwrites `results`.
+    first index and the count of each, and counts never rise. `owners` (M,) are the sequences. `sinks` (K, G) are scores
+    of one more key of each sequence, whose value is zero. Overwrites `results`.
     """
     (_, num_owners), *further = levels
     largest = log_sum_exps[:num_owners].clone()
@@ -153,4 +161,6 @@ def combine(results: Tensor, log_sum_exps: Tensor, owners: Tensor, levels: Seque
     for start, count in further:
         joined[:count] += results[start : start + count]
         total[:count] += weights[start : start + count]
+    if sinks is not None:
+        total += (sinks - largest).exp_()
     return joined / total.unsqueeze(-1)

@@ -113,11 +113,11 @@ def flash_pages(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, s
 def page_kernel_for(model: BaseModel) -> PageKernel | None:
     """Return the kernel for a model on its device; None: attention is by blocks (`step`).
 
-    torch 2.11 has no such kernel. Nor can one call have other keys for each sequence's sliding window.
+    torch 2.11 has no such kernel. Nor can one call have other keys for each sequence's sliding window, or sinks.
     """
     has_kernel = model.device.type == "cuda" and model.dtype in {torch.bfloat16, torch.float16}
     has_kernel = has_kernel and model.head_dim <= HEAD_DIM_MAX and model.head_dim % HEAD_DIM_MULTIPLE == 0
-    if not has_kernel or model.has_sliding_window:
+    if not has_kernel or model.has_sliding_window or model.has_sinks:
         return None
     arguments = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
     return flash_pages if {"block_table", "seqused_k", "num_splits"} <= arguments else None
@@ -247,10 +247,19 @@ class PagedAttention:
         self._tables = tables
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
         assert sliding_window is None, "models with sliding windows attend by blocks"
+        assert sinks is None, "models with sinks attend by blocks"
         tables = self._tables
         keys, values = self._cache.layer(layer)
         queries, key_rows, value_rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))

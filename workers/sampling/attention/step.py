@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.host.uploads import on_device
-from workers.model.attention import Attend
+from workers.model.attention import Attend, add_sinks
 from workers.model.base_model import BaseModel
 from workers.sampling.attention.block_products import (
     ROWS_MULTIPLES,
@@ -89,7 +89,14 @@ class PrefillAttention:
         memory[self._blocks[self._first :]] = self._in_blocks(rows).transpose(1, 2)
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, scaling: float, window: int | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         """Fill the chunk's rows of `out` (T, H, E), from queries (T, H, E), keys (N, K, E, B), values (N, K, B, E)."""
         first = self._first_seen(self._first, window)
@@ -102,15 +109,16 @@ class PrefillAttention:
         for index, block in enumerate(range(self._first, self._end)):
             begin, end = self._first_seen(block, window), block + 1
             tokens = slice((begin - first) * BLOCK_TOKENS, (end - first) * BLOCK_TOKENS)
-            results.append(
-                attend_prompt(
-                    rows[index : index + 1],
-                    seen[0][:, :, tokens],
-                    seen[1][:, :, tokens],
-                    mask[:, :, :, mask.shape[-1] - (end - begin) * BLOCK_TOKENS :],
-                    scaling,
-                )
+            result, log_sum_exp = attend_prompt(
+                rows[index : index + 1],
+                seen[0][:, :, tokens],
+                seen[1][:, :, tokens],
+                mask[:, :, :, mask.shape[-1] - (end - begin) * BLOCK_TOKENS :],
+                scaling,
             )
+            if sinks is not None:
+                add_sinks(result, log_sum_exp, sinks.view(-1, self._heads_per_key).repeat_interleave(BLOCK_TOKENS, 1))
+            results.append(result)
         result = torch.cat(results).unflatten(2, (self._heads_per_key, BLOCK_TOKENS))  # (n, K, G, B, E)
         result = result.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)  # (n * B, H, E)
         out[self._rows] = result[: len(result) - self._padding]
@@ -182,7 +190,14 @@ class DecodeAttention:
         memory[self._block, :, self._offset] = rows[self._rows]
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, scaling: float, window: int | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         """Fill the tokens' rows of `out` (T, H, E), from queries (T, H, E), keys (N, K, E, B), values (N, K, B, E)."""
         if window not in self._plans:
@@ -193,7 +208,10 @@ class DecodeAttention:
             of_tiles = attend_to_blocks(queries, keys, values, plan.by_tile, scaling)
             result, log_sum_exp = (torch.cat(pair) for pair in zip(of_tiles, (result, log_sum_exp), strict=True))
         result, log_sum_exp = (tensor.index_select(0, plan.results).float() for tensor in (result, log_sum_exp))
-        joined = combine(result, log_sum_exp, plan.owners, plan.levels).index_select(0, plan.order)  # (S, K, G, E)
+        if sinks is not None:
+            sinks = sinks.float().view(result.shape[1:3])  # (K, G)
+        joined = combine(result, log_sum_exp, plan.owners, plan.levels, sinks)  # (S, K, G, E)
+        joined = joined.index_select(0, plan.order)
         out[self._rows] = joined.flatten(1, 2).to(out.dtype)
 
     def _offsets(self, tokens: Sequence[NextToken]) -> Tensor:
@@ -243,7 +261,15 @@ class StepAttention:
         self._decoding = decoding
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
         keys, values = self._cache.layer(layer)
@@ -252,11 +278,11 @@ class StepAttention:
         for chunk in self._chunks:
             chunk.write(keys.transpose(2, 3), key_rows)
             chunk.write(values, value_rows)
-            chunk.attend(queries, keys, values, out, scaling, sliding_window)
+            chunk.attend(queries, keys, values, out, scaling, sliding_window, sinks)
         if self._decoding is not None:
             self._decoding.write(keys.transpose(2, 3), key_rows)
             self._decoding.write(values, value_rows)
-            self._decoding.attend(queries, keys, values, out, scaling, sliding_window)
+            self._decoding.attend(queries, keys, values, out, scaling, sliding_window, sinks)
         return out.unsqueeze(0)
 
 
