@@ -89,7 +89,7 @@ class PassMemory:
         self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._delta = base_model.delta_shape
-        self._group_values_max = packed_delta.group_values_max(base_model.device)
+        self._group_values_max = base_model.delta_group_values
         self._num_expert_layers = len(base_model.expert_layers)
         self._experts = base_model.expert_layers[0] if base_model.expert_layers else None
         self._num_attention_layers = base_model.num_attention_layers
