@@ -217,6 +217,7 @@ _OPTIONS = (
     _Option(flag="--recompute", setting=(PoolConfig, "recompute")),
     _Option(flag="--dtype", setting=(PoolConfig, "dtype")),
     _Option(flag="--exact", setting=(PoolConfig, "exact")),
+    _Option(flag="--linear-attention", setting=(PoolConfig, "linear_attention")),
     _Option(flag="--ray-address", setting=(PoolConfig, "ray_address")),
     _Option(flag="--keep-workers", setting=(PoolConfig, "keep_workers")),
     _Option(

@@ -36,6 +36,22 @@ X = "x = torch.empty(64, 32, device='cuda')"
         (X, "x.index_select(0, torch.empty(4, dtype=torch.long, device='cuda'))", 1, 32 + 2 * 512),
         (X, "F.rms_norm(x, (32,), torch.empty(32, device='cuda'))", 1, 2 * 8192 + 128 + 256),
         (X, "F.silu(x.requires_grad_()).sum().backward()", 4, 8192 * 2 + 8192 + 4 + 4 + 4 + 8192 * 2),
+        (X, "x.topk(4, -1)", 2, 8192 + 3 * (1024 + 2048)),
+        (X, "x.index_fill_(0, torch.empty(3, dtype=torch.long, device='cuda'), 0.0)", 1, 24 + 3 * 128),
+        (X, "x.index_copy_(0, torch.empty(3, dtype=torch.long, device='cuda'), x[:3])", 1, 24 + 2 * 3 * 128),
+        (X, "torch.linalg.solve_triangular(x[:32], x[:32], upper=False)", 4, 3 * 4096 + 2 * 4096),
+        (
+            "x = torch.empty(4, 64, 64, device='cuda')",  # few and large: one call for each, after the copy
+            "torch.linalg.solve_triangular(x, x, upper=False)",
+            5,
+            3 * 65_536 + 2 * 65_536,
+        ),
+        (
+            f"{X}\ni = torch.empty(4, 2, dtype=torch.long, device='cuda')",  # and numbers of four bags
+            "F.embedding_bag(i, x, mode='sum')",
+            2,
+            32 + (64 + 32 + 8 * 128 + 4 * 128),
+        ),
         ("x = torch.empty(2, 64 << 10, device='cuda')", "x.softmax(-1)", 1, 4 * 524_288),
         # 4 GB and more: offsets do not fit into 32 bits, so torch launches a kernel for each part.
         ("x = torch.empty(1 << 30, device='cuda')", "x.add_(1)", 2, 2 << 32),

@@ -59,6 +59,35 @@ def test_no_count_rises(fake_gpu: FakeCudaProcess, function: str, args: tuple[An
         assert budget.measured(row) <= budget.today, f"{budget.case}: {budget.unit}"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("function", "args"), [("passes", (Case(8, 4, 64),)), ("decoding", (32, 0)), ("decoding", (32, 8))], ids=str
+)
+@pytest.mark.parametrize("model", ["9b-hybrid", "30b-a3b"])
+def test_no_count_of_a_hybrid_or_a_mixture_rises(
+    fake_gpu: FakeCudaProcess, model: str, function: str, args: tuple[Any, ...]
+) -> None:
+    few, more = (fake_gpu.call(f"{CASES}:{function}", f"{model}@{layers}", *args)[0] for layers in (4, 8))
+    found = rows_with_budgets([few | {"layer_kernels": (more["kernels"] - few["kernels"]) / 4}])
+    assert found
+    for budget, row in found:
+        assert budget.measured(row) <= budget.today, f"{budget.case}: {budget.unit}"
+
+
+def test_kernels_of_a_mixture_do_not_depend_on_the_number_of_experts(fake_gpu: FakeCudaProcess) -> None:
+    few, many = (fake_gpu.call("tests.support.fake_cuda.scenarios:kernels_of_experts", num) for num in (4, 64))
+    assert few == many
+
+
+def test_kernels_of_a_hybrid_do_not_depend_on_the_number_of_sequences(fake_gpu: FakeCudaProcess) -> None:
+    def kernels(function: str, *args: Any) -> int:
+        (row,) = fake_gpu.call(f"{CASES}:{function}", "tiny-hybrid", *args)
+        return int(row["kernels"])
+
+    assert kernels("decoding", 16, 1) == kernels("decoding", 32, 1)
+    assert kernels("passes", Case(2, 1, 16)) == kernels("passes", Case(2, 8, 16))
+
+
 def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> None:
     few, more, most = (fake_gpu.call(f"{CASES}:decoding", f"{MODEL}@{layers}", 32, 8)[0] for layers in (FEW, MORE, 7))
     expected = extended(few, more, 7)

@@ -19,6 +19,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one proc
 def test_the_estimate_is_between_the_peak_memory_of_a_pass_and_little_more(
     fake_gpu: FakeCudaProcess, name: str, load: Case, settings: dict[str, Any]
 ) -> None:
+    assert_estimated(fake_gpu, name, load, settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"recompute": "on"}], ids=str)
+@pytest.mark.parametrize("name", ["9b-hybrid@4", "30b-a3b@3"])
+def test_the_estimate_holds_for_a_hybrid_and_a_mixture(
+    fake_gpu: FakeCudaProcess, name: str, settings: dict[str, Any]
+) -> None:
+    assert_estimated(fake_gpu, name, Case(4, 4, 64), settings)
+
+
+def assert_estimated(fake_gpu: FakeCudaProcess, name: str, load: Case, settings: dict[str, Any]) -> None:
     scenario = "tests.support.fake_cuda.scenarios:memory_of_a_pass"
     peak, estimate, buffers = fake_gpu.call(scenario, name, load, **settings)
     assert peak <= estimate - buffers

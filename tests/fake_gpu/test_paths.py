@@ -18,7 +18,16 @@ def long(settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, long({"has_gaps": True}), {"window": True}, {"exact": True}, long({"recompute": "on"})],
+    [
+        {},
+        long({"has_gaps": True}),
+        {"window": True},
+        {"exact": True},
+        long({"recompute": "on"}),
+        {"model": "tiny-hybrid"},
+        {"model": "tiny-mixture"},
+        long({"model": "tiny-mixture", "has_gaps": True, "recompute": "on"}),
+    ],
     ids=str,
 )
 def test_tenants_of_every_kind_train(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
@@ -31,6 +40,10 @@ def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings
     assert fake_gpu.call(f"{PATHS}:train", dtype="float32", **settings) is None
 
 
-@pytest.mark.parametrize("settings", [{}, long({"window": True}), long({"dtype": "float32"})], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, long({"window": True}), long({"dtype": "float32"}), {"model": "tiny-hybrid"}, {"model": "tiny-mixture"}],
+    ids=str,
+)
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     assert fake_gpu.call(f"{PATHS}:sample", **settings) >= 70

@@ -22,6 +22,7 @@ CPU_CACHE_BYTES_MAX = 2 << 30
 
 Recompute = Literal["off", "on", "auto"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+LinearAttention = Literal["own", "fla"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class EngineSettings:
     exact: bool = False
     """An adapter's bits in training depend on no neighbour on any device, at a cost in speed; on a CPU in float32 they
     never do. Part of the fingerprint."""
+    linear_attention: LinearAttention = "own"
+    """What computes the gated delta rule in passes of a hybrid: the engine, or the package `fla` on a GPU in bfloat16,
+    if it passes a trial and `exact` is off. Part of the fingerprint."""
     pass_tokens_max: int = 8192
     """Most rows of one packed pass; fewer where memory is short. Longer runs of items are cut. Changes no bits."""
     recompute: Recompute = "auto"
@@ -73,6 +77,8 @@ class EngineSettings:
             raise ValueError(f"recompute is {self.recompute!r}; it must be 'off', 'on' or 'auto'")
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
+        if self.linear_attention not in get_args(LinearAttention):
+            raise ValueError(f"linear_attention is {self.linear_attention!r}; it must be 'own' or 'fla'")
         if not 0 < self.memory_share <= 1:
             raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
         if not 0 < self.cache_share < 1:
@@ -132,6 +138,9 @@ class PoolConfig:
     """Of the base models' weights and activations; adapters are fp32. "auto": bfloat16 on cuda, float32 on a CPU."""
     exact: bool = False
     """An adapter's bits in training depend on no neighbour, also on cuda and in bfloat16, at a cost in speed."""
+    linear_attention: LinearAttention = "own"
+    """What computes linear attention in a hybrid's passes: "own", the pool's code; "fla", the kernels of the package of
+    that name, on a GPU in bfloat16, if they pass a trial when the model is loaded. They have not been run yet."""
     ray_address: str | None = None
     """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
     this machine, which ends with the pool."""
@@ -216,6 +225,7 @@ class PoolConfig:
                 cache_bytes_max=CPU_CACHE_BYTES_MAX if is_cpu and not self.cache_share else None,
                 dtype=self.dtype,
                 exact=self.exact,
+                linear_attention=self.linear_attention,
             )
             for index, model in enumerate(models)
         }

@@ -27,6 +27,7 @@ Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -48,9 +49,10 @@ from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
+from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
-from workers.model.packed_delta import PackedDelta, Recur
+from workers.model.packed_delta import PackedDelta, Recur, group_values_max
 from workers.model.pretrained import (
     Probe,
     UnsupportedModelError,
@@ -93,6 +95,8 @@ class BaseModel:
         """Whether backwards need the library's switch for adding in a fixed order."""
         if self._is_ordered:
             prepare()
+        if self.device.type == "cuda":
+            switch_to_one_way()
         self.model = model = load_pretrained(self.path, device, dtype)
         self.config = config = model.config
         self.is_deferred = self.device.type == "cuda" or dtype != torch.float32
@@ -117,6 +121,8 @@ class BaseModel:
         self.group_shapes = layers.shapes
         self.num_attention_layers = self.num_layers - len(self.delta_layers)
         """Layers of full attention: those that have keys and values."""
+        self.library_rule: Rule | None = None
+        """What computes the linear attention of passes with whole sequences; None: our own rule."""
         self._attention = LayerAttention(model)
         self.has_sliding_window = self._attention.has_sliding_window
         """Whether any layer may attend with a sliding window."""
@@ -155,7 +161,7 @@ class BaseModel:
             attend: Attend = self.attend_packed(lengths, [1] * len(lengths))
             if is_projected:
                 attend = SplitProjections(attend, self.num_heads, self.num_key_value_heads)
-            recur = PackedDelta(lengths, self.device)
+            recur = self.recur_packed(lengths)
             return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
 
         with choices_of_probe(self.expert_layers, probe.choices, self.dtype):
@@ -244,6 +250,17 @@ class BaseModel:
         """The sizes of every layer of linear attention; None without any."""
         return self.delta_layers[0].delta_weights.shape if self.delta_layers else None
 
+    def recur_packed(self, lengths: Sequence[int]) -> Recur:
+        """Return the linear attention of whole sequences, one after another."""
+        if self.library_rule is None:
+            return PackedDelta(lengths, self.device)
+        return LibraryDelta(self.library_rule, lengths, self.device)
+
+    @property
+    def delta_group_values(self) -> int:
+        """Values of queries, keys or values for which linear attention holds all its tensors at a time, at most."""
+        return group_values_max(self.device) if self.library_rule is None else sys.maxsize
+
     @property
     def num_base_matmuls(self) -> int:
         """Products with frozen weights so far, forward only; for tests and metering."""
@@ -277,6 +294,7 @@ class BaseModel:
                 numerics,
                 self.device,
                 self.dtype,
+                linear_attention="" if self.library_rule is None else f"{PACKAGE} {VERSION}",
                 is_thread_count_invariant=is_thread_count_invariant,
                 are_samples_batch_invariant=are_samples_batch_invariant,
             ),

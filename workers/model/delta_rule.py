@@ -118,11 +118,11 @@ def chunked(
     chunks.
     """
     query, key, value = (_convolved(rows, conv) for rows, conv in zip(inputs.qkv, weights.conv, strict=True))
-    beta, log_decay = _coefficients(inputs, weights, is_token)
+    beta, log_decay = coefficients(inputs, weights, is_token)
     num, length = beta.shape[:2]
     shape = weights.shape
     heads, per_key = shape.num_key_heads, shape.heads_per_key
-    query, key = (_unit(rows.view(num, length, heads, -1)).transpose(1, 2) for rows in (query, key))  # (N, H, C, E)
+    query, key = (unit(rows.view(num, length, heads, -1)).transpose(1, 2) for rows in (query, key))  # (N, H, C, E)
     query = query * shape.key_dim**-0.5
     value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
     beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
@@ -155,7 +155,7 @@ def chunked(
             state = torch.bmm(*update) if state is None else torch.baddbmm(_first(state * keep, goes_on), *update)
     out = torch.cat(outs).view(num, num_heads, length, -1).transpose(1, 2)  # (N, C, H G, P)
     last = state.view(-1, heads, per_key, *state.shape[1:]) if state is not None and keeps_state else None
-    return _gated(out, inputs.gate, weights), last
+    return gated(out, inputs.gate, weights), last
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:
@@ -170,10 +170,10 @@ def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], s
     """
     windows = [torch.cat([rows, own.unsqueeze(1)], 1) for rows, own in zip(before, inputs.qkv, strict=True)]
     query, key, value = (_convolved(rows, conv).squeeze(1) for rows, conv in zip(windows, weights.conv, strict=True))
-    beta, log_decay = _coefficients(inputs, weights, None)
+    beta, log_decay = coefficients(inputs, weights, None)
     shape = weights.shape
     num, heads, per_key = len(value), shape.num_key_heads, shape.heads_per_key
-    query, key = (_unit(rows.view(num, heads, -1)) for rows in (query, key))  # (N, H, E)
+    query, key = (unit(rows.view(num, heads, -1)) for rows in (query, key))  # (N, H, E)
     query = query * shape.key_dim**-0.5
     value = value.view(num, heads, per_key, -1)  # (N, H, G, P)
     beta, decay = (each.view(num, heads, per_key, 1) for each in (beta, log_decay.exp()))
@@ -182,10 +182,10 @@ def step(inputs: DeltaInputs, weights: DeltaWeights, before: Sequence[Tensor], s
     overlap = (query * key).sum(-1)[:, :, None, None]  # (N, H, 1, 1)
     out = seen[..., 0, :] * decay + delta * overlap
     state.mul_(decay.unsqueeze(-1)).addcmul_(key[:, :, None, :, None], delta.unsqueeze(-2))
-    return _gated(out.flatten(1, 2), inputs.gate, weights)
+    return gated(out.flatten(1, 2), inputs.gate, weights)
 
 
-def _coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
+def coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return beta and the log decay of each token and value head, (..., H G); zeros at padding.
 
     By `exp` and `log1p`: the library's sigmoid and softplus compute the last values of a tensor, those behind a
@@ -200,12 +200,12 @@ def _coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor |
     return beta.masked_fill(padding, 0.0), log_decay.masked_fill(padding, 0.0)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit(rows: Tensor) -> Tensor:
     """Return rows (..., E) divided by their length."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def _gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
+def gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
     """Return results (..., H G, P), normalised by head and multiplied by SiLU of the gate (..., V): (..., V)."""
     normal = F.rms_norm(out, (weights.shape.value_dim,), weights.norm, weights.norm_eps)
     gated: Tensor = normal * F.silu(gate.float()).view(normal.shape)

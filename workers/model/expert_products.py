@@ -24,10 +24,10 @@ size, E experts, R padded rank, N shares of a batch, L rows of a padded share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,8 +76,35 @@ class ExpertWeights:
         return first, second
 
 
-class Dispatch:
+class Dispatching(Protocol):
     """Which row of the pass goes to which expert: the rows of all experts, sorted by expert, then by row."""
+
+    @property
+    def sources(self) -> Tensor:
+        """(P,) which of the T k choices a row is."""
+
+    @property
+    def rows(self) -> Tensor:
+        """(P,) which row of the pass it is."""
+
+    @property
+    def places(self) -> Tensor:
+        """(T, k) where each row's choices are among the P."""
+
+    @property
+    def ends(self) -> Tensor:
+        """(E,) int32: the row after the last of each expert."""
+
+    @property
+    def row_experts(self) -> Tensor:
+        """(P,) the expert of each row, for biases."""
+
+    def sum_choices(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the sum (T, F) over each row's choices, in their order, of values (P, F), times weights (T, k)."""
+
+
+class Dispatch:
+    """Implements `Dispatching` from choices on the host."""
 
     def __init__(self, choices: Ints, num_experts: int, rows_min: int, device: torch.device) -> None:
         """Take the experts (T, k) that each row has chosen; an expert's rows are padded to a minimum."""
@@ -99,40 +126,63 @@ class Dispatch:
         places = np.empty(len(order), np.int64)
         places[order] = self.sorted_places
         self.sources = on_device(sources, device)
-        """(P,) which of the T k choices a row is."""
         self.rows = on_device(sources // self.num_choices, device)
-        """(P,) which row of the pass it is."""
         self.places = on_device(places.reshape(num_rows, -1), device)
-        """(T, k) where each row's choices are among the P."""
         self.ends = on_device(np.cumsum(padded).astype(np.int32), device)
-        """(E,) the row after the last of each expert."""
         self._padded = padded
         """(E,) the rows of each expert."""
 
     @cached_property
     def row_experts(self) -> Tensor:
-        """(P,) the expert of each row, for biases."""
+        """See `Dispatching`."""
         return on_device(np.repeat(np.arange(len(self._padded)), self._padded), self.rows.device)
 
     def sum_choices(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the sum (T, F) over each row's choices, in their order, of values (P, F), times weights (T, k)."""
-        if weights is not None:
-            weights = weights.to(values.dtype)
-        return F.embedding_bag(self.places, values, mode="sum", per_sample_weights=weights)
+        """See `Dispatching`."""
+        return summed_choices(self.places, values, weights)
 
 
-def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatch, bias: Tensor | None = None) -> Tensor:
+def summed_choices(places: Tensor, values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum (T, F) of values (P, F) at places (T, k), times weights (T, k) if given."""
+    if weights is not None:
+        weights = weights.to(values.dtype)
+    return F.embedding_bag(places, values, mode="sum", per_sample_weights=weights)
+
+
+def grouped(rows: Tensor, weights: Tensor, dispatch: Dispatching, bias: Tensor | None = None) -> Tensor:
     """Return each row (P, D) times its expert's matrix, (E, D, F), plus its expert's bias, (E, F): (P, F)."""
     product: Tensor = F.grouped_mm(rows, weights, offs=dispatch.ends)
     return product if bias is None else product.add_(bias.index_select(0, dispatch.row_experts))
 
 
+class Sharing(Protocol):
+    """Shares whose adapters are in one slab, and their products. Their rows have one form: (..., F)."""
+
+    @property
+    def part(self) -> int:
+        """Which of the segments' parts they are of."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the shares' rows of (P, F)."""
+
+    def of_pass(self, tensor: Tensor) -> Tensor:
+        """Return the shares' rows of (T, F)."""
+
+    def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
+        """Return rows times their adapter's and expert's matrix (R, F), of a slab (S, E R, F)."""
+
+    def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
+        """Add left^T right (R, F) of each share to the gradients (S, E R, F) of a slab."""
+
+    def add_rows(self, target: Tensor, values: Tensor) -> None:
+        """Add the shares' rows to those of (P, F)."""
+
+
 @dataclass(slots=True)
 class Shares:
-    """Shares of equal padded length whose adapters are in one slab, each adapter at most once: one batch."""
+    """Implements `Sharing`: shares of equal padded length, each adapter at most once. They are one batch."""
 
     part: int
-    """Which of `ExpertSegments.parts` they are of."""
     slots: Tensor
     """(N,) of the adapters in the slab."""
     experts: Tensor
@@ -149,33 +199,31 @@ class Shares:
     """(N, L, 1) true where a row is padding."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the shares' rows of (P, F): (N, L, F)."""
+        """See `Sharing`: (N, L, F)."""
         return tensor.index_select(0, self.rows).view(len(self.slots), -1, tensor.shape[-1])
 
     def of_pass(self, tensor: Tensor) -> Tensor:
-        """Return the shares' rows of (T, F): (N, L, F)."""
+        """See `Sharing`: (N, L, F)."""
         return tensor.index_select(0, self.rows_of_pass).view(len(self.slots), -1, tensor.shape[-1])
 
-    def without_padding(self, tensor: Tensor) -> Tensor:
-        """Return (N, L, F) with zeros as padding, for a sum over rows."""
-        return tensor.masked_fill(self.padding, 0)
-
-    def matrices(self, slab_matrices: Tensor, num_experts: int) -> Tensor:
-        """Return the shares' matrices (N, R, F) of those of a slab (S, E R, F), copied."""
+    def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
+        """See `Sharing`; the matrices are copied."""
         by_expert: Tensor = slab_matrices.unflatten(1, (num_experts, -1))
-        return by_expert[self.slots, self.experts]
+        matrices = by_expert[self.slots, self.experts]  # (N, R, F)
+        return values @ (matrices.transpose(1, 2) if is_transposed else matrices)
 
-    def add_to(self, slab_gradients: Tensor, num_experts: int, gradients: Tensor) -> None:
-        """Add (N, R, F) to the gradients (S, E R, F) of a slab: no pair of adapter and expert is in a batch twice."""
-        slab_gradients.unflatten(1, (num_experts, -1))[self.slots, self.experts] += gradients
+    def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
+        """See `Sharing`: no pair of adapter and expert is in a batch twice."""
+        product = left.masked_fill(self.padding, 0).transpose(1, 2) @ right
+        slab_gradients.unflatten(1, (num_experts, -1))[self.slots, self.experts] += product
 
     def add_rows(self, target: Tensor, values: Tensor) -> None:
-        """Add values (N, L, F) to the shares' rows of (P, F)."""
+        """See `Sharing`."""
         target.index_add_(0, self.own_rows, values.flatten(0, 1).index_select(0, self.own))
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """The segments of a pass whose adapters are in one slab."""
 
     segments: list[Segment]
@@ -183,19 +231,38 @@ class _Part:
     rank: int
 
 
+def parts_of(routing: Routing, segments: Sequence[Segment], gate_up: int, down: int) -> list[Part]:
+    """Return the segments whose adapters adapt the experts, by slab; their runs are those of a routing.
+
+    Of the groups of a layer, which stand for all layers.
+    """
+    by_slab: dict[int, list[Segment]] = {}
+    for segment in segments:
+        if segment.adapter.groups[gate_up] is not None:
+            by_slab.setdefault(id(segment.adapter.slab), []).append(segment)
+    return [
+        Part(own, routing.plain_runs(own), own[0].adapter.groups[down].Bs[0].shape[-2])  # type: ignore[union-attr]
+        for own in by_slab.values()
+    ]
+
+
+class SegmentsOfExperts(Protocol):
+    """The segments of a pass whose adapters adapt the experts, and what they send there."""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The segments by slab."""
+
+    def shares(self, dispatch: Any) -> Sequence[Sharing]:
+        """Return what the segments send to the experts, in the order in which gradients are added."""
+
+
 class ExpertSegments:
-    """The segments of a pass whose adapters adapt the experts."""
+    """Implements `SegmentsOfExperts` from choices on the host."""
 
     def __init__(self, routing: Routing, num_rows: int, gate_up: int, down: int) -> None:
         """Take the segments of a pass of so many rows, and the groups of a layer, which stand for all layers."""
-        by_slab: dict[int, list[Segment]] = {}
-        for segment in routing.segments:
-            if segment.adapter.groups[gate_up] is not None:
-                by_slab.setdefault(id(segment.adapter.slab), []).append(segment)
-        self.parts = [
-            _Part(segments, routing.plain_runs(segments), segments[0].adapter.groups[down].Bs[0].shape[-2])  # type: ignore[union-attr]
-            for segments in by_slab.values()
-        ]
+        self.parts = parts_of(routing, routing.segments, gate_up, down)
         self._owners: Ints = np.full(num_rows, -1)
         """(T,) the number of the segment that a row is in, counted over all parts; -1: in none."""
         self._of_segment: list[tuple[int, int, int]] = []
@@ -209,7 +276,7 @@ class ExpertSegments:
                 seen[slot] = seen.get(slot, 0) + 1
 
     def shares(self, dispatch: Dispatch) -> list[Shares]:
-        """Return what the segments send to the experts, in the order in which gradients are added."""
+        """See `SegmentsOfExperts`."""
         if not self.parts:
             return []
         owners = self._owners[dispatch.rows_of_pass]
@@ -258,9 +325,9 @@ def _batch(part: int, num_rows: int, shares: Ints, dispatch: Dispatch) -> Shares
 class Kept:
     """What a forward keeps for the backward, besides the input."""
 
-    dispatch: Dispatch
-    segments: ExpertSegments
-    shares: list[Shares]
+    dispatch: Dispatching
+    segments: SegmentsOfExperts
+    shares: Sequence[Sharing]
     gates: Tensor
     """(P, 2 F) before the activation, adapters included."""
     shrunk: list[Tensor]
@@ -278,7 +345,9 @@ class ExpertLayer:
         self._gate_up, self._down = gate_up, down
         self._num_experts = len(weights.gate_up)
 
-    def forward(self, x: Tensor, weights: Tensor, dispatch: Dispatch, segments: ExpertSegments) -> tuple[Tensor, Kept]:
+    def forward(
+        self, x: Tensor, weights: Tensor, dispatch: Dispatching, segments: SegmentsOfExperts
+    ) -> tuple[Tensor, Kept]:
         """Return the output (T, D) of x (T, D), whose choices have these weights (T, k)."""
         own, num_experts = self._weights, self._num_experts
         shares = segments.shares(dispatch)
@@ -291,7 +360,7 @@ class ExpertLayer:
                 self._slab(segments, share, self._gate_up).Bs,
                 strict=True,
             ):
-                share.add_rows(half, values @ share.matrices(Bs, num_experts))
+                share.add_rows(half, share.times(values, Bs, num_experts))
         hidden = own.apply_gate(gates)
         out = dispatch.sum_choices(grouped(hidden, own.down.transpose(1, 2), dispatch, own.down_bias), weights)
         out = out.to(x.dtype)
@@ -300,8 +369,8 @@ class ExpertLayer:
             inner = _buffer(hidden, part.rank).zero_()
             for share in shares:
                 if share.part == number:
-                    A = share.matrices(self._slab(segments, share, self._down).A, num_experts)
-                    share.add_rows(inner, share.of(hidden) @ A.transpose(1, 2))
+                    A = self._slab(segments, share, self._down).A
+                    share.add_rows(inner, share.times(share.of(hidden), A, num_experts, is_transposed=True))
             total = _wide(dispatch.sum_choices(inner, weights).to(x.dtype))
             for run in part.runs:
                 views = run.views(self._down)
@@ -326,10 +395,9 @@ class ExpertLayer:
         for share in kept.shares:
             views = self._slab(segments, share, self._down)
             dinner = share.of_pass(inner[share.part])  # (N, L, R)
-            share.add_rows(dweighted, dinner @ share.matrices(views.A, num_experts))
-            dinner = share.without_padding(dinner * share.of(row_weights))
+            share.add_rows(dweighted, share.times(dinner, views.A, num_experts))
             assert views.A_grad is not None, "a row of a sampler version has no gradient"
-            share.add_to(views.A_grad, num_experts, dinner.transpose(1, 2) @ share.of(values))
+            share.add_products(views.A_grad, num_experts, dinner * share.of(row_weights), share.of(values))
         dweights = (values * dweighted).sum(1)  # (P,)
         if own.down_bias is not None:
             dweights += (dout_rows * own.down_bias.index_select(0, dispatch.row_experts)).sum(1)
@@ -347,7 +415,7 @@ class ExpertLayer:
             self._backward_shared(part, x, total, dx)
         return dx, dweights[dispatch.places].to(weights.dtype)
 
-    def _shrunk(self, part: _Part, x: Tensor) -> Tensor:
+    def _shrunk(self, part: Part, x: Tensor) -> Tensor:
         """Return s x A13^T (T, 2 R); rows in no segment of the part are undefined."""
         shrunk = _buffer(x, 2 * part.rank)
         for run in part.runs:
@@ -356,7 +424,7 @@ class ExpertLayer:
             run.set_product(x, views.A.transpose(-2, -1), run.adapters[0].scaling, shrunk)
         return shrunk
 
-    def _backward_outer(self, part: _Part, summed: Tensor, dout: Tensor) -> Tensor:
+    def _backward_outer(self, part: Part, summed: Tensor, dout: Tensor) -> Tensor:
         """Return the gradient (T, R) of the sum of w_j h_j A2^T; add that of B2."""
         dinner = _buffer(dout, part.rank)
         for run in part.runs:
@@ -367,7 +435,7 @@ class ExpertLayer:
         return dinner
 
     def _backward_own(
-        self, segments: ExpertSegments, share: Shares, kept: Kept, dgates: Tensor, dshrunk: Tensor
+        self, segments: SegmentsOfExperts, share: Sharing, kept: Kept, dgates: Tensor, dshrunk: Tensor
     ) -> None:
         """Add the gradients of B1 and B3 of a batch of shares, and set those (P, 2 R) of s x A13^T."""
         views = self._slab(segments, share, self._gate_up)
@@ -381,10 +449,10 @@ class ExpertLayer:
             strict=True,
         )
         for values, dvalues, target, B, B_grad in halves:
-            share.add_to(B_grad, self._num_experts, share.without_padding(values).transpose(1, 2) @ dvalues)
-            share.add_rows(target, dvalues @ share.matrices(B, self._num_experts).transpose(1, 2))
+            share.add_products(B_grad, self._num_experts, values, dvalues)
+            share.add_rows(target, share.times(dvalues, B, self._num_experts, is_transposed=True))
 
-    def _backward_shared(self, part: _Part, x: Tensor, dshrunk: Tensor, dx: Tensor) -> None:
+    def _backward_shared(self, part: Part, x: Tensor, dshrunk: Tensor, dx: Tensor) -> None:
         """Add to the gradients of A13, and of x."""
         for run in part.runs:
             views = run.views(self._gate_up)
@@ -393,7 +461,7 @@ class ExpertLayer:
             run.add_product(dshrunk, views.A, dx)
 
     @staticmethod
-    def _slab(segments: ExpertSegments, share: Shares, group: int) -> GroupViews:
+    def _slab(segments: SegmentsOfExperts, share: Sharing, group: int) -> GroupViews:
         """Return the views of all rows of the slab that the adapters of a batch are in."""
         views = segments.parts[share.part].segments[0].adapter.slab[group]
         assert views is not None
@@ -420,8 +488,8 @@ class ExpertFunction(torch.autograd.Function):
         weights: Tensor,
         anchor: Tensor,
         layer: ExpertLayer,
-        dispatch: Dispatch,
-        segments: ExpertSegments,
+        dispatch: Dispatching,
+        segments: SegmentsOfExperts,
     ) -> Tensor:
         """Return (T, D)."""
         del anchor  # see `CurrentPass.anchor`

@@ -22,12 +22,15 @@ from torch import Tensor, nn
 
 from workers.contract.adapted_modules import JoinedRows
 from workers.model.clamped_gate import gate_of
+from workers.model.expert_groups import GroupedDispatch, GroupedSegments
 from workers.model.expert_products import (
     Dispatch,
+    Dispatching,
     ExpertFunction,
     ExpertLayer,
     ExpertSegments,
     ExpertWeights,
+    SegmentsOfExperts,
     each_choice,
 )
 from workers.model.families import alternatives
@@ -118,14 +121,30 @@ class ExpertPass:
         """See `Numerics.expert_rows`."""
         self.given: GivenChoices | None = None
         """In place of the routers' choices."""
-        self._segments: WeakKeyDictionary[Routing, ExpertSegments] = WeakKeyDictionary()
+        self._segments: WeakKeyDictionary[Routing, SegmentsOfExperts] = WeakKeyDictionary()
         """Of the pass; gone with its routing, or it would keep slabs of the bank in memory."""
 
-    def segments(self, num_rows: int, gate_up: int, down: int) -> ExpertSegments:
-        """Return the segments of the pass, which has so many rows; the groups are those of any layer."""
+    @property
+    def is_grouped(self) -> bool:
+        """Whether adapters' products are grouped matmuls, whose rows are sorted on the device."""
+        return self.current.fuse is not None
+
+    def dispatch(self, choices: Tensor, num_experts: int) -> Dispatching:
+        """Return where rows go that have chosen these experts (T, k)."""
+        if self.is_grouped:
+            return GroupedDispatch(choices, num_experts)
+        return Dispatch(each_choice(choices), num_experts, self.rows_min, choices.device)
+
+    def segments(self, choices: Tensor, gate_up: int, down: int) -> SegmentsOfExperts:
+        """Return the segments of the pass, whose rows have made choices (T, k); the groups are those of any layer."""
         routing = self.current.routing
         if routing not in self._segments:
-            self._segments[routing] = ExpertSegments(routing, num_rows, gate_up, down)
+            num_rows, num_choices = choices.shape
+            self._segments[routing] = (
+                GroupedSegments(routing, num_choices, gate_up, down)
+                if self.is_grouped
+                else ExpertSegments(routing, num_rows, gate_up, down)
+            )
         return self._segments[routing]
 
 
@@ -179,8 +198,8 @@ class Experts(nn.Module):
         """Return (T, D) of hidden states (T, D), chosen experts and their weights (T, k), as transformers calls it."""
         current = self.shared.current
         current.count_matmuls(3)
-        dispatch = Dispatch(each_choice(choices), self.num_experts, self.shared.rows_min, hidden.device)
-        segments = self.shared.segments(len(hidden), self.shapes[0].index, self.shapes[1].index)
+        dispatch = self.shared.dispatch(choices, self.num_experts)
+        segments = self.shared.segments(choices, self.shapes[0].index, self.shapes[1].index)
         if not torch.is_grad_enabled():
             return self._layer.forward(hidden, weights, dispatch, segments)[0]
         out: Tensor = ExpertFunction.apply(  # type: ignore[no-untyped-call]

@@ -134,7 +134,8 @@ def _addresses(adapters: Sequence[AdapterViews], num_groups: int) -> tuple[NDArr
         if id(adapter.slab) not in of_slab:
             views = [views for views in adapter.slab if views is not None]
             row_bytes = views[0].A.stride(0) * views[0].A.element_size()
-            of_slab[id(adapter.slab)] = _first_addresses(adapter.slab), row_bytes, views[0].Bs[0].shape[1]
+            rank = min(own.Bs[0].shape[1] for own in views)  # a group of experts may have a B^T of each, joined
+            of_slab[id(adapter.slab)] = _first_addresses(adapter.slab), row_bytes, rank
         first, row_bytes, rank = of_slab[id(adapter.slab)]
         columns.append(np.where(first, first + adapter.slot * row_bytes, 0))
         ranks.append(rank)

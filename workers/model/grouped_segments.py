@@ -30,12 +30,15 @@ MAJOR_CAPABILITIES = (9, 10)
 
 
 def can_group(device: torch.device, dtype: torch.dtype, shapes: Iterable[GroupShape]) -> bool:
-    """Return whether grouped matmul is one kernel for a model of these shapes."""
+    """Return whether grouped matmul is one kernel for the adapters of a model of these shapes."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     is_supported = torch.cuda.get_device_capability(device)[0] in MAJOR_CAPABILITIES
     return is_supported and all(
-        width % VALUES_MULTIPLE == 0 for shape in shapes for width in (shape.d_in, *shape.d_outs)
+        width % VALUES_MULTIPLE == 0
+        for shape in shapes
+        if shape.kind != "frozen"
+        for width in (shape.d_in, *shape.d_outs)
     )
 
 

@@ -44,10 +44,14 @@ def fingerprint(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    linear_attention: str,
     is_thread_count_invariant: bool,
     are_samples_batch_invariant: bool,
 ) -> str:
-    """Return the arithmetic of this process as text: equal texts, equal bits. `dtype` is the base model's."""
+    """Return the arithmetic of this process as text: equal texts, equal bits. `dtype` is the base model's.
+
+    `linear_attention`: the library that computes it in passes, with its version; empty: none.
+    """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if numerics.block_rows is not None:
         rows = f"exact in blocks of {numerics.block_rows} rows"
@@ -65,6 +69,8 @@ def fingerprint(
         parts.append("packed groups")
     if not are_samples_batch_invariant:
         parts.append("samples depend on their neighbours")
+    if linear_attention:
+        parts.append(f"linear attention by {linear_attention}")
     if dtype != torch.float32:
         parts.append(str(dtype).removeprefix("torch."))
     return "; ".join(parts)

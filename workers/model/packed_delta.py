@@ -1,8 +1,8 @@
 """The gated delta rule over packed rows: whole sequences, one after another, each from a state of zeros.
 
 Sequences are cut into chunks at positions of their own, with a chunk size that follows from their own length. Groups of
-whole sequences with one chunk size are computed at a time, as many as the processor's cache holds: `delta_rule` takes
-the first chunks of all of them, then the second ones, and so on.
+whole sequences with one chunk size are computed at a time, as many as the processor's cache holds, and far more on a
+GPU: `delta_rule` takes the first chunks of all of them, then the second ones, and so on.
 
 The backward keeps the inputs alone and computes each group again: the tensors of a chunk are many times larger.
 
@@ -34,6 +34,9 @@ CHUNK_TOKENS = (16, 32, 64)
 GROUP_VALUES = 1 << 20
 """Values of a group's queries, keys or values, of all value heads: 4 MB, about a share of the processor's last cache.
 With 16 value heads of 128 these are 8 chunks of 64."""
+DEVICE_GROUP_VALUES = 1 << 24
+"""The same on a GPU, where each group costs hundreds of launches: with 32 value heads of 128 these are 4,096 tokens,
+whose backward takes 2 GB."""
 
 
 class Recur(Protocol):
@@ -51,15 +54,20 @@ def chunk_tokens(length: int) -> int:
     return next((size for size in CHUNK_TOKENS if length <= size), CHUNK_TOKENS[-1])
 
 
-def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], *, backward: bool) -> int:
+def group_values_max(device: torch.device) -> int:
+    """Return the values of a group's queries, keys or values at most, unless a single sequence has more."""
+    return GROUP_VALUES if device.type == "cpu" else DEVICE_GROUP_VALUES
+
+
+def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], values_max: int, *, backward: bool) -> int:
     """Return the values in fp32 that the rule of a pass takes for one group, besides its inputs and results.
 
     At most, and at most a fifth more than it takes; by a count of all tensors for several shapes. `lengths`: of the
-    sequences; each length once is enough.
+    sequences; each length once is enough. `values_max`: see `group_values_max`.
     """
     padded = {length: -(-length // chunk_tokens(length)) * chunk_tokens(length) for length in lengths}
     all_tokens = max(num_tokens * tokens / length for length, tokens in padded.items())
-    most = max(GROUP_VALUES // shape.token_values, *padded.values())
+    most = max(values_max // shape.token_values, *padded.values())
     heads, chunk = shape.num_value_heads, chunk_tokens(max(lengths))
     of_rows, of_pairs, of_heads = (8, 8, 6) if backward else (4, 4, 5)
     of_token = of_rows * sum(shape.conv_widths) + heads * (
@@ -142,7 +150,7 @@ class PackedDelta:
             sequences = list(zip(starts, self._lengths, strict=True))
             self._groups[key] = [
                 _chunks(own, size, weights.shape.history, self._device)
-                for size, own in _grouped(sequences, GROUP_VALUES // token_values)
+                for size, own in _grouped(sequences, group_values_max(self._device) // token_values)
             ]
         return self._groups[key]
 

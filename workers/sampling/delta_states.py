@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, chunked, step
-from workers.model.packed_delta import CHUNK_TOKENS, GROUP_VALUES, chunk_tokens
+from workers.model.packed_delta import CHUNK_TOKENS, chunk_tokens, group_values_max
 from workers.sampling.kv_cache import Prefix
 
 OWNER_PLACES = 2
@@ -285,7 +285,7 @@ class StepDelta:
         memory = self._memory.layer(layer)
         for chunk in self._chunks:
             self._prompt(chunk, weights, inputs, memory, out)
-        num_together = max(1, GROUP_VALUES // memory.states[0].numel())
+        num_together = max(1, group_values_max(self._memory.device) // memory.states[0].numel())
         for start in range(0, len(self._rows), num_together):
             self._next(slice(start, start + num_together), weights, inputs, memory, out)
         return out

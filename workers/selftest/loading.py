@@ -9,9 +9,12 @@ import torch
 from workers.contract.adapted_modules import rank_class
 from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
+from workers.selftest.library_delta import tried_rule
 from workers.selftest.row_invariance import find_numerics
 from workers.training.memory import Load
 from workers.training.passes import PassRunner
+
+logger = logging.getLogger(__name__)
 
 
 def load_base_model(settings: EngineSettings) -> BaseModel:
@@ -24,6 +27,11 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
         exact=settings.exact,
     )
     base_model.use(find_numerics(base_model))
+    if settings.linear_attention == "fla" and base_model.delta_layers:
+        if settings.exact:
+            logger.warning("%s: in exact mode linear attention is ours", base_model.name)
+        else:
+            base_model.library_rule = tried_rule(base_model)
     base_model.probe()
     return base_model
 
@@ -33,9 +41,6 @@ def dtype_of(settings: EngineSettings) -> torch.dtype:
     is_cuda = torch.device(settings.device).type == "cuda"
     is_bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and is_cuda)
     return torch.bfloat16 if is_bf16 else torch.float32
-
-
-logger = logging.getLogger(__name__)
 
 
 def fitting_tokens(passes: PassRunner) -> int | None:

@@ -9,13 +9,13 @@ Main invariant: no result is assumed; see `row_invariance`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, step
-from workers.model.packed_delta import PackedDelta
+from workers.model.packed_delta import PackedDelta, Recur
 
 TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
 """Of the sequences: several chunks of the largest size, one, and chunks of each smaller size."""
@@ -26,35 +26,44 @@ kind than the vectors of a processor."""
 
 def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
     """Return whether each sequence has the bits that it has solo, in passes with a backward and in decode steps."""
-    shape = weights.shape
+    shape, rows = weights.shape, random_rows(weights, dtype)
     generator = torch.Generator().manual_seed(shape.num_value_heads)
     device = weights.norm.device
 
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator).to(device, dtype)
 
-    widths = (*shape.conv_widths, shape.conv_widths[2], shape.num_value_heads, shape.num_value_heads)
-    rows = [draw(sum(TRIAL_LENGTHS), width) for width in widths]
-    return _packed_keeps(weights, rows) and _step_keeps(
+    return packed_keeps(lambda lengths: PackedDelta(lengths, device), weights, rows) and _step_keeps(
         weights,
-        [draw(NUM_SEQUENCES, width) for width in widths],
+        [draw(NUM_SEQUENCES, *part.shape[1:]) for part in rows],
         [draw(NUM_SEQUENCES, shape.history, width) for width in shape.conv_widths],
         draw(NUM_SEQUENCES, shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim).float(),
     )
 
 
-def _packed_keeps(weights: DeltaWeights, rows: Sequence[Tensor]) -> bool:
-    def compute(lengths: Sequence[int], own: Sequence[Tensor]) -> list[Tensor]:
-        """Return results and the gradients of their sum of squares by each input."""
-        with torch.enable_grad():
-            leaves = [tensor.detach().clone().requires_grad_() for tensor in own]
-            out = PackedDelta(lengths, own[0].device)(0, weights, DeltaInputs.of(leaves))
-            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+def random_rows(weights: DeltaWeights, dtype: torch.dtype) -> list[Tensor]:
+    """Return inputs of sequences of `TRIAL_LENGTHS`, the same in every process, on the weights' device."""
+    shape = weights.shape
+    generator = torch.Generator().manual_seed(shape.key_dim)
+    widths = (*shape.conv_widths, shape.conv_widths[2], shape.num_value_heads, shape.num_value_heads)
+    rows = [torch.randn(sum(TRIAL_LENGTHS), width, generator=generator) for width in widths]
+    return [part.to(weights.norm.device, dtype) for part in rows]
 
-    together = [part.split(TRIAL_LENGTHS) for part in compute(TRIAL_LENGTHS, rows)]
+
+def packed_results(recur: Recur, weights: DeltaWeights, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return results and the gradients of their sum of squares by each input."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in rows]
+        out = recur(0, weights, DeltaInputs.of(leaves))
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def packed_keeps(make: Callable[[Sequence[int]], Recur], weights: DeltaWeights, rows: Sequence[Tensor]) -> bool:
+    """Return whether sequences of `TRIAL_LENGTHS` have the bits of each solo; `make` takes lengths."""
+    together = [part.split(TRIAL_LENGTHS) for part in packed_results(make(TRIAL_LENGTHS), weights, rows)]
     inputs = [tensor.split(TRIAL_LENGTHS) for tensor in rows]
     for number, length in enumerate(TRIAL_LENGTHS):
-        solo = compute([length], [parts[number] for parts in inputs])
+        solo = packed_results(make([length]), weights, [parts[number] for parts in inputs])
         if not all(torch.equal(parts[number], own) for parts, own in zip(together, solo, strict=True)):
             return False
     return True

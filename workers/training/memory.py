@@ -90,6 +90,7 @@ class PassMemory:
         self._queries = self._head_dim * self._num_heads
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._delta = base_model.delta_shape
+        self._group_values_max = base_model.delta_group_values
         self._num_expert_layers = len(base_model.expert_layers)
         self._experts = base_model.expert_layers[0] if base_model.expert_layers else None
         is_clamped = self._experts is not None and isinstance(self._experts.weights.apply_gate, ClampedGate)
@@ -157,7 +158,9 @@ class PassMemory:
         if self._delta is None:
             return 0
         *_, values = widths = self._delta.conv_widths
-        group = packed_delta.group_values(self._delta, load.num_tokens, load.lengths, backward=backward)
+        group = packed_delta.group_values(
+            self._delta, load.num_tokens, load.lengths, self._group_values_max, backward=backward
+        )
         return load.num_tokens * self._value_bytes * (2 * sum(widths) + values) + FULL_BYTES * group
 
     def _expert_bytes(self, load: Load, *, backward: bool) -> tuple[int, int]:

@@ -31,7 +31,6 @@ from workers.host.allocator import is_out_of_memory, without_holes
 from workers.host.free_memory import MemoryShare
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
-from workers.model.packed_delta import PackedDelta
 from workers.model.segments import Segment
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
@@ -279,7 +278,7 @@ class PassRunner:
         self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
             attend = self.base_model.attend_packed(packed.lengths, packed.counts)
-            recur = PackedDelta(packed.lengths, self.base_model.device)
+            recur = self.base_model.recur_packed(packed.lengths)
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recur, recompute=recompute
             )

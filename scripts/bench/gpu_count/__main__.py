@@ -1,6 +1,6 @@
 """Count what the engine takes on a GPU, on a machine without one: kernels, traffic, waits, memory, predicted time.
 
-    python -m scripts.bench.gpu_count                   # Qwen3 of 0.6B and 8B without weights, minutes
+    python -m scripts.bench.gpu_count                   # all models, without weights: minutes
     python -m scripts.bench.gpu_count --models 0.6b     # one of them
     python -m scripts.bench.gpu_count --quick           # a miniature model: a smoke test
     python -m scripts.bench.gpu_count --waits           # also which lines wait for the device
@@ -8,6 +8,8 @@
 The engine runs on torch's fake tensors: every operation happens but for its values, and is counted on the way by the
 CUDA kernels that torch would launch for it (`tests/support/fake_cuda`). Nothing runs on a GPU, so nothing here was
 measured; the predicted time is that of an H100 by the model in `tests/support/fake_cuda/hardware.py`.
+
+A model `NAME@LAYERS` has the real shapes of a larger one and so many of its layers.
 
 A case is one of: a training step's passes, and its optimizer steps (tenants x sequences x tokens, rank 32); the loss of
 512 rows; a decode step (sequences, adapters, prompt tokens); the first step after new prompts. "A layer": the kernels
@@ -27,7 +29,7 @@ from scripts.bench.common import Column, Results, Row, Table, parser
 from scripts.bench.gpu_count.budgets import Budget, rows_with_budgets
 from tests.support.fake_cuda import guard
 
-MODELS = ("0.6b", "8b")
+MODELS = ("0.6b", "8b", "9b-hybrid", "30b-a3b")
 
 
 def _cell(row: Row, key: str, scale: float, digits: int) -> str:
@@ -66,7 +68,7 @@ def budget_columns() -> list[Column]:
         Column("case", lambda row: row["case"]),
         Column("budget", lambda row: f"{row['most']:,g} {row['unit']}"),
         Column("counted", lambda row: f"{row['counted']:,.{0 if row['counted'] >= 1000 else 1}f}"),
-        Column("met", lambda row: "yes" if row["is_met"] else "no, open"),
+        Column("met", lambda row: "yes" if row["is_met"] else ": ".join(["no, open", *row["reasons"]])),
     ]
 
 
@@ -80,6 +82,7 @@ def budget_row(budget: Budget, row: Row) -> Row:
         "unit": budget.unit,
         "counted": budget.measured(row),
         "is_met": budget.is_met(row),
+        "reasons": [budget.reason] if budget.reason else [],
     }
 
 

@@ -32,6 +32,8 @@ class Budget:
     """The budget."""
     today: float
     """What the case takes today, in the same unit."""
+    reason: str = ""
+    """Why a budget of a hybrid or a mixture is open."""
 
     def measured(self, row: Row) -> float:
         """Return the row's number in the budget's unit."""
@@ -54,12 +56,28 @@ DECODE, DECODE_ADAPTERS = "decode 32, no adapter, 128 tokens", "decode 32, 8 ada
 DECODE_LONG, PREFILL = "decode 8, 8 adapters, 8,192 tokens", "first prefill of 32 x 128"
 
 
-def _sampling(model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0) -> Budget:
-    return Budget(group="sampling", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today)
+HYBRID, MIXTURE, PASSES = "9b-hybrid@4", "30b-a3b@4", "passes 8 x 4 x 64"
+NO_STEP_KERNEL = "a step of linear attention is operations of torch; one kernel of our own is not written"
+NO_RULE_KERNEL = "what the rule computes goes through memory from one operation of torch to the next"
+NO_EXPERT_KERNEL = (
+    "each adapter has grouped products of its own; a kernel that reaches matrices by address is not written"
+)
 
 
-def _training(model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0) -> Budget:
-    return Budget(group="training", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today)
+def _sampling(
+    model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0, reason: str = ""
+) -> Budget:
+    return Budget(
+        group="sampling", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today, reason=reason
+    )
+
+
+def _training(
+    model: str, case: str, key: str, unit: str, most: float, today: float, scale: float = 1.0, reason: str = ""
+) -> Budget:
+    return Budget(
+        group="training", model=model, case=case, key=key, unit=unit, scale=scale, most=most, today=today, reason=reason
+    )
 
 
 BUDGETS: tuple[Budget, ...] = (
@@ -92,4 +110,20 @@ BUDGETS: tuple[Budget, ...] = (
     _training("0.6b", "optimizer 8 x 4 x 64", "waits", "waits", 1, 1),
     _training("0.6b", "optimizer 64 x 1 x 64", "kernels", "kernels", 2, 660),
     _training("0.6b", "optimizer 64 x 1 x 64", "waits", "waits", 1, 7),
+    _sampling(HYBRID, DECODE, "layer_kernels", "kernels a layer", 24, 83.25, reason=NO_STEP_KERNEL),
+    _sampling(HYBRID, DECODE, "waits", "waits", 1, 1),
+    _sampling(HYBRID, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 32, 92.75, reason=NO_STEP_KERNEL),
+    _sampling(HYBRID, DECODE_ADAPTERS, "waits", "waits", 1, 1),
+    _sampling(HYBRID, DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 1, KIB),
+    _training(HYBRID, PASSES, "layer_kernels", "kernels a layer", 400, 391),
+    _training(HYBRID, PASSES, "waits", "waits", 2, 2),
+    _training(HYBRID, PASSES, "bytes", "GB", 60, 102, GB, reason=NO_RULE_KERNEL),
+    _sampling(MIXTURE, DECODE, "layer_kernels", "kernels a layer", 60, 58),
+    _sampling(MIXTURE, DECODE, "waits", "waits", 1, 1),
+    _sampling(MIXTURE, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 70, 140, reason=NO_EXPERT_KERNEL),
+    _sampling(MIXTURE, DECODE_ADAPTERS, "waits", "waits", 1, 1),
+    _sampling(MIXTURE, DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 1, KIB),
+    _training(MIXTURE, PASSES, "layer_kernels", "kernels a layer", 400, 387),
+    _training(MIXTURE, PASSES, "waits", "waits", 2, 2),
+    _training(MIXTURE, PASSES, "bytes", "GB", 60, 56, GB),
 )

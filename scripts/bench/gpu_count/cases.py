@@ -49,13 +49,78 @@ NUM_ADAPTERS = 8
 LOSS_ROWS = 512
 FEW_LAYERS, MORE_LAYERS = 2, 4
 """The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
+PATTERN_LAYERS = 4
+"""Layers of a model that is counted at reduced depth: those of a hybrid's pattern, three of linear attention and one of
+full attention. Its kernels of a layer are the difference to a model with twice as many, so they are the pattern's mean.
+"""
+REDUCED_SHAPES: dict[str, dict[str, Any]] = {
+    "9b-hybrid": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "num_hidden_layers": PATTERN_LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 12_288,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248_320,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": PATTERN_LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
+    "tiny-hybrid": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 64,
+        "num_hidden_layers": PATTERN_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "vocab_size": 512,
+    },
+    "tiny-mixture": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
+    },
+}
+"""Shapes of Qwen3.5 9B and Qwen3-30B-A3B with few of their 32 and 48 layers, and miniatures of both kinds."""
 ALL_KINDS = {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
 def shape_of(model: str) -> dict[str, Any]:
-    """Return a model's shape: a name of `SHAPES`, or `NAME@LAYERS` with fewer layers."""
+    """Return the shape of a name of `SHAPES` or `REDUCED_SHAPES`, or of `NAME@LAYERS` with so many layers."""
     name, _, layers = model.partition("@")
-    return SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    shape = SHAPES.get(name) or REDUCED_SHAPES[name]
+    return shape | ({"num_hidden_layers": int(layers)} if layers else {})
 
 
 @contextmanager
@@ -131,6 +196,12 @@ def training_rows(model: str, load: Case) -> list[Row]:
         row_of(model, f"passes {load}", passes, kept_bytes=passes.kept_bytes),
         row_of(model, f"optimizer {load}", steps, bytes_a_value=bytes_a_value),
     ]
+
+
+def passes(model: str, load: Case) -> list[Row]:
+    """Count a step's passes alone, of a model of any kind."""
+    counts, _ = training(model, load)
+    return [row_of(model, f"passes {load}", counts, kept_bytes=counts.kept_bytes)]
 
 
 def loss(model: str) -> list[Row]:
@@ -248,11 +319,22 @@ def with_layers(count: Callable[..., list[Row]], model: str, *args: Any) -> list
     return [row | {"layer_kernels": (more - few) / (MORE_LAYERS - FEW_LAYERS)}]
 
 
+def reduced(count: Callable[..., list[Row]], name: str, *args: Any) -> list[Row]:
+    """Return the row of a case of a model of `REDUCED_SHAPES`, with the kernels of one layer."""
+    few, more = (count(f"{name}@{layers}", *args)[0] for layers in (PATTERN_LAYERS, 2 * PATTERN_LAYERS))
+    return [few | {"layer_kernels": (more["kernels"] - few["kernels"]) / PATTERN_LAYERS}]
+
+
 LOADS = (Case(8, 4, 64), Case(64, 1, 64), Case(16, 4, 512))
 
 
 def counted(model: str) -> Iterator[list[Row]]:
     """Count every case of a model, one after another."""
+    if model in REDUCED_SHAPES:
+        yield reduced(passes, model, LOADS[0])
+        yield reduced(decoding, model, NUM_SEQS, 0)
+        yield reduced(decoding, model, NUM_SEQS, NUM_ADAPTERS)
+        return
     for load in LOADS:
         yield training_rows(model, load)
     yield loss(model)
@@ -269,3 +351,6 @@ def counted_quickly() -> Iterator[list[Row]]:
     yield loss(model)
     yield decoding(model, 2, 1)
     yield prefill(model, 2)
+    for other in ("tiny-hybrid", "tiny-mixture"):
+        yield passes(other, Case(2, 1, 16))
+        yield decoding(other, 2, 1)

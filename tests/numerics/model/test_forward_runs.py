@@ -13,10 +13,10 @@ from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.random_adapters import NUM_ROWS, Slab, one_by_one, operands, segments_of
 from tests.support.numerics.samplers import Sampling, make_sampler, request
-from workers.model.forward_runs import ForwardRun, can_run_forward, forward_runs
+from workers.model.forward_runs import AdapterTables, ForwardRun, can_run_forward, forward_runs
 from workers.model.gpu_operations import can_launch, defined
 from workers.model.segments import Segment
-from workers.rows import ALIGNMENT
+from workers.rows import ALIGNMENT, AdapterViews, RowLayout
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -35,6 +35,16 @@ def test_adapters_of_any_rank_and_slab_get_their_own_products(group: int, dtype:
     for y, right, before in zip(ys, expected, untouched, strict=True):
         assert float((y.float() - right).abs().max()) <= tolerance * float(right.abs().max())
         assert torch.equal(y[~is_adapted], before[~is_adapted])
+
+
+def test_an_adapter_of_experts_has_the_rank_of_its_other_linears(model_directories: dict[str, Path]) -> None:
+    """One B^T of a group may stand for those of all experts."""
+    shapes = Driver(model_directories["qwen3-moe"]).engine.base_model.group_shapes
+    for kinds in (("attn", "mlp", "unembed"), ("mlp",)):
+        layout = RowLayout(shapes, 8, kinds)
+        slab = layout.views(torch.zeros(1, layout.num_values), None)
+        adapter = AdapterViews(slab, [views and views.row(0) for views in slab], 0, 1.0)
+        assert AdapterTables.of([Segment(0, 4, adapter)], len(shapes)).rank_max == 8
 
 
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass() -> None:

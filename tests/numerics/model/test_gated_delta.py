@@ -141,13 +141,13 @@ def test_the_trial_finds_a_library_whose_bits_depend_on_the_number_of_values(
     """As the library's own sigmoid's do, if there are few heads."""
     weights = weights_of(hybrid)
     assert keeps_sequences(weights, torch.float32)
-    coefficients = delta_rule._coefficients
+    coefficients = delta_rule.coefficients
 
     def by_the_library(inputs: DeltaInputs, *others: Any) -> tuple[Tensor, Tensor]:
         _, decay = coefficients(inputs, *others)
         return inputs.strength.sigmoid(), decay
 
-    monkeypatch.setattr(delta_rule, "_coefficients", by_the_library)
+    monkeypatch.setattr(delta_rule, "coefficients", by_the_library)
     assert not keeps_sequences(weights, torch.float32)
 
 

@@ -42,6 +42,13 @@ def test_grouped_matmul_equals_one_product_per_segment(even_vocabulary: Path) ->
     assert apart.gradients < 1e-5
 
 
+def test_experts_adapted_by_grouped_matmul_equal_those_of_one_product_per_share(tmp_path: Path) -> None:
+    mixture = build_mini_model(tmp_path / "qwen3-moe", "qwen3-moe", vocab_size=264)
+    apart = distance(observe(grouped(mixture), TENANTS), observe(Driver(mixture), TENANTS))
+    assert apart.logprobs < 3e-5
+    assert apart.gradients < 3e-5
+
+
 @pytest.mark.slow
 def test_grouped_matmul_in_bf16_is_as_close_to_fp32_as_one_product_per_segment(even_vocabulary: Path) -> None:
     expected = observe(Driver(even_vocabulary), TENANTS)
@@ -127,7 +134,8 @@ def test_only_gpus_with_the_kernel_use_grouped_matmul(monkeypatch: pytest.Monkey
         report: Callable[..., tuple[int, int]] = lambda *_: capability  # noqa: E731
         monkeypatch.setattr(torch.cuda, "get_device_capability", report)  # of GPUs that are not here
         shape = GroupShape(index=0, kind="mlp", names=("a",), d_in=64, d_outs=(d_out,))
-        return can_group(torch.device("cuda"), dtype, [shape])
+        gate = GroupShape(index=1, kind="frozen", names=("b",), d_in=64, d_outs=(1,))  # of no adapter
+        return can_group(torch.device("cuda"), dtype, [shape, gate])
 
     assert allowed((9, 0))
     assert allowed((10, 0))

@@ -232,6 +232,24 @@ def sorted_rows(call: Call) -> Cost:
 SMALL_SORT_VALUES = 4096
 
 
+def largest(call: Call) -> Cost:
+    """Each row's largest values are gathered, then sorted in place. Long rows are sorted whole, or by many blocks."""
+    if call.args[0].shape[call.argument("dim")] > SMALL_TOPK_VALUES:
+        raise UncountedOperation(f"{call.name} of more than {SMALL_TOPK_VALUES} values is not counted yet")
+    return Cost(2, call.traffic + 2 * sum(map(num_bytes, call.written)))
+
+
+SMALL_TOPK_VALUES = 399
+"""Rows of at most so many values are one block's, however many they are: `should_use_multiblock`."""
+
+
+def filled_rows(call: Call) -> Cost:
+    """One value is written to the rows that an index names."""
+    rows, index = call.args[0], call.argument("index")
+    of_row = rows.element_size() * prod(rows.shape[call.argument("dim") + 1 :])
+    return Cost(1, num_bytes(index) + index.numel() * of_row)
+
+
 def put(call: Call) -> Cost:
     """Values are written to places that indices name."""
     if call.argument("accumulate"):
@@ -251,6 +269,18 @@ def scattered(call: Call) -> Cost:
     return Cost(1, num_bytes(index) + 2 * num_bytes(source))
 
 
+def scattered_into_copy(call: Call) -> Cost:
+    """The tensor is copied, then a source is written to places that indices name."""
+    return Cost(2, 2 * num_bytes(call.args[0]) + scattered(call).num_bytes)
+
+
+def scattered_rows(call: Call) -> Cost:
+    """A source's rows are written to the places that an index names."""
+    _refuse_fixed_order(call)
+    index, source = call.argument("index"), call.argument("source")
+    return Cost(1, num_bytes(index) + 2 * num_bytes(source))
+
+
 def added(call: Call) -> Cost:
     """A source is added to places that indices name, which are read and written."""
     _refuse_fixed_order(call)
@@ -261,6 +291,32 @@ def added(call: Call) -> Cost:
 def _refuse_fixed_order(call: Call) -> None:
     if torch.are_deterministic_algorithms_enabled():
         raise UncountedOperation(f"{call.name} by deterministic algorithms, which sort, is not counted yet")
+
+
+def bags(call: Call) -> Cost:
+    """Each bag sums the rows that its indices name, each read once more for every bag that has it."""
+    weight, indices = call.args[:2]
+    out = call.result[0]
+    num_read = indices.numel() * out.shape[1] * weight.element_size()
+    return Cost(1, sum(map(num_bytes, call.read[1:])) + num_read + num_bytes(out))
+
+
+def triangular(call: Call) -> Cost:
+    """The right sides are copied into the result, and matrices that the library cannot read. Then one call of the
+    library with two arrays of pointers, or one for each of few large matrices."""
+    matrices, sides = call.args[:2]
+    size = matrices.shape[-1]
+    num_matrices = prod(sides.shape[:-2])
+    if size > TRIANGULAR_MAX:
+        raise UncountedOperation(f"{call.name} of more than {TRIANGULAR_MAX} unknowns is not counted yet")
+    is_copied = not (matrices.is_contiguous() or matrices.mT.is_contiguous())
+    number = num_matrices if num_matrices <= 8 and size >= 64 else 3
+    copies = 2 * num_bytes(sides) + (2 * num_bytes(matrices) if is_copied else 0)
+    return Cost(1 + is_copied + number, call.traffic + copies, float(num_matrices) * size * size * sides.shape[-1])
+
+
+TRIANGULAR_MAX = 512
+"""Unknowns up to which cuBLAS solves batches."""
 
 
 def padded(call: Call) -> Cost:
@@ -447,12 +503,25 @@ _table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "emb
 _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
 _table("cuda/ScatterGatherKernel.cu", scattered, "scatter_")
+_table("TensorAdvancedIndexing.cpp: scatter_impl; cuda/ScatterGatherKernel.cu", scattered_into_copy, "scatter")
 _table("cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort", sorted_rows, "sort")
+_table("cuda/TensorTopK.cpp: topk_out_cuda; TensorTopK.cu: gatherTopK; Sort.cu: sortKeyValueInplace", largest, "topk")
+_table("cuda/IndexKernel.cu: index_fill_kernel", filled_rows, "index_fill_")
+_table("cuda/IndexKernel.cu: index_copy_kernel", scattered_rows, "index_copy_")
+_table("cuda/EmbeddingBag.cu: EmbeddingBag_updateOutputKernel_sum_mean", bags, "_embedding_bag_forward_only",
+       "_embedding_bag")  # fmt: skip
+_table("BatchLinearAlgebra.cpp: linalg_solve_triangular_out; cuda/linalg/BatchLinearAlgebra.cpp: "
+       "triangular_solve_kernel; BatchLinearAlgebraLibBlas.cpp: apply_triangular_solve_batched", triangular,
+       "linalg_solve_triangular")  # fmt: skip
+_table("cuda/IndexKernel.cu: flip_kernel", kernels(1), "flip")
+_table("cuda/BinaryDivFloorKernel.cu", pointwise, "floor_divide")
+_table("cuda/TriangularOps.cu: triu_tril_kernel", kernels(1), "triu", "tril", "triu_", "tril_")
 _table("cuda/Bucketization.cu: searchsorted_cuda_contiguous", searched, "searchsorted")
 _table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
 _table("cuda/IndexKernel.cu: index_put_kernel, without accumulation", put, "index_put_", "_index_put_impl_")
 _table("cuda/Shape.cu: cat_out_cuda, parallel_cat", joined, "cat", "stack")
 _table("cuda/SoftMax.cu: host_softmax, cunn_SoftMaxForward", softmax, "_log_softmax", "_softmax")
+_table("cuda/SoftMax.cu: host_softmax_backward", kernels(1), "_softmax_backward_data")
 _table("cuda/ScanUtils.cuh: scan_dim; ATen/cuda/cub.cuh", scan, "cumsum")
 _table("cuda/Blas.cpp: one call of cuBLAS, which may split its sum over two kernels", product,
        "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from workers import engine
 from workers.bank import transfers
@@ -40,12 +40,13 @@ class _PinnedBuffers:
 
 @contextmanager
 def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
-    """Load a Qwen3 of this shape without a file.
+    """Load a model of this shape without a file: a Qwen3, unless the shape has another `model_type`.
 
     Patches what reads files, the trials of values and times, which do not exist here, and the drawing of initial
     weights, which takes the processor most of a second an adapter.
     """
-    config = Qwen3Config(**shape, max_position_embeddings=MAX_SEQ_LEN, dtype=torch.bfloat16)
+    numbers = {"model_type": "qwen3", "max_position_embeddings": MAX_SEQ_LEN, "dtype": torch.bfloat16, **shape}
+    config = AutoConfig.for_model(**numbers)
 
     def load(_: Path, device: str, dtype: torch.dtype) -> Any:
         with torch.device(device):

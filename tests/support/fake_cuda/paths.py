@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from scripts.bench.gpu.cases import SHAPES
-from scripts.bench.gpu_count.cases import no_layers
+from scripts.bench.gpu_count.cases import no_layers, shape_of
 from tests.support.fake_cuda.counting import Counts
 from tests.support.fake_cuda.device import fake_cuda
 from tests.support.fake_cuda.engines import make_engine, no_files
@@ -23,7 +22,6 @@ from tests.support.numerics.tenants import TENANTS
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
 
-SHAPE = SHAPES["tiny"]
 WINDOW = {
     "use_sliding_window": True,
     "sliding_window": 8,
@@ -32,14 +30,14 @@ WINDOW = {
 }
 
 
-def train(*, has_gaps: bool = False, window: bool = False, **settings: Any) -> Counts | None:
-    """Train a step of tenants of every kind; return its counts. Raises AssertionError if an item fails.
+def train(*, model: str = "tiny", has_gaps: bool = False, window: bool = False, **settings: Any) -> Counts | None:
+    """Train a step of tenants of every kind on a miniature; return its counts. Raises AssertionError if an item fails.
 
     `has_gaps`: with adapters whose slots are not consecutive. In fp32 it is not counted and None: fake tensors always
     take torch's plain attention, a GPU only where query heads share keys.
     """
     made: dict[str, Any] = {"cache_bytes_max": 0} | settings
-    with fake_cuda() as counting, no_files(SHAPE | (WINDOW if window else {})):
+    with fake_cuda() as counting, no_files(shape_of(model) | (WINDOW if window else {})):
         with patch.object(harness, "make_engine", lambda _, **options: make_engine(**made | options)):
             driver = Driver(None)  # type: ignore[arg-type]
         driver.install(*(tenant.spec for tenant in TENANTS))
@@ -57,9 +55,9 @@ def train(*, has_gaps: bool = False, window: bool = False, **settings: Any) -> C
     return counts
 
 
-def sample(*, window: bool = False, **settings: Any) -> int:
+def sample(*, model: str = "tiny", window: bool = False, **settings: Any) -> int:
     """Sample with every kind of request until all have ended; return how many decode steps that takes."""
-    with fake_cuda() as counting, no_files(SHAPE | (WINDOW if window else {})):
+    with fake_cuda() as counting, no_files(shape_of(model) | (WINDOW if window else {})):
         engine = make_engine(**settings)
         for number in range(6):
             key = f"v{number % 3}" if number % 4 else ""

@@ -12,7 +12,7 @@ import torch
 
 from scripts.bench.gpu import sides
 from scripts.bench.gpu.cases import Case, random_data
-from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, engine_of, training
+from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, REDUCED_SHAPES, decoding, engine_of, passes, training
 from tests.support.fake_cuda.counting import Counts
 from workers.contract.messages import (
     AdapterInstall,
@@ -144,6 +144,14 @@ def kernels_of_targets(num_targets: int) -> int:
             (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
         assert result.error is None
     return counts.num_kernels
+
+
+def kernels_of_experts(num_experts: int) -> tuple[int, int]:
+    """Return the kernels of a pass and of a decode step, with two adapters, of a mixture with so many experts."""
+    shape = REDUCED_SHAPES["tiny-mixture"] | {"num_experts": num_experts}
+    with patch.dict(REDUCED_SHAPES, {"tiny-mixture": shape}):
+        (trained,), (sampled,) = passes("tiny-mixture", Case(2, 1, 16)), decoding("tiny-mixture", 4, 2)
+    return trained["kernels"], sampled["kernels"]
 
 
 def _pass_of(*data: Datum) -> PassItem:
