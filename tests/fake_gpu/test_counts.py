@@ -79,13 +79,9 @@ def test_kernels_of_a_mixture_do_not_depend_on_the_number_of_experts(fake_gpu: F
     assert few == many
 
 
-def test_kernels_of_a_hybrid_do_not_depend_on_the_number_of_sequences(fake_gpu: FakeCudaProcess) -> None:
-    def kernels(function: str, *args: Any) -> int:
-        (row,) = fake_gpu.call(f"{CASES}:{function}", "tiny-hybrid", *args)
-        return int(row["kernels"])
-
-    assert kernels("decoding", 16, 1) == kernels("decoding", 32, 1)
-    assert kernels("passes", Case(2, 1, 16)) == kernels("passes", Case(2, 8, 16))
+def test_kernels_of_a_hybrids_decode_step_do_not_depend_on_the_number_of_sequences(fake_gpu: FakeCudaProcess) -> None:
+    few, many = (fake_gpu.call(f"{CASES}:decoding", "9b-hybrid@4", number, 0)[0]["kernels"] for number in (16, 32))
+    assert few == many
 
 
 def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from workers.model.forward_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.library_delta import rule_of_library
 from workers.model.sampling_layers import AttendsProjected, SplitProjections
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
 from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
 from workers.sampling.kv_cache import PAGE_TOKENS
+from workers.selftest.library_delta import problem_of
 from workers.selftest.loading import load_base_model
 from workers.selftest.row_invariance import are_blocks_invariant
 
@@ -237,3 +240,11 @@ def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -
 def test_rows_have_the_same_bits_at_every_position_of_a_block(dtype: torch.dtype) -> None:
     weights = [torch.randn(shape, device="cuda", dtype=dtype) for shape in ((1024, 1024), (3072, 1024), (4096, 12288))]
     assert are_blocks_invariant(weights, BLOCK_ROWS)
+
+
+@pytest.mark.skipif(find_spec("fla") is None, reason="the extra tinkerpool[gpu] has fla; it is not installed here")
+def test_linear_attention_by_fla_passes_its_trial(even_models: dict[str, Path]) -> None:
+    model = load_base_model(EngineSettings(model_path=str(even_models["qwen3.5"]), device="cuda"))
+    rule = rule_of_library(model.device, model.dtype)
+    assert rule is not None
+    assert problem_of(model, rule) == ""

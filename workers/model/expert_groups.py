@@ -38,12 +38,13 @@ class GroupedDispatch:
         self.experts = choices.reshape(-1)
         """(T k,)"""
         number = torch.arange(max(num_experts, len(self.experts)), dtype=torch.int32, device=choices.device)
-        self.counted = (self.experts == number[:num_experts, None]).cumsum(1, dtype=torch.int32)
-        """(E, T k) how many of the choices up to each one are of each expert."""
-        counts = self.counted[:, -1]
+        counted = (self.experts == number[:num_experts, None]).cumsum(1, dtype=torch.int32)
+        self.counted: Tensor | None = counted
+        """(E, T k) how many of the choices up to each one are of each expert; None: dropped, as it is large."""
+        counts = counted[:, -1]
         self.ends = counts.cumsum(0, dtype=torch.int32)
         """(E,) the row after the last of each expert."""
-        self.ranks = self.counted.gather(0, self.experts.unsqueeze(0)).squeeze(0)
+        self.ranks = counted.gather(0, self.experts.unsqueeze(0)).squeeze(0)
         """(T k,) of each choice among its expert's, from 1."""
         places = self.ranks + (self.ends - counts - 1)[self.experts]
         self.places = places.view(choices.shape)
@@ -143,8 +144,10 @@ class GroupedSegments:
         self._places = [_places(part, num_choices) for part in self.parts]
 
     def shares(self, dispatch: GroupedDispatch) -> list[GroupedShares]:
-        """Return what the adapters send to the experts, part by part."""
-        return [_shares(number, places, dispatch) for number, places in enumerate(self._places)]
+        """Return what the adapters send to the experts, part by part; called once, it drops the dispatch's counts."""
+        counted, dispatch.counted = dispatch.counted, None
+        assert counted is not None, "the shares of this dispatch were made already"
+        return [_shares(number, places, dispatch, counted) for number, places in enumerate(self._places)]
 
 
 def _merged(segments: Sequence[Segment]) -> list[Segment]:
@@ -180,9 +183,8 @@ def _places(part: Part, num_choices: int) -> _Places:
     )
 
 
-def _shares(part: int, places: _Places, dispatch: GroupedDispatch) -> GroupedShares:
-    num_experts = len(dispatch.counted)
-    before, upto = dispatch.counted.index_select(1, places.edges.view(-1)).view(num_experts, 2, -1).unbind(1)  # (E, A)
+def _shares(part: int, places: _Places, dispatch: GroupedDispatch, counted: Tensor) -> GroupedShares:
+    before, upto = counted.index_select(1, places.edges.view(-1)).view(len(counted), 2, -1).unbind(1)  # (E, A)
     before = before.masked_fill(places.is_first, 0)
     counts = (upto - before).t()  # (A, E)
     ends = counts.cumsum(1, dtype=torch.int32)

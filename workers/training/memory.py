@@ -36,6 +36,8 @@ FULL_BYTES = 4
 """Of an fp32 value."""
 INDEX_BYTES = 8
 """Of a row's number."""
+COUNT_BYTES = 9
+"""Of a choice and an expert, while a GPU sorts the rows of experts: a comparison, its copy as a number, a sum."""
 MASK_BYTES = 4
 """Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
 MASK_MAKING_BYTES = 11
@@ -168,6 +170,7 @@ class PassMemory:
 
         It keeps gates and up of all experts' rows, and where rows go. It holds inputs, outputs and the inner values of
         these rows, and of each adapter's shares the padded rows and copies of the experts' matrices.
+        Before, a GPU counts the choices of every expert.
         """
         if self._experts is None:
             return 0, 0
@@ -186,7 +189,8 @@ class PassMemory:
             values = num_rows * ((5 + self._gate) * inner + max(2 * inner, hidden)) + of_shares
         else:
             values = max(num_rows * (self._gate * inner + max(inner, hidden)), num_rows * inner + of_shares)
-        return kept, kept + self._value_bytes * values
+        counts = COUNT_BYTES * num_chosen * num_experts if self._experts.shared.is_grouped else 0
+        return kept, kept + max(self._value_bytes * values, counts)
 
     def _fixed_bytes(self, load: Load) -> int:
         """Return the bytes that do not depend on the number of tokens.

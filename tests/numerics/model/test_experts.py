@@ -174,6 +174,13 @@ def test_a_row_that_is_not_finite_reaches_no_other_adapter_on_a_device(mixture: 
         assert torch.equal(one[200:], other[200:])
 
 
+def test_the_counts_of_experts_and_choices_are_dropped_before_the_backward() -> None:
+    """They are as large as all experts times all choices, and a pass would keep those of each layer."""
+    dispatch = GroupedDispatch(torch.zeros(9, 2, dtype=torch.int64), 4)
+    assert GroupedSegments(Routing((), 16), 2, 0, 1).shares(dispatch) == []
+    assert dispatch.counted is None
+
+
 class Layer:
     """The first layer of experts of a model, with two adapters and random rows, each of which goes to two experts."""
 
