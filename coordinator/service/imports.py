@@ -225,6 +225,7 @@ class ImportUseCases(CopyUseCases):
         """Return a new upload, if its import has room. Raises ServiceError."""
         core, tenant_id = self._core, principal.tenant_id
         self._core.quotas.check_permitted(principal.tenant_id, plan.base_model, plan.rank)
+        self._check_size(self._model(plan.base_model), plan.spec("", 0))
         save = checkpoints_pb.SaveStateRequest(name=request.upload_id)
         claim = core.holdings.claim_of_save(plan.spec("", 0), plan.base_model, save).plus(Claim(num_bytes=len(payload)))
         if (refusal := core.ceilings.refusal(tenant_id, claim)) is not None:

@@ -157,8 +157,8 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
-    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max` and `costs` are only
-    reported: no request is refused.
+    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max`, `bank_bytes_max` and
+    `costs` are only reported: no request is refused.
     """
 
     def __init__(
@@ -170,6 +170,7 @@ class ToyEngine:
         fitting_tokens: int | None = None,
         num_cache_blocks: int | None = None,
         host_bytes_max: int | None = None,
+        bank_bytes_max: int | None = None,
         costs: AdapterCosts = AdapterCosts(),  # noqa: B008 (frozen)
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
@@ -184,6 +185,7 @@ class ToyEngine:
             fitting_tokens=fitting_tokens,
             num_cache_blocks=num_cache_blocks,
             host_bytes_max=host_bytes_max,
+            bank_bytes_max=bank_bytes_max,
             costs=costs,
             fingerprint=fingerprint,
         )

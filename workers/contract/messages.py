@@ -500,6 +500,9 @@ class ModelInfo:
     host_bytes_max: int | None = None
     """Most bytes of copies and sampler versions that the worker is to hold in host memory, see `BatchResult`; None:
     any number."""
+    bank_bytes_max: int | None = None
+    """Most bytes of a copy (weights, moments, gradient) whose row is within the limit of the bank on the worker's GPU;
+    None: any number."""
     num_cache_blocks: int | None = None
     """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS
