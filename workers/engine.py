@@ -111,6 +111,7 @@ class TrainingEngine:
             info,
             fitting_tokens=fitting,
             host_bytes_max=host_bytes_max(settings, free_host_bytes()),
+            bank_bytes_max=bank.copy_bytes_max,
             num_cache_blocks=self.sampler.num_cache_blocks,
             num_sequence_slots=self.sampler.num_sequence_slots,
         )

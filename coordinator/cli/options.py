@@ -322,6 +322,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
             **pool | {"device": pool["device"] or ("cuda" if pool["num_gpus"] else "cpu")},
             models=tuple(resolve_model(text, values["workers"]) for text in values["model"] or [DEFAULT_MODEL]),
             owner_file=data_dir / RAY_FILE,
+            spool_folder=data_dir,
             log=log,
         ),
     )

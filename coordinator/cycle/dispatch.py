@@ -20,7 +20,7 @@ from coordinator.scheduling.planner import Planning
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import Batch, BatchResult, ItemResult
+from workers.contract.messages import Batch, BatchResult, ItemResult, SaveItem
 from workers.contract.protocols import Pool, TakenOver, WorkerLost
 
 OVERDUE_S = 5.0
@@ -114,7 +114,7 @@ class Dispatch:
             worker.begin_phase(flights(entries))
             batch = self._batch(cycle_id, work, worker, entries, planning)
             extra_tokens = work.extra_tokens(worker_id)
-            allowed_s = self._allowed_s(worker, batch, extra_tokens)
+            allowed_s = self._allowed_s(worker, batch, entries, extra_tokens)
             seconds_max = max(seconds_max, allowed_s)
             running = self._run_batch(worker, batch, extra_tokens, allowed_s, is_first=not parts)
             parts.append(Part(worker, entries, asyncio.get_running_loop().create_task(running)))
@@ -179,9 +179,11 @@ class Dispatch:
             expected=work.expected(worker_id),
         )
 
-    def _allowed_s(self, worker: Incarnation, batch: Batch, extra_tokens: float) -> float:
+    def _allowed_s(self, worker: Incarnation, batch: Batch, entries: list[Entry], extra_tokens: float) -> float:
         losses = max((self.quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
-        return self._deadlines.allowed_s(batch, worker.name, losses, extra_tokens)
+        saved = [entry.log for entry in entries if isinstance(entry.item, SaveItem)]
+        saved_bytes = sum(self._fleet.copy_bytes(log.base_model, log.spec) for log in saved)
+        return self._deadlines.allowed_s(batch, worker.name, losses, extra_tokens, saved_bytes)
 
     async def _run_batch(
         self, worker: Incarnation, batch: Batch, extra_tokens: float, allowed_s: float, *, is_first: bool

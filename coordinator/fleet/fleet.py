@@ -418,8 +418,13 @@ class Fleet:
         return self._copy_bytes[key]
 
     def copy_bytes_max(self, base_model: str) -> int | None:
-        """Return the most bytes that a copy may have on any worker of a base model; None: any number."""
-        offered = [each.info.model.host_bytes_max for each in self._of(base_model)]
+        """Return the most bytes that a copy may have on any worker of a base model; None: any number.
+
+        In the worker's host memory, and in the bank on its GPU.
+        """
+        models = [each.info.model for each in self._of(base_model)]
+        limits = [(each.host_bytes_max, each.bank_bytes_max) for each in models]
+        offered = [min((each for each in pair if each is not None), default=None) for pair in limits]
         return None if None in offered else max((each for each in offered if each is not None), default=None)
 
     def _note_away(self) -> None:

@@ -15,7 +15,6 @@ Dimensions: r rank, D inputs, F outputs, n modules in a linear.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -188,8 +187,8 @@ def plan_import(config: PeftConfig, header: str, model: ModelInfo) -> ImportPlan
     )
 
 
-def state_weights(plan: ImportPlan, seed: int, read: _Read) -> bytes:
-    """Return the weights of the state: a safetensors file in fp32.
+def state_weights(plan: ImportPlan, seed: int, read: _Read) -> Iterator[bytes]:
+    """Yield the weights of the state, a safetensors file in fp32, piece by piece; at most a matrix is in memory.
 
     `read` returns so many bytes of the data from a place on. Raises ServiceError for a value that is not finite, and
     what `read` raises.
@@ -201,12 +200,12 @@ def state_weights(plan: ImportPlan, seed: int, read: _Read) -> bytes:
         header[matrix.name] = {"dtype": "F32", "shape": matrix.shape, "data_offsets": (begin, end)}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # tensors begin at a multiple of eight bytes
-    file = io.BytesIO()
-    file.write(len(head).to_bytes(8, "little") + head)
+    yield len(head).to_bytes(8, "little") + head
     for matrix in plan.matrices:
         for values in _values(matrix, seed, read):
-            file.write(values.astype("<f4", copy=False).data)
-    return file.getvalue()
+            flat = values.astype("<f4", copy=False).reshape(-1)
+            for start in range(0, flat.size, READ_BYTES // _ITEM_BYTES["F32"]):
+                yield flat[start : start + READ_BYTES // _ITEM_BYTES["F32"]].tobytes()
 
 
 def _values(matrix: Matrix, seed: int, read: _Read) -> Iterator[Array]:

@@ -67,7 +67,7 @@ SOLO_FACTOR = 4.0
 STEP_TOKENS = 640
 """The most rows of a decode step that may be running when a batch arrives: of prompts and of running sequences."""
 BYTES_PER_S, SAVE_S = 20e6, 5.0
-"""The slowest transfer of states to a worker, and the most seconds that a save may take."""
+"""The slowest transfer of states to a worker and back, and the most seconds that a save may take besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +278,17 @@ class Deadlines:
         """Incarnation that has finished a batch (and so has loaded its kernels) to the most seconds that decoding gets
         as its share for the last one."""
 
-    def allowed_s(self, batch: Batch, incarnation: str, num_solo_losses: int = 0, extra_tokens: float = 0.0) -> float:
+    def allowed_s(
+        self,
+        batch: Batch,
+        incarnation: str,
+        num_solo_losses: int = 0,
+        extra_tokens: float = 0.0,
+        saved_bytes: int = 0,
+    ) -> float:
         """Return the seconds within which the worker must reply.
 
-        `extra_tokens`: what its passes cost besides their tokens.
+        `extra_tokens`: what its passes cost besides their tokens. `saved_bytes`: of the states in its reply, at most.
         """
         num_tokens, length = _size(batch, extra_tokens)
         predicted = self._costs.predicted_s(num_tokens, length) if num_tokens else 0.0
@@ -290,7 +297,7 @@ class Deadlines:
             return DEADLINE_UNKNOWN_S
         # Decoding gets its share for the batch before, and finishes its running step: this batch may wait for both.
         waiting = self._owed_s[incarnation] + min(DEADLINE_FACTOR * step, DEADLINE_UNKNOWN_S)
-        states = _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
+        states = (_state_bytes(batch) + saved_bytes) / BYTES_PER_S + SAVE_S * _num_saves(batch)
         return (DEADLINE_FLOOR_S + DEADLINE_FACTOR * predicted + waiting + states) * SOLO_FACTOR**num_solo_losses
 
     def observe(self, batch: Batch, incarnation: str, seconds: float, extra_tokens: float = 0.0) -> None:

@@ -286,7 +286,7 @@ class AdapterUseCases(UseCases):
         return model, spec
 
     def _check_size(self, model: ModelInfo, spec: AdapterSpec) -> None:
-        """Refuse an adapter that takes more host memory than any worker of the model offers."""
+        """Refuse an adapter that takes more host memory, or more of a GPU, than any worker of the model offers."""
         fleet = self._core.fleet
         num_bytes, most = fleet.copy_bytes(model.name, spec), fleet.copy_bytes_max(model.name)
         if most is None or num_bytes <= most:
@@ -297,12 +297,13 @@ class AdapterUseCases(UseCases):
             if fleet.copy_bytes(model.name, replace(spec, rank=rank)) <= most
         ]
         ways = [f"a rank of at most {fitting[-1]}"] if fitting else []
+        needed = "--host-memory" if model.bank_bytes_max is None else "--host-memory and larger GPUs"
         ways += ["train_mlp=False"] if spec.train_mlp and (spec.train_attn or spec.train_unembed) else []
         instead = f"take {' or '.join(ways)}, or " if ways else ""
         raise invalid(
             f"an adapter of rank {spec.rank} of these modules of {model.name} takes {num_bytes / 1e6:,.0f} MB in a "
             f"worker (weights, moments, gradient), and its workers keep at most {most / 1e6:,.0f} MB of adapters: "
-            f"{instead}ask for workers with more --host-memory",
+            f"{instead}ask for workers with more {needed}",
             "ADAPTER_TOO_LARGE",
         )
 

@@ -23,11 +23,13 @@ from coordinator.payloads.peft_weights import ImportPlan, is_same_model, plan_im
 from coordinator.service.access import check_adapter_name, check_index, check_ttl, uninterrupted
 from coordinator.service.adapters import Start
 from coordinator.service.checkpoints import CopyUseCases
+from coordinator.storage.folders import TemporaryFile
 from coordinator.storage.rows import AdapterRow, FileUse
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import imports_pb2 as pb
+from workers.contract.contents import Content
 from workers.contract.messages import AdapterState, ModelInfo
 
 PART_BYTES = 4 << 20
@@ -151,7 +153,7 @@ class ImportUseCases(CopyUseCases):
             async with states.uploads.using(upload), self._core.file_turns.turn(adapter.tenant_id) as turn:
                 began = self._core.time.monotonic()
                 try:
-                    weights = await asyncio.to_thread(state_weights, plan, seed, upload.read_data)
+                    weights = await asyncio.to_thread(_weights, plan, seed, upload, states.uploads.new_file())
                 except OSError as error:
                     raise cannot_write("the upload", error) from None
                 turn.use(plan.num_bytes + len(weights))  # read and written
@@ -223,6 +225,7 @@ class ImportUseCases(CopyUseCases):
         """Return a new upload, if its import has room. Raises ServiceError."""
         core, tenant_id = self._core, principal.tenant_id
         self._core.quotas.check_permitted(principal.tenant_id, plan.base_model, plan.rank)
+        self._check_size(self._model(plan.base_model), plan.spec("", 0))
         save = checkpoints_pb.SaveStateRequest(name=request.upload_id)
         claim = core.holdings.claim_of_save(plan.spec("", 0), plan.base_model, save).plus(Claim(num_bytes=len(payload)))
         if (refusal := core.ceilings.refusal(tenant_id, claim)) is not None:
@@ -254,3 +257,15 @@ class ImportUseCases(CopyUseCases):
             part_bytes_max=min(PART_BYTES, self._core.config.limits.message_bytes_max - _HEAD_BYTES),
             notes=plan.notes,
         )
+
+
+def _weights(plan: ImportPlan, seed: int, upload: Upload, file: TemporaryFile) -> Content:
+    """Return the weights of an imported adapter, by way of a file. Raises OSError and ServiceError."""
+    end = 0
+    try:
+        for piece in state_weights(plan, seed, upload.read_data):
+            file.write(end, piece)
+            end += len(piece)
+        return file.content()
+    finally:
+        file.remove()

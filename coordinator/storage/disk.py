@@ -18,6 +18,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from workers.contract.contents import LARGE_BYTES, Content, FileContent
+
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 REMOVING = ".removing-"
 """Prefix of the name of a folder that is being removed."""
@@ -55,6 +57,9 @@ class Disk(Protocol):
 
     def read(self, path: Path) -> bytes:
         """Return a file's content."""
+
+    def content(self, path: Path) -> Content:
+        """Return a file's content: in memory, or the open file if it is large."""
 
     def size(self, path: Path) -> int:
         """Return the number of bytes in a file."""
@@ -202,6 +207,10 @@ class RealDisk:
     def read(self, path: Path) -> bytes:
         """See `Disk`."""
         return path.read_bytes()
+
+    def content(self, path: Path) -> Content:
+        """See `Disk`."""
+        return self.read(path) if self.size(path) <= LARGE_BYTES else FileContent(path.open("rb"))
 
     def size(self, path: Path) -> int:
         """See `Disk`."""

@@ -6,7 +6,7 @@ Does not depend on the disk, on rows or on what a checkpoint is. Main invariant:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyrage
 
 from coordinator.base.errors import ServiceError, invalid
 from workers.contract.adapted_modules import leaf_names
+from workers.contract.contents import PIECE_BYTES
 from workers.contract.messages import AdapterSpec, ModelInfo
 
 ENCRYPTED = ".age"
@@ -69,15 +70,21 @@ def head_bytes(beginning: bytes) -> int:
     return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little")
 
 
-def encrypted(content: bytes, recipients: Sequence[str]) -> bytes:
-    """Return content encrypted to `recipients`. Other threads run meanwhile.
+def encrypt(pieces: Iterable[bytes], recipients: Sequence[str], write: Callable[[int, bytes], None]) -> None:
+    """Encrypt a content to `recipients`, piece by piece. Other threads run meanwhile.
 
-    Raises ServiceError INVALID_ARGUMENT for recipients that nothing can be encrypted to. `check_recipients` finds them.
+    `write` takes a place and the bytes from there on. Raises ServiceError INVALID_ARGUMENT for recipients that nothing
+    can be encrypted to, which `check_recipients` finds, and an OSError that `pieces` or `write` raises.
     """
-    source, sink = _Source(content), _Sink()
-    with _refusing(recipients):
-        pyrage.encrypt_io(source, sink, [_recipient(text) for text in recipients])
-    return bytes(sink.content)
+    source, sink = _Source(pieces), _Sink(write)
+    try:
+        with _refusing(recipients):
+            pyrage.encrypt_io(source, sink, [_recipient(text) for text in recipients])
+    except ServiceError:
+        if (error := source.error or sink.error) is not None:  # the library makes one of its own of it
+            raise error from None
+        raise
+    sink.flush()
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
@@ -89,7 +96,7 @@ def check_recipients(recipients: Sequence[str]) -> None:
             raise invalid(
                 f"a recipient of an encrypted export has {len(text)} characters, at most {RECIPIENT_LENGTH_MAX}"
             )
-        encrypted(b"", [text])
+        encrypt((), [text], lambda start, piece: None)
 
 
 def _recipient(text: str) -> object:
@@ -116,30 +123,46 @@ def _refusing(recipients: Sequence[str]) -> Iterator[None]:
 
 
 class _Source:
-    """A file to encrypt. The library holds the interpreter's lock, but for the moments in which it calls a method."""
+    """What is encrypted. The library holds the interpreter's lock, but for the moments in which it calls a method."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = memoryview(content)
-        self._start = 0
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.error: OSError | None = None
+        self._pieces = iter(pieces)
+        self._left = memoryview(b"")
 
     def read(self, num_bytes: int) -> bytes:
-        piece = bytes(self._content[self._start : self._start + num_bytes])
-        self._start += len(piece)
+        try:
+            self._left = self._left or memoryview(next(self._pieces, b""))
+        except OSError as error:
+            self.error = error
+            raise
+        piece, self._left = bytes(self._left[:num_bytes]), self._left[num_bytes:]
         return piece
 
 
 class _Sink:
-    """Takes what the library writes."""
+    """Takes what the library writes, and hands it on in larger pieces."""
 
-    def __init__(self) -> None:
-        self.content = bytearray()
+    def __init__(self, write: Callable[[int, bytes], None]) -> None:
+        self.error: OSError | None = None
+        self._write = write
+        self._start = 0
+        self._gathered = bytearray()
 
     def write(self, piece: bytes) -> int:
-        self.content += piece
+        self._gathered += piece
+        if len(self._gathered) >= PIECE_BYTES:
+            self.flush()
         return len(piece)
 
     def flush(self) -> None:
-        pass
+        try:
+            self._write(self._start, bytes(self._gathered))
+        except OSError as error:
+            self.error = error
+            raise
+        self._start += len(self._gathered)
+        self._gathered.clear()
 
 
 def cannot_be_used(files: Sequence[str]) -> ServiceError | None:

@@ -20,6 +20,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from coordinator.storage.exports import (
     ENCRYPTED,
     LENGTH_BYTES,
     cannot_be_used,
-    encrypted,
+    encrypt,
     head_bytes,
     peft_config,
     tinkers_head,
@@ -43,6 +44,7 @@ from coordinator.storage.joined_exports import (
     load_joined,
     to_joined,
 )
+from workers.contract.contents import Content, beginning, pieces_of, whole
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
@@ -115,6 +117,10 @@ class TemporaryFile:
             raise OSError(errno.EIO, "a temporary file is shorter than it was written")
         return content
 
+    def content(self) -> Content:
+        """Return what was written; it stays readable after `remove`. Raises OSError."""
+        return self._disk.content(self._folder / WEIGHTS)
+
     def remove(self) -> None:
         """Delete the folder."""
         self._disk.remove(self._folder)
@@ -143,28 +149,27 @@ class StateFiles:
         """
         assert self._identity is not None, "the epoch has not begun"
         files = _contents(spec, model, state)
-        if recipients:
-            head = head_bytes(state.weights)
-            files[WEIGHTS] = tinkers_head(state.weights[:head]) + state.weights[head:]
-            files = {STATE: files[STATE]} | {name + ENCRYPTED: encrypted(files[name], recipients) for name in EXPORTED}
         name = self._identity.new_folder()
         kind, disk = self._kind, self._disk
         temporary, final = self._root / (_TEMPORARY + name), self._root / name
         try:
             disk.make_folder(temporary)
+            if recipients:
+                files = self._encrypt(temporary, files, recipients)
             for file_name, content in files.items():
-                disk.write(temporary / file_name, content)
+                if not file_name.endswith(ENCRYPTED):
+                    self._write(temporary / file_name, content)
                 disk.sync(temporary / file_name)
             disk.sync(temporary)
             failpoint(f"{kind}.written")
             disk.rename(temporary, final)
             disk.sync(self._root)
             failpoint(f"{kind}.renamed")
-        except OSError:
+            return Saved(name, _digest(files), sum(map(len, files.values())))
+        except (OSError, ServiceError):
             for path in (temporary, final):
                 disk.remove(path)
             raise
-        return Saved(name, _digest(files), sum(map(len, files.values())))
 
     def temporary(self) -> TemporaryFile:
         """Return a file for bytes that are being received. The next start deletes what is left of it."""
@@ -180,7 +185,7 @@ class StateFiles:
         files = self._verified(folder, sha256)
         if (error := cannot_be_used(list(files))) is not None:
             raise error
-        state = json.loads(files[STATE])
+        state = json.loads(whole(files[STATE]))
         return AdapterState(
             weights=files[WEIGHTS],
             optimizer=files.get(OPTIMIZER),
@@ -244,16 +249,43 @@ class StateFiles:
             self._disk.sync(quarantine.root)
             self._disk.sync(self._root)
 
-    def _verified(self, folder: str, sha256: str) -> dict[str, bytes]:
-        files: dict[str, bytes] = {}
+    def _write(self, path: Path, content: Content) -> None:
+        """Write a content, a large one piece by piece. Raises OSError."""
+        if isinstance(content, bytes):
+            self._disk.write(path, content)
+            return
+        start = 0
+        for piece in pieces_of(content):
+            self._disk.write_piece(path, start, piece)
+            start += len(piece)
+
+    def _encrypt(self, folder: Path, files: dict[str, Content], recipients: Sequence[str]) -> dict[str, Content]:
+        """Write the files that leave the pool, encrypted; return all files. Raises OSError, ServiceError."""
+        weights = files[WEIGHTS]
+        head = beginning(weights, head_bytes(beginning(weights, LENGTH_BYTES)))
+        sources = {
+            CONFIG: pieces_of(files[CONFIG]),
+            WEIGHTS: chain([tinkers_head(head)], pieces_of(weights, start=len(head))),
+        }
+        written = {STATE: files[STATE]}
+        for name in EXPORTED:
+            path = folder / (name + ENCRYPTED)
+            encrypt(sources[name], recipients, partial(self._disk.write_piece, path))
+            written[path.name] = self._disk.content(path)
+        return written
+
+    def _verified(self, folder: str, sha256: str) -> dict[str, Content]:
+        """Return the files of a folder. Large ones stay open, so that what was verified is what is read."""
+        files: dict[str, Content] = {}
         try:
             for name in self._disk.names(self._root / folder):
-                files[name] = self._disk.read(self._root / folder / name)
+                files[name] = self._disk.content(self._root / folder / name)
+            digest = _digest(files)
         except OSError as error:
             if error.errno in _TRANSIENT:
                 raise _cannot_read_now(error) from None
             raise _damaged() from None
-        if _digest(files) != sha256:
+        if digest != sha256:
             raise _damaged()
         return files
 
@@ -361,10 +393,10 @@ class StateFolders:
             files.begin_epoch(identity)
 
 
-def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[str, bytes]:
+def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[str, Content]:
     """Return the files of a state, by name."""
     joined = to_joined(model.modules)
-    files = {
+    files: dict[str, Content] = {
         WEIGHTS: state.weights,
         CONFIG: _to_json(peft_config(spec, model)),
         STATE: _to_json(
@@ -407,10 +439,11 @@ def _to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _digest(files: dict[str, bytes]) -> str:
-    """Return the SHA-256 of names, sizes and contents, in order of names."""
+def _digest(files: dict[str, Content]) -> str:
+    """Return the SHA-256 of names, sizes and contents, in order of names. Raises OSError."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())
-        digest.update(files[name])
+        for piece in pieces_of(files[name]):
+            digest.update(piece)
     return digest.hexdigest()

@@ -392,7 +392,7 @@ GUARDS = (
     Guard(
         name="checksum of a folder",
         file="coordinator/storage/folders.py",
-        before="if _digest(files) != sha256:",
+        before="if digest != sha256:",
         after="if not files:",
         tests=("tests/unit/storage/test_folders.py",),
     ),

@@ -104,6 +104,9 @@ class SimDisk:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         return node.content
 
+    def content(self, path: Path) -> bytes:
+        return self.read(path)
+
     def size(self, path: Path) -> int:
         return len(self.read(path))
 

@@ -17,6 +17,7 @@ from tests.support.toy_engine import digest, fresh_chain, item_digest, read_chai
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2
+from workers.contract.contents import Content, whole
 from workers.contract.messages import (
     AdapterSpec,
     AdapterState,
@@ -229,6 +230,6 @@ def check_published(saves: Collection[int], stored: Mapping[int, AdapterState], 
             raise Mismatch(f"the file of operation {seq} does not have the weights that it published")
 
 
-def _chain(data: bytes | None) -> bytes:
-    assert data is not None
-    return read_chain(data)
+def _chain(content: Content | None) -> bytes:
+    assert content is not None
+    return read_chain(whole(content))

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.contract.adapted_modules import AdaptedModule, adapter_params, rank_class
+from workers.contract.contents import whole
 from workers.contract.messages import (
     AdapterCosts,
     AdapterInstall,
@@ -156,8 +157,8 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
-    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max` and `costs` are only
-    reported: no request is refused.
+    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max`, `bank_bytes_max` and
+    `costs` are only reported: no request is refused.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class ToyEngine:
         fitting_tokens: int | None = None,
         num_cache_blocks: int | None = None,
         host_bytes_max: int | None = None,
+        bank_bytes_max: int | None = None,
         costs: AdapterCosts = AdapterCosts(),  # noqa: B008 (frozen)
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
@@ -183,6 +185,7 @@ class ToyEngine:
             fitting_tokens=fitting_tokens,
             num_cache_blocks=num_cache_blocks,
             host_bytes_max=host_bytes_max,
+            bank_bytes_max=bank_bytes_max,
             costs=costs,
             fingerprint=fingerprint,
         )
@@ -259,7 +262,7 @@ class ToyEngine:
             try:
                 _load(adapter, state, with_optimizer=True)
                 if state.gradient is not None:
-                    adapter.gradient = read_chain(state.gradient)
+                    adapter.gradient = read_chain(whole(state.gradient))
             except ValueError as error:
                 self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
                 return
@@ -376,7 +379,7 @@ class ToyEngine:
             self._remove(removed)
         key = request.version.key
         if request.version.state is not None:
-            self.versions[key] = read_chain(request.version.state.weights)
+            self.versions[key] = read_chain(whole(request.version.state.weights))
         if key and key not in self.versions:
             error = ItemError(code=ErrorCode.OUT_OF_ORDER, message=f"unknown version {key}")
             self._events.append(SampleResult(op_id=request.op_id, error=error))
@@ -462,8 +465,8 @@ def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
 def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
     """Load a state without its gradient; drop the pending one. Raises ValueError if the state is damaged."""
     optimizer = state.optimizer if with_optimizer else None
-    adapter.chain = read_chain(state.weights)
-    adapter.moments = b"" if optimizer is None else read_chain(optimizer)
+    adapter.chain = read_chain(whole(state.weights))
+    adapter.moments = b"" if optimizer is None else read_chain(whole(optimizer))
     adapter.gradient = b""
     adapter.progress.num_steps = 0 if optimizer is None else state.num_steps
 

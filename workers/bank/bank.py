@@ -99,6 +99,11 @@ class Bank:
         return self._slabs.num_bytes
 
     @property
+    def copy_bytes_max(self) -> int | None:
+        """Most bytes of a copy whose row is within the limit; None: no limit."""
+        return self._slabs.copy_bytes_max
+
+    @property
     def num_resident(self) -> int:
         """Keys that are in a slot now."""
         return len(self._resident)

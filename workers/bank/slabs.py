@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from workers.bank.entries import Entry, Kind, Row, Slab
+from workers.contract.adapted_modules import COPY_PARAM_BYTES
 from workers.host.allocator import is_out_of_memory
 
 SLAB_ROWS = 32
@@ -37,6 +38,8 @@ class Slabs:
         self._num_slots = num_slots
         self._device = device
         self._compute_dtype = compute_dtype
+        self._compute_bytes = 0 if compute_dtype == torch.float32 else compute_dtype.itemsize
+        """Of a value in the copy in that dtype."""
         self._slabs: list[Slab] = []
 
     @property
@@ -46,8 +49,14 @@ class Slabs:
 
     def row_bytes(self, kind: Kind) -> int:
         """Return the bytes of a row."""
-        compute_bytes = 0 if self._compute_dtype == torch.float32 else self._compute_dtype.itemsize
-        return kind.layout.num_values * (4 * (4 if kind.is_trained else 1) + compute_bytes)
+        return kind.layout.num_values * ((COPY_PARAM_BYTES if kind.is_trained else 4) + self._compute_bytes)
+
+    @property
+    def copy_bytes_max(self) -> int | None:
+        """Most bytes of a copy, `COPY_PARAM_BYTES` for each value, whose row is within the limit; None: no limit."""
+        if self.bytes_max is None:
+            return None
+        return self.bytes_max // (COPY_PARAM_BYTES + self._compute_bytes) * COPY_PARAM_BYTES
 
     def can_hold(self, kinds: Iterable[Kind]) -> bool:
         """Return whether rows of these kinds are within the limit together; a single row always is."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.bank.entries import HostRow
+from workers.contract.contents import Content, whole
 from workers.contract.messages import AdapterSpec
 from workers.rows import RowLayout
 
@@ -68,7 +69,7 @@ def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> byt
 
 
 def read_state(
-    layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: bytes | None, gradient: bytes | None = None
+    layout: RowLayout, spec: AdapterSpec, weights: Content, optimizer: Content | None, gradient: Content | None = None
 ) -> HostRow:
     """Return the vectors (P,) of files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
     vectors = {"weights": _read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights")}
@@ -99,10 +100,10 @@ def _save(matrices: dict[str, NDArray[np.float32]]) -> bytes:
     return data
 
 
-def _load(data: bytes, what: str) -> dict[str, NDArray[Any]]:
+def _load(content: Content, what: str) -> dict[str, NDArray[Any]]:
     try:
-        matrices: dict[str, NDArray[Any]] = safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        matrices: dict[str, NDArray[Any]] = safetensors.numpy.load(whole(content))
+    except (safetensors.SafetensorError, ValueError, KeyError, OSError) as error:
         raise DamagedStateError(f"the {what} cannot be read as a safetensors file") from error
     return matrices
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind
 from workers.contract.capacity import SEQUENCE_SLOTS
+from workers.contract.contents import Content
 
 
 class ErrorCode(Enum):
@@ -88,14 +89,14 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """An adapter's durable state between two operations. Byte fields are whole safetensors files.
+    """An adapter's durable state between two operations. Contents are whole safetensors files.
 
     Only a snapshot for recovery holds a gradient; a user's checkpoint never does.
     """
 
-    weights: bytes
+    weights: Content
     """`base_model.model.<module>.lora_A.weight` (rank, d_in) and `.lora_B.weight` (d_out, rank), fp32, as in PEFT."""
-    optimizer: bytes | None
+    optimizer: Content | None
     """First and second moments, the same names with `exp_avg.` / `exp_avg_sq.` before them; None: fresh moments."""
     num_steps: int
     """Optimizer steps taken so far (AdamW's bias correction)."""
@@ -103,7 +104,7 @@ class AdapterState:
     """The last seq this state contains."""
     fingerprint: str
     """The numerics (torch build, CPU kind, threads) that computed it; bits are promised for equal fingerprints."""
-    gradient: bytes | None = None
+    gradient: Content | None = None
     """The pending gradient, fp32, the names of `weights` with `grad.` before them; None: none is pending."""
     num_datums: int = 0
     """Sequences whose gradients are in the window, the next optim_step's `num_datums:sum`; 0 without a gradient."""
@@ -499,6 +500,9 @@ class ModelInfo:
     host_bytes_max: int | None = None
     """Most bytes of copies and sampler versions that the worker is to hold in host memory, see `BatchResult`; None:
     any number."""
+    bank_bytes_max: int | None = None
+    """Most bytes of a copy (weights, moments, gradient) whose row is within the limit of the bank on the worker's GPU;
+    None: any number."""
     num_cache_blocks: int | None = None
     """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS

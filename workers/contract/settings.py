@@ -149,6 +149,9 @@ class PoolConfig:
     owner_file: Path | None = None
     """File in which a private Ray records its processes and folder, so that the next start with this file removes them
     if this process is killed; a stop removes the file. One pool at a time. None: a kill leaves them behind."""
+    spool_folder: Path | None = None
+    """Folder on the disk that takes large states on their way from workers to files, in files without names; None: the
+    one for temporary files."""
     keep_workers: bool = False
     """Whether workers on a cluster outlive a stop by SIGTERM, as they outlive a crash: the next start on the data
     directory takes them over, with their models loaded. Ctrl-C and `tinkerpool down` always end them."""

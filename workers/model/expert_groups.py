@@ -98,7 +98,7 @@ class GroupedShares:
 
     def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
         """See `expert_products.Sharing`."""
-        products = []
+        products, values = [], values.contiguous()  # every other column where gates are interleaved
         for group, ends in zip(self.groups, self.ends, strict=True):
             matrices = slab_matrices[group.slot].unflatten(0, (num_experts, -1))
             matrices = matrices.transpose(1, 2) if is_transposed else matrices
@@ -107,6 +107,7 @@ class GroupedShares:
 
     def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
         """See `expert_products.Sharing`."""
+        right = right.contiguous()
         for group, ends in zip(self.groups, self.ends, strict=True):
             own = slice(group.begin, group.stop)
             product = F.grouped_mm(left[own].t(), right[own], offs=ends)

@@ -198,7 +198,7 @@ class Probe:
     logprobs: list[Tensor]
     """(length, V) of each sequence, fp32."""
     choices: list[Tensor]
-    """(N, k) of each layer of experts, the experts that each token chose."""
+    """(N, k) of each layer of experts, the experts that each token chose; none of experts that are not told."""
 
     @classmethod
     @torch.no_grad()
@@ -211,7 +211,7 @@ class Probe:
         experts = experts_of(model)
         chosen: list[list[Tensor]] = [[] for _ in experts]
         hooks = [
-            module.register_forward_pre_hook(lambda _, args, own=own: own.append(args[1]))
+            module.register_forward_pre_hook(lambda _, args, own=own: own.extend(args[1:2]))
             for module, own in zip(experts, chosen, strict=True)
         ]
         logprobs = [
@@ -220,7 +220,7 @@ class Probe:
         ]
         for hook in hooks:
             hook.remove()
-        return cls(tokens, lengths, num_roundings(model.config), logprobs, [torch.cat(own) for own in chosen])
+        return cls(tokens, lengths, num_roundings(model.config), logprobs, [torch.cat(own) for own in chosen if own])
 
     def check(self, logits_of: Callable[[Tensor, Tensor, list[int]], Tensor], dtype: torch.dtype) -> None:
         """Compare the packed forward: tokens and positions (N,), int64, and lengths -> logits (N, V).

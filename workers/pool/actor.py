@@ -31,13 +31,14 @@ from workers.contract.logs import LogConfig, about, take_over
 from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import TakenOver, WorkerLost
 from workers.contract.settings import EngineSettings
+from workers.pool.large_contents import Aside
 from workers.pool.loop import EngineLoop, engine_factory
 from workers.pool.version import running_version
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
-"""Threads for each kind of call. A single thread for `control` keeps its calls in order."""
+CONCURRENCY_GROUPS = {"work": 2, "control": 1, "contents": 1, "ping": 1, "events": 1}
+"""Threads for each kind of call. A single thread for `control` keeps its calls in order, and one for `contents`."""
 
 
 def pack(message: Any) -> bytes:
@@ -76,6 +77,7 @@ class EngineActor:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
+        self._aside = Aside()
         self._loop = EngineLoop(engine_factory(terms.engine, terms.settings), incarnation, self._events)
         self._heard_s = time.monotonic()
         if terms.lease_s is not None:
@@ -103,10 +105,17 @@ class EngineActor:
         )
 
     def run(self, incarnation: str, packed: bytes) -> bytes:
-        """Run a packed `Batch`; return its `BatchResult`, packed. Raises WorkerLost."""
+        """Run a packed `Batch`; return its `BatchResult`, packed, without its large contents. Raises WorkerLost."""
         self._hear(incarnation)
         batch: Batch = unpack(packed)
-        return pack(self._loop.submit(batch).result())
+        return pack(self._aside.take_out(self._loop.submit(self._aside.put_back(batch)).result()))
+
+    # ---- contents
+
+    def contents(self, incarnation: str, method: str, *arguments: Any) -> Any:
+        """Call a method of `Aside`. Raises WorkerLost."""
+        self._hear(incarnation)
+        return getattr(self._aside, method)(*arguments)
 
     # ---- ping
 
@@ -131,7 +140,7 @@ class EngineActor:
             return False
         events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
         self._loop.begin(epoch, incarnation, events)
-        self._incarnation, self._events = incarnation, events
+        self._incarnation, self._events, self._aside = incarnation, events, Aside()
         self._heard_s = time.monotonic()
         return True
 
@@ -139,7 +148,7 @@ class EngineActor:
         """Hand over a packed `SampleRequest`. Raises WorkerLost."""
         self._hear(incarnation)
         request: SampleRequest = unpack(packed)
-        self._loop.start_sample(request)
+        self._loop.start_sample(self._aside.put_back(request))
 
     def cancel_sample(self, incarnation: str, op_id: str) -> None:
         """Stop a sample request. Raises WorkerLost."""

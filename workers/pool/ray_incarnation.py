@@ -33,6 +33,8 @@ class Incarnation:
         self.host = host
         """The Ray that the actor belongs to."""
         self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
+        self.starting_sample = asyncio.Lock()
+        """Samples are handed over in the order of the calls: a later one may need the weights of an earlier one."""
         self._actor = actor
         self.is_taken = False
         """Whether another coordinator has taken over the actor."""
@@ -53,6 +55,10 @@ class Incarnation:
         except Ended:
             pass
         raise self.lost()
+
+    async def call_contents(self, method: str, /, *arguments: Any) -> Any:
+        """Call a method of the actor's `Aside`, as `call`."""
+        return await self.call("contents", method, *arguments, group="contents")
 
     def end(self, reason: str) -> None:
         """Drop all replies and events from now on. The first reason stays."""

@@ -21,6 +21,7 @@ from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleReq
 from workers.contract.protocols import Owner, PoolFailed, PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, num_cores
 from workers.pool.actor import pack, unpack
+from workers.pool.large_contents import fetch, send
 from workers.pool.ray_host import RayHost
 from workers.pool.ray_incarnation import Incarnation
 from workers.pool.ray_starts import Starts
@@ -96,12 +97,17 @@ class RayPool:
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
-        result: BatchResult = unpack(await self._incarnation(worker_id).call("run", pack(batch), group="work"))
-        return result
+        incarnation = self._incarnation(worker_id)
+        batch = await send(batch, incarnation.call_contents)
+        result: BatchResult = unpack(await incarnation.call("run", pack(batch), group="work"))
+        return await fetch(result, incarnation.call_contents, self._config.spool_folder)
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         """Hand over a sample request. Raises WorkerLost."""
-        await self._incarnation(worker_id).call("start_sample", pack(request))
+        incarnation = self._incarnation(worker_id)
+        async with incarnation.starting_sample:
+            request = await send(request, incarnation.call_contents)
+            await incarnation.call("start_sample", pack(request))
 
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
         """Stop a sample request. Raises WorkerLost."""

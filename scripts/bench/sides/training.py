@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.payloads.passes import cut_chunks
 from scripts.bench.models import Model
+from workers.contract.contents import whole
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -122,7 +123,7 @@ class Fused:
 
     def weights(self) -> list[bytes]:
         """Return every tenant's adapter as a safetensors file, with PEFT's names."""
-        return [self._save(key).weights for key in self.keys]
+        return [whole(self._save(key).weights) for key in self.keys]
 
     def publish(self, tenant: int, version: str) -> None:
         """Publish a tenant's current weights under a version key, for sampling."""

@@ -101,6 +101,12 @@ async def test_an_upload_in_parts_becomes_an_adapter_and_a_checkpoint_which_repe
     assert pool.chain(adapter) != chain
 
 
+async def test_an_adapter_larger_than_any_workers_memory_is_refused_before_its_data_comes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, engine_values=[{"bank_bytes_max": 300}]) as pool:
+        refused = await refusal(create(pool, await pool.session()))
+        assert (refused.code, refused.reason) == (Code.INVALID_ARGUMENT, "ADAPTER_TOO_LARGE")
+
+
 async def test_a_crash_keeps_the_import_and_drops_unfinished_uploads(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         session = await pool.session()

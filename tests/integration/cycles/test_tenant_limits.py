@@ -67,6 +67,17 @@ async def test_an_adapter_larger_than_any_workers_memory_is_refused_at_its_creat
         await pool.adapter(rank=16, train_mlp=False, train_attn=False)
 
 
+async def test_an_adapter_that_fits_no_bank_of_a_gpu_is_refused_at_its_creation(tmp_path: Path) -> None:
+    """The limit of a worker is the smaller one of its host memory and its bank."""
+    limits = [{"host_bytes_max": 10_000, "bank_bytes_max": 1000}, {"host_bytes_max": 500, "bank_bytes_max": 10_000}]
+    async with running_pool(tmp_path, engine_values=limits) as pool:
+        await pool.adapter(rank=8)
+        error = await refusal(pool.adapter(rank=16))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "ADAPTER_TOO_LARGE")
+        assert "take a rank of at most 8" in error.message
+        assert "ask for workers with more --host-memory and larger GPUs" in error.message
+
+
 async def test_operations_that_were_accepted_run_after_a_restart_with_lower_limits(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()

@@ -18,7 +18,7 @@ import ray
 
 from tests.support.batches import OWNER, batch, request
 from tests.support.toy_engine import KILL_TOKEN
-from workers.contract.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
+from workers.contract.messages import SampleEvent, SampleRequest, SampleResult, SamplerVersion, TokenEvent, WorkerInfo
 from workers.contract.protocols import PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
@@ -195,6 +195,7 @@ class SlowToUnpack:
 
     def __init__(self, op_id: str, seconds: float) -> None:
         self._parts = (op_id, seconds)
+        self.version = SamplerVersion(key="")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack_slowly, self._parts

@@ -55,7 +55,7 @@ def imported(driver: Driver, directory: Path) -> AdapterSpec:
     files = AdapterFiles(json.loads(config), (directory / "adapter_model.safetensors").read_bytes())
     plan = plan_import(read_config(config), files.header, driver.engine.info)
     spec = plan.spec("a", seed=1)
-    weights = state_weights(plan, spec.seed, lambda start, num_bytes: files.data[start : start + num_bytes])
+    weights = b"".join(state_weights(plan, spec.seed, lambda start, num_bytes: files.data[start : start + num_bytes]))
     state = AdapterState(weights=weights, optimizer=None, num_steps=0, applied_seq=0, fingerprint="")
     driver.install(spec, state=state)
     return spec

@@ -22,6 +22,7 @@ from tests.support.numerics.samplers import (
     request,
     sampling,
 )
+from workers.contract.contents import whole
 from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, StopReason, TokenEvent
 
 pytestmark = pytest.mark.slow
@@ -283,7 +284,7 @@ def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(q
     (solo,) = s.sequences(request("solo", "a/v"))
     s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("inf"))
     state = s.driver.state("a")
-    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
+    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=whole(state.weights)[:50]))
     bad = {
         ErrorCode.OUT_OF_ORDER: [request("unknown", "unknown/v")],
         ErrorCode.NON_FINITE: [request("overflowed", "overflowed/v", num_samples=2)],

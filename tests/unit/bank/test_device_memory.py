@@ -15,6 +15,7 @@ from tests.support.numerics.small_device import SmallDevice
 from workers.bank.bank import Bank, RowMemoryError
 from workers.bank.slabs import SLAB_ROWS
 from workers.bank.transfers import Transfers
+from workers.contract.adapted_modules import COPY_PARAM_BYTES
 
 VALUE_BYTES = 4 * 4 + 2
 """Weights, moments and gradient in fp32, and weights in bf16."""
@@ -53,6 +54,13 @@ def test_keys_leave_when_the_device_has_less_memory_than_the_bank_may_take(monke
         bank.acquire([str(number)])
         assert_same(copy_of(bank, str(number)), expected[number])
     assert device.num_refused > 0
+
+
+def test_the_largest_copy_within_the_limit_is_that_of_a_row_of_the_limit() -> None:
+    num_values = ROW_BYTES // VALUE_BYTES
+    assert make_bank([], limit=ROW_BYTES).copy_bytes_max == COPY_PARAM_BYTES * num_values
+    assert make_bank([], limit=ROW_BYTES - 1).copy_bytes_max == COPY_PARAM_BYTES * (num_values - 1)
+    assert make_bank([], limit=None).copy_bytes_max is None
 
 
 def test_only_a_row_that_does_not_fit_alone_is_an_error_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

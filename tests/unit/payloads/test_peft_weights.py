@@ -47,7 +47,9 @@ def plan(files: AdapterFiles, header: str | None = None, model: ModelInfo = MODE
 
 def state_of(files: AdapterFiles, seed: int = 0, model: ModelInfo = MODEL) -> dict[str, np.ndarray[Any, Any]]:
     data = files.data
-    weights = state_weights(plan(files, model=model), seed, lambda start, num_bytes: data[start : start + num_bytes])
+    weights = b"".join(
+        state_weights(plan(files, model=model), seed, lambda start, num_bytes: data[start : start + num_bytes])
+    )
     found: dict[str, np.ndarray[Any, Any]] = safetensors.numpy.load(weights)
     return found
 

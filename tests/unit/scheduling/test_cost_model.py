@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.scheduling.cost_model import (
+    BYTES_PER_S,
     DEADLINE_FACTOR,
     DEADLINE_FLOOR_S,
     DEADLINE_UNKNOWN_S,
@@ -190,6 +191,13 @@ def test_longer_sequences_have_more_time_per_token_and_shorter_ones_no_less() ->
     deadlines.observe(batch(100, 100), "w0", 2.0)
     assert beyond_waiting(deadlines, batch(400)) == pytest.approx(DEADLINE_FACTOR * 4.0 * 4)
     assert beyond_waiting(deadlines, batch(*[10] * 40)) == pytest.approx(DEADLINE_FACTOR * 4.0)
+
+
+def test_a_large_state_in_the_reply_has_the_time_of_the_slowest_transfer() -> None:
+    deadlines = Deadlines(CycleCosts())
+    deadlines.observe(batch(100), "w0", 1.0)
+    saved = deadlines.allowed_s(EMPTY, "w0", saved_bytes=5 * round(BYTES_PER_S))
+    assert saved - deadlines.allowed_s(EMPTY, "w0") == pytest.approx(5.0)
 
 
 def test_a_solo_batch_after_a_loss_has_a_longer_deadline() -> None:

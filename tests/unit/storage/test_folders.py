@@ -19,6 +19,7 @@ from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S, QuarantinedFolders, StateFiles
 from coordinator.storage.identity import Identity, identity_in
 from tests.support.toy_engine import toy_model_info
+from workers.contract.contents import LARGE_BYTES, PIECE_BYTES, FileContent, Spool, whole
 from workers.contract.messages import AdapterSpec, AdapterState
 
 MODEL = toy_model_info()
@@ -40,6 +41,23 @@ def test_a_written_state_is_read_back(files: StateFiles) -> None:
     for state in (STATE, replace(STATE, optimizer=None), IN_A_WINDOW, replace(IN_A_WINDOW, optimizer=None)):
         saved = files.write(SPEC, MODEL, state)
         assert files.read(saved.folder, saved.sha256) == state
+
+
+def test_a_large_state_is_written_and_read_piece_by_piece_with_the_checksum_of_its_bytes(
+    files: StateFiles, tmp_path: Path
+) -> None:
+    weights = os.urandom(LARGE_BYTES + 3 * PIECE_BYTES + 5)
+    spool = Spool(tmp_path)
+    for start in range(0, len(weights), 777_777):
+        spool.append(weights[start : start + 777_777])
+    assert list(tmp_path.glob("tmp*")) == [], "the file has no name"
+    in_memory = files.write(SPEC, MODEL, replace(STATE, weights=weights))
+    in_pieces = files.write(SPEC, MODEL, replace(STATE, weights=spool.content()))
+    assert in_pieces.sha256 == in_memory.sha256
+    found = files.read(in_pieces.folder, in_pieces.sha256)
+    assert isinstance(found.weights, FileContent)
+    files.remove(in_pieces.folder)
+    assert whole(found.weights) == weights, "it stays readable without its name"
 
 
 def test_a_flipped_byte_in_any_file_is_data_loss(files: StateFiles, tmp_path: Path) -> None:
@@ -277,6 +295,18 @@ def test_an_encrypted_state_is_exported_encrypted_and_read_by_its_recipients_alo
         files.read(saved.folder, saved.sha256)
     for path in (tmp_path / "states" / saved.folder).iterdir():
         assert b"lora_A" not in path.read_bytes(), f"{path.name} has the weights in the clear"
+
+
+def test_a_disk_that_is_full_while_it_encrypts_is_named_and_no_folder_stays(
+    files: StateFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(RealDisk, "write_piece", full)  # no disk is full on demand
+    with pytest.raises(OSError, match="full"):
+        files.write(SPEC, MODEL, NAMED, [str(pyrage.x25519.Identity.generate().to_public())])
+    assert list((tmp_path / "states").iterdir()) == []
 
 
 def test_removing_a_folder_never_removes_the_root(files: StateFiles, tmp_path: Path) -> None:
