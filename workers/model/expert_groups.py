@@ -98,7 +98,7 @@ class GroupedShares:
 
     def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
         """See `expert_products.Sharing`."""
-        products, values = [], values.contiguous()  # every other column where gates are interleaved
+        products, values = [], _adjacent(values)
         for group, ends in zip(self.groups, self.ends, strict=True):
             matrices = slab_matrices[group.slot].unflatten(0, (num_experts, -1))
             matrices = matrices.transpose(1, 2) if is_transposed else matrices
@@ -107,7 +107,7 @@ class GroupedShares:
 
     def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
         """See `expert_products.Sharing`."""
-        right = right.contiguous()
+        right = _adjacent(right)
         for group, ends in zip(self.groups, self.ends, strict=True):
             own = slice(group.begin, group.stop)
             product = F.grouped_mm(left[own].t(), right[own], offs=ends)
@@ -196,3 +196,8 @@ def _shares(part: int, places: _Places, dispatch: GroupedDispatch, counted: Tens
     rows = torch.empty_like(own)
     rows[own] = dispatch.places.view(-1).index_select(0, places.choices)
     return GroupedShares(part, places.groups, ends, rows, dispatch.rows.index_select(0, rows))
+
+
+def _adjacent(rows: Tensor) -> Tensor:
+    """Return rows whose columns are adjacent; where gates are interleaved, they are every other column."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
