@@ -40,7 +40,8 @@ def test_without_options_every_setting_has_its_default(monkeypatch: pytest.Monke
     assert settings.server.http == HttpConfig()
     [model] = settings.pool.models
     assert (model.name, model.num_workers) == ("kjv-2m", 1)
-    assert settings.pool == PoolConfig(models=(model,), owner_file=tmp_path / "pool" / RAY_FILE)
+    folder = tmp_path / "pool"
+    assert settings.pool == PoolConfig(models=(model,), owner_file=folder / RAY_FILE, spool_folder=folder)
 
 
 def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert settings.server.http == HttpConfig(host="::1", port=81, public_url="https://pool.example")
     assert settings.server.is_new_key_wanted
     [model] = settings.pool.models
-    assert dataclasses.replace(settings.pool, owner_file=None) == PoolConfig(
+    assert dataclasses.replace(settings.pool, owner_file=None, spool_folder=None) == PoolConfig(
         models=(model,), num_gpus=0.5, device="cuda", exact=True, log=LogConfig(level="debug", format="json")
     )
     assert model.num_workers == 3
