@@ -53,7 +53,8 @@ _KINDS = {
 async def forward_backward(call: Call) -> Response:
     """POST /forward_backward, with or without gradient; POST /forward of clients before 0.25."""
     if call.content_type == PROTOBUF:
-        asked = _parsed(await call.body(bytes_max=call.door.config.message_bytes_max))
+        body = await call.body(bytes_max=call.door.config.message_bytes_max)
+        asked = await call.in_turn(len(body), lambda: _parsed(body))
     elif call.content_type == "application/json":
         return await _json_pass(call, await call.json(schemas.JsonPass, bytes_max=JSON_BYTES_MAX))
     else:
