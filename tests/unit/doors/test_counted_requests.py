@@ -28,7 +28,7 @@ from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
 
 EMPTY_DATA = 8_300_000
-CALLBACK_S_MAX = 0.1
+CALLBACK_S_MAX = 0.05
 
 
 async def refuse(_principal: Principal, request: Any) -> None:
