@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ SHARE_ROWS = 16
 SHARES_PER_DOUBLING = 4
 """Longer shares are padded to one of so many numbers between two powers of two: few, so that many shares are one batch,
 and at most a quarter of padding."""
+STRETCH_SHARES = 4
+"""Shares for each stretch, from which on the stretches' matrices are multiplied in place: a call takes a while, too."""
 WIDTH_MIN = 16
 """Columns of the narrowest buffer: rows are whole cache lines apart, or products depended on where a segment is."""
 Ints = NDArray[np.int64]
@@ -178,11 +180,24 @@ class Sharing(Protocol):
         """Add the shares' rows to those of (P, F)."""
 
 
+class Stretch(NamedTuple):
+    """Shares of a batch whose matrices are adjacent in a slab: those of consecutive experts of one adapter."""
+
+    shares: slice
+    slot: int
+    experts: slice
+
+
 @dataclass(slots=True)
 class Shares:
-    """Implements `Sharing`: shares of equal padded length, each adapter at most once. They are one batch."""
+    """Implements `Sharing`: shares of equal padded length, each adapter and expert at most once. They are one batch.
+
+    They are ordered by adapter, then by expert.
+    """
 
     part: int
+    stretches: Sequence[Stretch] | None
+    """All of them; None: they are many, and matrices are copied."""
     slots: Tensor
     """(N,) of the adapters in the slab."""
     experts: Tensor
@@ -207,19 +222,33 @@ class Shares:
         return tensor.index_select(0, self.rows_of_pass).view(len(self.slots), -1, tensor.shape[-1])
 
     def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
-        """See `Sharing`; the matrices are copied."""
-        by_expert: Tensor = slab_matrices.unflatten(1, (num_experts, -1))
-        matrices = by_expert[self.slots, self.experts]  # (N, R, F)
-        return values @ (matrices.transpose(1, 2) if is_transposed else matrices)
+        """See `Sharing`."""
+        by_expert: Tensor = slab_matrices.unflatten(1, (num_experts, -1))  # (S, E, R, F)
+        if is_transposed:
+            by_expert = by_expert.transpose(2, 3)
+        if self.stretches is None:
+            return values @ by_expert[self.slots, self.experts]
+        products = values.new_empty(*values.shape[:2], by_expert.shape[3])
+        for shares, slot, experts in self.stretches:
+            torch.bmm(values[shares], by_expert[slot, experts], out=products[shares])
+        return products
 
     def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
         """See `Sharing`: no pair of adapter and expert is in a batch twice."""
-        product = left.masked_fill(self.padding, 0).transpose(1, 2) @ right
-        slab_gradients.unflatten(1, (num_experts, -1))[self.slots, self.experts] += product
+        left = left.masked_fill(self.padding, 0).transpose(1, 2).to(slab_gradients.dtype)
+        right = right.to(slab_gradients.dtype)
+        by_expert: Tensor = slab_gradients.unflatten(1, (num_experts, -1))
+        if self.stretches is None:
+            gradients = by_expert[self.slots, self.experts]
+            by_expert[self.slots, self.experts] = gradients.baddbmm_(left, right)
+            return
+        for shares, slot, experts in self.stretches:
+            by_expert[slot, experts].baddbmm_(left[shares], right[shares])
 
     def add_rows(self, target: Tensor, values: Tensor) -> None:
-        """See `Sharing`."""
-        target.index_add_(0, self.own_rows, values.flatten(0, 1).index_select(0, self.own))
+        """See `Sharing`. A row is in one share: copying sums back is faster than adding to rows with gaps."""
+        sums = target.index_select(0, self.own_rows).add_(values.flatten(0, 1).index_select(0, self.own))
+        target.index_copy_(0, self.own_rows, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +320,7 @@ class ExpertSegments:
             share = slot, int(dispatch.experts[begin]), int(dispatch.sorted_places[begin]), length
             batches.setdefault((occurrence, part, share_rows(length)), []).append(share)
         return [
-            _batch(part, num_rows, np.array(shares), dispatch)
+            _batch(part, num_rows, np.array(sorted(shares)), dispatch)
             for (_, part, num_rows), shares in sorted(batches.items())
         ]
 
@@ -311,6 +340,7 @@ def _batch(part: int, num_rows: int, shares: Ints, dispatch: Dispatch) -> Shares
     rows_on_device = on_device(rows.reshape(-1), device)
     return Shares(
         part=part,
+        stretches=_stretches(slots, experts),
         slots=on_device(slots, device),
         experts=on_device(experts, device),
         rows=rows_on_device,
@@ -319,6 +349,18 @@ def _batch(part: int, num_rows: int, shares: Ints, dispatch: Dispatch) -> Shares
         own_rows=on_device(rows[is_own], device),
         padding=on_device(~is_own[..., None], device),
     )
+
+
+def _stretches(slots: Ints, experts: Ints) -> list[Stretch] | None:
+    """Return the stretches of shares in their order; None: they are many."""
+    begins = np.flatnonzero((np.diff(slots, prepend=-1) != 0) | (np.diff(experts, prepend=-2) != 1))
+    if len(begins) * STRETCH_SHARES > len(slots):
+        return None
+    ends = [*begins[1:].tolist(), len(slots)]
+    return [
+        Stretch(slice(begin, end), int(slots[begin]), slice(int(experts[begin]), int(experts[end - 1]) + 1))
+        for begin, end in zip(begins.tolist(), ends, strict=True)
+    ]
 
 
 @dataclass(slots=True)

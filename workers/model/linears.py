@@ -42,6 +42,8 @@ class CurrentPass:
         """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
         self.can_batch = True
         """Whether segments may be computed as one batch; see `Numerics`."""
+        self.sum_max: int | None = None
+        """See `Numerics`."""
         self.fuse: Fuse | None = None
         """`grouped_segments.group_segments` if the device has such a kernel."""
         self.fuse_forward: Fuse | None = None
@@ -58,6 +60,7 @@ class CurrentPass:
         """Compute segments this way from now on."""
         self.rows_min = numerics.rows_min or ROWS_MIN
         self.can_batch = numerics.can_batch
+        self.sum_max = numerics.sum_max
         self.fuse, self.fuse_forward = fuse, fuse_forward
 
     def begin(self, segments: Sequence[Segment], recur: Recur | None = None) -> None:
@@ -76,7 +79,14 @@ class CurrentPass:
     def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
         """Return how these segments are computed; without a gradient there are more ways."""
         fuse = self.fuse if needs_grad else self.fuse_forward or self.fuse
-        return Routing(segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=fuse)
+        return Routing(
+            segments,
+            self.rows_min,
+            can_batch=self.can_batch,
+            can_batch_short=not needs_grad,
+            sum_max=self.sum_max,
+            fuse=fuse,
+        )
 
 
 class LinearGroup:

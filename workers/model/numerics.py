@@ -35,6 +35,9 @@ class Numerics:
     """The same of each expert's rows."""
     can_batch: bool = True
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
+    sum_max: int | None = None
+    """Products of segments add up at most so many values at once, parts of longer sums in order; None: the library
+    adds up whole sums. It may divide long ones between threads, differently for a batch and for a segment solo."""
     unbatched: frozenset[tuple[int, int]] = frozenset()
     """Shapes (F, D) of linears for which that does not hold."""
 
@@ -67,6 +70,8 @@ def fingerprint(
     ]
     if numerics.is_packed:
         parts.append("packed groups")
+    if numerics.sum_max is not None:
+        parts.append(f"sums of {numerics.sum_max} values")
     if not are_samples_batch_invariant:
         parts.append("samples depend on their neighbours")
     if linear_attention:

@@ -59,6 +59,8 @@ class Run:
     adapters: list[AdapterViews]
     num_padding: int = 0
     """Rows of zeros added to each segment of few rows, or its bits would depend on company and on threads."""
+    sum_max: int | None = None
+    """See `Numerics`."""
 
     @property
     def stop(self) -> int:
@@ -101,9 +103,9 @@ class Run:
             return None
         rows, outs, scaling = self.rows(x), [self.rows(y) for y in ys], self.adapters[0].scaling
         if not self.num_padding:
-            return views, forward_segments(rows, outs, views, scaling)
+            return views, forward_segments(rows, outs, views, scaling, self.sum_max)
         padded = [self._padded(out) for out in outs]
-        xa = forward_segments(self._padded(rows), padded, views, scaling)
+        xa = forward_segments(self._padded(rows), padded, views, scaling, self.sum_max)
         for out, longer in zip(outs, padded, strict=True):
             out.copy_(self._own(longer))
         return views, self._own(xa)
@@ -116,11 +118,12 @@ class Run:
         rows, douts, scaling = self.rows(x), [self.rows(dy) for dy in dys], self.adapters[0].scaling
         dx_rows = None if dx is None else self.rows(dx)
         if not self.num_padding:
-            dA, dBs = backward_segments(rows, douts, dx_rows, xa, views, scaling)
+            dA, dBs = backward_segments(rows, douts, dx_rows, xa, views, scaling, self.sum_max)
         else:
             longer = None if dx_rows is None else self._padded(dx_rows)
             douts = [self._padded(dout) for dout in douts]
-            dA, dBs = backward_segments(self._padded(rows), douts, longer, self._padded(xa), views, scaling)
+            padded_rows, padded_xa = self._padded(rows), self._padded(xa)
+            dA, dBs = backward_segments(padded_rows, douts, longer, padded_xa, views, scaling, self.sum_max)
             if dx_rows is not None and longer is not None:
                 dx_rows.copy_(self._own(longer))
         self.add_gradients(group, dA, dBs)
@@ -129,10 +132,10 @@ class Run:
         """Set this run's rows of out (T, F) to scaling left right; left (T, D), right (D, F) of each adapter."""
         rows, target = self.rows(left), self.rows(out)
         if not self.num_padding:
-            _multiply(target, rows, right, scaling)
+            _multiply(target, rows, right, scaling, self.sum_max)
         else:
             longer = out.new_empty(*rows.shape[:-2], self.length + self.num_padding, out.shape[1])
-            _multiply(longer, self._padded(rows), right, scaling)
+            _multiply(longer, self._padded(rows), right, scaling, self.sum_max)
             target.copy_(self._own(longer))
 
     def add_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -188,8 +191,8 @@ class ShortRun:
     Each segment is padded to `rows_min` rows. Has no backward.
     """
 
-    def __init__(self, segments: Sequence[Segment], rows_min: int) -> None:
-        self._run = Run(0, rows_min, [segment.adapter for segment in segments])
+    def __init__(self, segments: Sequence[Segment], rows_min: int, sum_max: int | None) -> None:
+        self._run = Run(0, rows_min, [segment.adapter for segment in segments], sum_max=sum_max)
         self._rows_min = rows_min
         first, lengths = segments[0].start, {segment.stop - segment.start for segment in segments}
         self._length = min(lengths)
@@ -219,7 +222,7 @@ class ShortRun:
             return
         scaling = self._run.adapters[0].scaling
         parts = [self._padded(y) for y in ys]
-        forward_segments(self._padded(x), parts, views, scaling)
+        forward_segments(self._padded(x), parts, views, scaling, self._run.sum_max)
         for y, part in zip(ys, parts, strict=True):
             if self._adjacent is not None:
                 y[self._adjacent].view(len(part), self._length, -1).copy_(part[:, : self._length])
@@ -255,12 +258,13 @@ class Routing:
         *,
         can_batch: bool = True,
         can_batch_short: bool = False,
+        sum_max: int | None = None,
         fuse: Fuse | None = None,
     ) -> None:
         """Make runs; with `fuse`, it makes all. `can_batch_short` is for passes without a backward."""
         self.segments = segments
         self.runs: list[SegmentRun] = []
-        self._rows_min, self._can_batch = rows_min, can_batch
+        self._rows_min, self._can_batch, self._sum_max = rows_min, can_batch, sum_max
         if fuse is not None:
             self.runs += fuse(segments)
             return
@@ -286,7 +290,7 @@ class Routing:
 
     def _run(self, segment: Segment) -> Run:
         length = segment.stop - segment.start
-        return Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length))
+        return Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length), self._sum_max)
 
     def _batch_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
         """Make runs of segments of few rows if several can be one batch; return the other segments."""
@@ -304,18 +308,20 @@ class Routing:
             if len(batch) == 1:
                 left += batch
             else:
-                self.runs.append(ShortRun(batch, rows_min))
+                self.runs.append(ShortRun(batch, rows_min, self._sum_max))
         return sorted(left, key=lambda segment: segment.start)
 
 
-def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:
+def forward_segments(
+    x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float, sum_max: int | None = None
+) -> Tensor:
     """Add scaling x A_i^T B_i^T to ys[i] (N, F) in place; return the scaled x A^T (N, G * R).
 
-    Or the same for S segments, with S as the first dimension of everything.
+    Or the same for S segments, with S as the first dimension of everything. `sum_max`: see `Numerics`.
     """
     num_linears = len(ys)
     xa = x.new_empty(*x.shape[:-1], views.A.shape[-2])
-    _multiply(xa, x, views.A.transpose(-2, -1), scaling)
+    _multiply(xa, x, views.A.transpose(-2, -1), scaling, sum_max)
     parts = (xa,) if num_linears == 1 else xa.chunk(num_linears, dim=-1)  # (N, R) each
     for y, part, B in zip(ys, parts, views.Bs, strict=True):
         _add_product(y, part, B)
@@ -323,7 +329,13 @@ def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling
 
 
 def backward_segments(
-    x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, xa: Tensor, views: GroupViews, scaling: float
+    x: Tensor,
+    dys: Sequence[Tensor],
+    dx: Tensor | None,
+    xa: Tensor,
+    views: GroupViews,
+    scaling: float,
+    sum_max: int | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dA (G * R, D) and per linear dB^T (R, F), and add to dx (N, D) if given; shapes as `forward_segments`.
 
@@ -334,7 +346,7 @@ def backward_segments(
     dparts, dBs = [], []
     for dy, part, B in zip(dys, parts, views.Bs, strict=True):
         dpart = dy.new_empty(part.shape)  # (N, R)
-        _multiply(dpart, dy, B.transpose(-2, -1), scaling)
+        _multiply(dpart, dy, B.transpose(-2, -1), scaling, sum_max)
         dparts.append(dpart)
         dBs.append(part.transpose(-2, -1) @ dy)
     dxa = dparts[0] if len(dparts) == 1 else torch.cat(dparts, dim=-1)  # (N, G * R)
@@ -344,10 +356,14 @@ def backward_segments(
     return dA, dBs
 
 
-def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:
-    """Set out = scaling left right, of matrices or batches of them."""
+def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float, sum_max: int | None) -> None:
+    """Set out = scaling left right, of matrices or batches of them, adding at most `sum_max` values at once."""
     multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
-    multiply(out, left, right, beta=0, alpha=scaling, out=out)
+    length = left.shape[-1]
+    step = sum_max or length
+    for start in range(0, length, step):
+        part = slice(start, start + step)
+        multiply(out, left[..., part], right[..., part, :], beta=float(start > 0), alpha=scaling, out=out)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:

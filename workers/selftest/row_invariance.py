@@ -59,10 +59,14 @@ def is_large(d_out: int, d_in: int) -> bool:
 
 
 BATCHED_SEGMENTS = 5
+SUM_MAX = 512
+"""`Numerics.sum_max` where whole sums fail the trial of batches: a library leaves sums of so few values whole."""
 
 
 @torch.no_grad()
-def shapes_unbatched(weights: Iterable[Tensor], rows_min: int) -> frozenset[tuple[int, int]]:
+def shapes_unbatched(
+    weights: Iterable[Tensor], rows_min: int, sum_max: int | None = None
+) -> frozenset[tuple[int, int]]:
     """Return the shapes of weights for which segments computed as one batch have other bits than each solo."""
     weights = list(weights)
     kernel = Kernel.of(weights[0])
@@ -70,13 +74,13 @@ def shapes_unbatched(weights: Iterable[Tensor], rows_min: int) -> frozenset[tupl
     def can_batch(shape: tuple[int, int]) -> bool:
         lengths = (rows_min, rows_min + 1, *(() if is_large(*shape) else (3 * rows_min + 5, 128)))
         ranks = (8,) if is_large(*shape) else (8, 32)
-        return all(_batch_equals_singles(kernel, *shape, rank, length) for rank in ranks for length in lengths)
+        return all(_batch_equals_singles(kernel, *shape, rank, length, sum_max) for rank in ranks for length in lengths)
 
     return frozenset(shape for weight in weights if not can_batch(shape := (weight.shape[0], weight.shape[1])))
 
 
 @cache
-def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, length: int) -> bool:
+def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, length: int, sum_max: int | None) -> bool:
     aligned = -(-d_out // 16) * 16  # as logits are
     num = BATCHED_SEGMENTS
     x = kernel.values(num * length + 1, d_in)
@@ -90,8 +94,8 @@ def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, leng
         B = Bs[segments, :, :d_out].squeeze(0)
         views = GroupViews(A=As[segments].squeeze(0), Bs=(B,), A_grad=None, B_grads=())
         y, dx = dy.clone(), x.clone()
-        xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0)
-        dA, (dB,) = backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), xa, views, 2.0)
+        xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0, sum_max)
+        dA, (dB,) = backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), xa, views, 2.0, sum_max)
         return [result.view(len(run.adapters), *result.shape[-2:]) for result in (run.rows(y), run.rows(dx), dA, dB)]
 
     for start in (0, 1):
@@ -141,12 +145,15 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     is_packed = rows_min is not None
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
-    unbatched = shapes_unbatched(weights, rows_min or ROWS_MIN)
+    sum_max, unbatched = None, shapes_unbatched(weights, rows_min or ROWS_MIN)
+    if unbatched and len(by_parts := shapes_unbatched(weights, rows_min or ROWS_MIN, SUM_MAX)) < len(unbatched):
+        sum_max, unbatched = SUM_MAX, by_parts
     return Numerics(
         rows_min=rows_min if keeps else None,
         is_packed=is_packed,
         expert_rows=expert_rows or EXPERT_ROWS,
         can_batch=not (unbatched and base_model.expert_layers),
+        sum_max=sum_max,
         unbatched=unbatched,
     )
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.mini_model import Architecture, build_mini_model
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import train
-from workers.model import experts
+from workers.model import expert_products, experts
 from workers.model.base_model import BaseModel
 from workers.model.expert_groups import GroupedDispatch, GroupedSegments
 from workers.model.expert_products import (
@@ -116,6 +116,18 @@ def test_a_second_segment_of_an_adapter_adds_to_the_gradients_of_the_same_expert
     first, second = layer.gradient([(0, 0, 40)]), layer.gradient([(0, 40, 70)])
     assert torch.equal(both, first + second)
     assert (first != 0).logical_and(second != 0).sum() > 1000, "both go to the same experts"
+
+
+def test_matrices_that_are_adjacent_in_memory_give_the_bits_of_copied_ones(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the two a batch takes depends on the company: on which pairs of adapter and expert it has."""
+    layer = Layer(Driver(mixture).engine.base_model)
+    segments = [(0, 0, 40), (1, 40, 200), (0, 200, NUM_ROWS)]
+    in_place = layer.results(segments)
+    monkeypatch.setattr(expert_products, "STRETCH_SHARES", 1 << 30)
+    for one, other in zip(layer.results(segments), in_place, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rows_of_padding_add_nothing_to_gradients(mixture: Path) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.samplers import Sampling, sampling
 from workers.model.packed_delta import PackedDelta
-from workers.model.segments import Run, Segment, ShortRun
+from workers.model.segments import Run, Segment, ShortRun, forward_segments
+from workers.rows import GroupViews
 
 pytestmark = pytest.mark.slow
 
@@ -101,3 +102,39 @@ def test_linears_whose_batches_have_other_bits_take_a_segment_at_a_time(
     driver.train(*(driver.backward(key, make_data("cross_entropy", [2])) for key in keys))
     assert sizes.pop(vocab) == {1}
     assert set.union(*sizes.values()) == {3}
+
+
+@pytest.mark.parametrize("num_segments", [1, 5])
+def test_parts_of_a_sum_are_added_in_order(num_segments: int) -> None:
+    torch.manual_seed(0)
+    x, A = torch.randn(num_segments, 16, 80), torch.randn(num_segments, 8, 80)
+    B, y = torch.randn(num_segments, 8, 16), torch.zeros(num_segments, 16, 16)
+    if num_segments == 1:
+        x, A, B, y = x[0], A[0], B[0], y[0]
+    views = GroupViews(A=A, Bs=(B,), A_grad=None, B_grads=())
+    xa = forward_segments(x, [y], views, 2.0, sum_max=32)
+    expected = 2.0 * (x[..., :32] @ A[..., :32].transpose(-2, -1))
+    for part in (slice(32, 64), slice(64, 80)):
+        expected += 2.0 * (x[..., part] @ A[..., part].transpose(-2, -1))
+    torch.testing.assert_close(xa, expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(
+        forward_segments(x, [torch.zeros_like(y)], views, 2.0, sum_max=80), 2.0 * (x @ A.transpose(-2, -1))
+    )
+
+
+@pytest.mark.usefixtures("own_base_models")
+def test_sums_in_parts_have_the_same_bits_batched_and_solo(qwen3: Path) -> None:
+    """As the trial at loading finds; here the parts are short, so that a miniature has several of them."""
+    driver = Driver(qwen3)
+    model = driver.engine.base_model
+    model.use(replace(model.numerics, sum_max=16))
+    keys = ("a", "b", "c")
+    driver.install(*(make_spec(key) for key in keys))
+    data = make_data("cross_entropy", [5, 3])
+    together = driver.train(*(driver.backward(key, data) for key in keys))
+    gradients = [driver.gradient(key) for key in keys]
+    driver.install(*(make_spec(f"{key} solo", seed=make_spec(key).seed) for key in keys))
+    for key, result, gradient in zip(keys, together, gradients, strict=True):
+        [solo] = driver.train(driver.backward(f"{key} solo", data))
+        assert [each.tobytes() for each in solo.logprobs] == [each.tobytes() for each in result.logprobs]
+        assert torch.equal(driver.gradient(f"{key} solo"), gradient)

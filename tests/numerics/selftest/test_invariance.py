@@ -54,6 +54,19 @@ def test_only_the_linears_whose_batches_have_other_bits_are_left_out(
 
 
 @pytest.mark.usefixtures("own_base_models")
+def test_long_sums_are_added_up_in_parts_where_that_allows_batches(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Driver(qwen3).engine.info
+    assert "sums of" not in whole.fingerprint, "the miniature has no long sums"
+    monkeypatch.setattr(row_invariance, "_batch_equals_singles", lambda *arguments: arguments[-1] is not None)
+    base_model = load_base_model(EngineSettings(model_path=str(qwen3)))
+    assert (base_model.numerics.sum_max, base_model.numerics.unbatched) == (row_invariance.SUM_MAX, frozenset())
+    info = base_model.info(is_thread_count_invariant=False, are_samples_batch_invariant=True)
+    assert f"; sums of {row_invariance.SUM_MAX} values" in info.fingerprint, "the bits are others"
+
+
+@pytest.mark.usefixtures("own_base_models")
 def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of threads takes more memory than the model, and leaves it in pieces."""
     grown: list[int] = []
