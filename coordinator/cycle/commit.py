@@ -284,7 +284,7 @@ class Committer:
         self._publish_outcomes(cycle, message, lost)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
-            self._planning.costs.observe_commit(message.commit_seconds)
+            self._planning.costs.observe_end(message.step_seconds, message.commit_seconds)
             self._journal.publish(message)
             if self._traces is not None:
                 self._trace(message, self._traces)
@@ -299,12 +299,12 @@ class Committer:
         traces.commit_cycle(cycle)
 
     def _charge_rest(self, cycle: Cycle) -> None:
-        """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it.
+        """Charge what the coordinator itself took for the cycle, in equal parts for each adapter in it.
 
-        Not the commit: it takes about as long whatever is in it.
+        Of the commit, which is still to come, what the last ones took.
         """
         if cycle.entries:
-            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
+            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s + self._planning.costs.commit_s
             num_adapters = Counter(entry.tenant for entry in cycle.entries.values())
             part_s = max(0.0, rest_s) / len(cycle.entries)
             self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})

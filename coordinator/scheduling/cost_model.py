@@ -2,10 +2,10 @@
 
 `Costs` has what operations on an adapter take besides the tokens of their passes, in tokens that take as long.
 
-`CycleCosts` has the cost of a pass by its tokens, and of a commit. The last few passes are kept in classes by size,
-each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes has
-no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the fixed
-cost. A class without new passes is dropped after a while.
+`CycleCosts` has the cost of a pass by its tokens, and of what is behind it. The last few passes are kept in classes by
+size, each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes
+has no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the
+fixed cost. A class without new passes is dropped after a while.
 
 `TokenBudget` has the tokens of a cycle on one worker: the operator's number, or the knee of the measured costs. A cycle
 costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger cycle is
@@ -52,7 +52,7 @@ TRUST = 2.0
 TOKENS_MAX = 65_536
 """The largest budget, for a machine on which the measured cost of a token is zero."""
 LONE_PART, SHARED_PART = 0.6, 0.25
-"""Parts of `cycle_s_max` that a pass takes with the decoding that is owed for it: of a lone tenant, and while several
+"""Parts of `cycle_s_max` that a cycle takes with the decoding that is owed for it: of a lone tenant, and while several
 are active. A request that has just missed a cycle waits for that one, of the first kind at worst, and for its own."""
 NOTABLE = 0.1
 """Changes by a smaller fraction are not logged."""
@@ -135,6 +135,7 @@ class CycleCosts:
         self._hint: Measured | None = None
         """A pass that was not pure, used as long as there is no other measurement."""
         self._num_passes = 0
+        self._steps: deque[float] = deque(maxlen=KEPT)
         self._commits: deque[float] = deque(maxlen=KEPT)
         self._line: Line | None = None
 
@@ -147,6 +148,11 @@ class CycleCosts:
     def commit_s(self) -> float:
         """Seconds of a commit; 0: not known yet."""
         return _median(self._commits) if self._commits else 0.0
+
+    @property
+    def end_s(self) -> float:
+        """Seconds of a cycle behind its pass: steps and commit; 0: not known yet."""
+        return self.commit_s + (_median(self._steps) if self._steps else 0.0)
 
     @property
     def fixed_s(self) -> float | None:
@@ -190,9 +196,10 @@ class CycleCosts:
         )
         self._line = _fit([self._medians[k] for k, kept in self._classes.items() if len(kept) >= KEPT_MIN])
 
-    def observe_commit(self, seconds: float) -> None:
-        """Record the time of a cycle's commit."""
-        self._commits.append(seconds)
+    def observe_end(self, step_s: float, commit_s: float) -> None:
+        """Record the times of a cycle's step phase and commit."""
+        self._steps.append(step_s)
+        self._commits.append(commit_s)
 
     def predicted_s(self, num_tokens: int, length: float) -> float | None:
         """Return an upper bound of the seconds of a pass that costs 1 or more tokens; None: unknown.
@@ -236,7 +243,7 @@ class TokenBudget:
         self._cycle_s_max = cycle_s_max
         self._is_measured = tokens is None
         self.seconds = cycle_s_max
-        """Seconds that the next pass and the steps behind it may take."""
+        """Seconds that the next pass, the steps behind it and the commit may take."""
         self._tokens = self._logged = tokens or max(START_TOKENS, chunk_tokens)
 
     @property
@@ -247,7 +254,7 @@ class TokenBudget:
     def update(self, part: float = 1.0) -> None:
         """Update the budget from the measured costs. Call between cycles.
 
-        `part`: of `cycle_s_max`, for the next pass.
+        `part`: of `cycle_s_max`, for the next cycle.
         """
         self.seconds = part * self._cycle_s_max
         if not self._is_measured:
@@ -265,7 +272,7 @@ class TokenBudget:
             fixed_s = line.fixed_s + self._costs.commit_s
             knee = KNEE * fixed_s / line.token_s if line.token_s else float("inf")
         trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
-        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(seconds_max))
+        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(max(0.0, seconds_max - self._costs.end_s)))
         return max(self._chunk_tokens, int(min(knee, most)))
 
 

@@ -64,8 +64,8 @@ class Settings:
         if is_quick:
             settings = replace(
                 settings,
-                scribe_steps=28,
-                poet_steps=13,
+                scribe_steps=20,
+                poet_steps=10,
                 judge_steps=12,
                 judge_preferences=96,
                 test_pairs=16,

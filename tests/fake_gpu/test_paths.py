@@ -42,7 +42,7 @@ def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, long({"window": True}), long({"dtype": "float32"}), {"model": "tiny-hybrid"}, {"model": "tiny-mixture"}],
+    [{}, long({"window": True}), long({"dtype": "float32"}), long({"model": "tiny-hybrid"}), {"model": "tiny-mixture"}],
     ids=str,
 )
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:

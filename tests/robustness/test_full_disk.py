@@ -93,7 +93,7 @@ def step(training: tinkerpool.TrainingClient) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "options"),
-    [pytest.param(signal.SIGKILL, TOY_ON_RAY, marks=pytest.mark.ray), (signal.SIGTERM, TOY)],
+    [pytest.param(signal.SIGKILL, TOY_ON_RAY, marks=[pytest.mark.ray, pytest.mark.long]), (signal.SIGTERM, TOY)],
     ids=["killed, on Ray", "stopped"],
 )
 def test_a_pool_that_ended_on_a_full_disk_starts_again_and_takes_work_once_there_is_room(

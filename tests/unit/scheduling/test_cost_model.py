@@ -130,7 +130,7 @@ def test_the_fixed_cost_includes_the_commit_and_is_at_most_the_smallest_pass_whi
     assert costs.fixed_s is None
     measured([64], costs=costs)
     assert costs.fixed_s == seconds(64)
-    costs.observe_commit(0.004)
+    costs.observe_end(0.0, 0.004)
     assert costs.fixed_s == pytest.approx(seconds(64) + 0.004)
     measured([64, 64, 1024, 1024, 1024], costs=costs)
     assert costs.fixed_s == pytest.approx(FIXED_S + 0.004)
@@ -292,7 +292,7 @@ def test_the_budget_keeps_its_start_value_while_measured_sizes_are_too_similar()
 def test_the_budget_is_the_knee_of_pass_and_commit() -> None:
     costs = costs_of(0.01, 2e-4, 16, 128, 1024)
     assert budget_of(costs) == pytest.approx(KNEE * 0.01 / 2e-4, abs=1)
-    costs.observe_commit(0.002)
+    costs.observe_end(0.0, 0.002)
     assert budget_of(costs) == pytest.approx(KNEE * 0.012 / 2e-4, abs=1)
 
 
@@ -315,6 +315,9 @@ def test_a_pass_takes_no_longer_than_its_part_of_the_latency_target() -> None:
     assert 0.1 + 0.002 * budget.tokens == pytest.approx(0.8, abs=0.002)
     budget.update()
     assert budget.tokens == pytest.approx(1.9 / 0.002, abs=1)
+    costs.observe_end(0.3, 0.1)
+    budget.update()
+    assert budget.tokens == pytest.approx(1.5 / 0.002, abs=1), "steps and commit are in the target, too"
 
 
 def test_slow_passes_limit_the_budget_before_the_line_is_known() -> None:
