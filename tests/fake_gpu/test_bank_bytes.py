@@ -17,6 +17,7 @@ def test_the_bank_takes_half_of_what_is_free_and_no_more(fake_gpu: FakeCudaProce
     assert num_resident < 12
 
 
+@pytest.mark.long
 def test_adapters_of_many_ranks_take_at_most_twice_their_bytes(fake_gpu: FakeCudaProcess) -> None:
     ranks = [8, 16, 32, 64]
     _, four_bytes, _ = fake_gpu.call(BANK_OF, "0.6b@2", ranks)

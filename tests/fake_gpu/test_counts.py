@@ -84,6 +84,7 @@ def test_kernels_of_a_hybrids_decode_step_do_not_depend_on_the_number_of_sequenc
     assert few == many
 
 
+@pytest.mark.long
 def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> None:
     few, more, most = (fake_gpu.call(f"{CASES}:decoding", f"{MODEL}@{layers}", 32, 8)[0] for layers in (FEW, MORE, 7))
     expected = extended(few, more, 7)
