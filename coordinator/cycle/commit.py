@@ -67,6 +67,8 @@ class Cycle:
     """Saves that published weights, which their worker holds since: worker, incarnation, operation, bytes."""
     worker_s: float = 0.0
     """Seconds of the cycle that workers computed, and files took. The rest took the coordinator, and the way there."""
+    pass_worker_s: float = 0.0
+    """Those of the pass."""
     phase_s: dict[str, Counter[str]] = field(default_factory=dict)
     """Worker to the seconds of each phase of its work."""
     floors: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class Cycle:
 
     def end_pass(self, now: float) -> None:
         """Record the end of the pass."""
-        self.pass_ended = now
+        self.pass_ended, self.pass_worker_s = now, self.worker_s
 
     def end_steps(self, now: float) -> None:
         """Record the end of the step phase."""
@@ -284,7 +286,7 @@ class Committer:
         self._publish_outcomes(cycle, message, lost)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
-            self._planning.costs.observe_end(message.step_seconds, message.commit_seconds)
+            self._planning.costs.observe_end(cycle.worker_s - cycle.pass_worker_s, message.commit_seconds)
             self._journal.publish(message)
             if self._traces is not None:
                 self._trace(message, self._traces)
@@ -299,12 +301,9 @@ class Committer:
         traces.commit_cycle(cycle)
 
     def _charge_rest(self, cycle: Cycle) -> None:
-        """Charge what the coordinator itself took for the cycle, in equal parts for each adapter in it.
-
-        Of the commit, which is still to come, what the last ones took.
-        """
+        """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it."""
         if cycle.entries:
-            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s + self._planning.costs.commit_s
+            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
             num_adapters = Counter(entry.tenant for entry in cycle.entries.values())
             part_s = max(0.0, rest_s) / len(cycle.entries)
             self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})

@@ -197,7 +197,7 @@ class CycleCosts:
         self._line = _fit([self._medians[k] for k, kept in self._classes.items() if len(kept) >= KEPT_MIN])
 
     def observe_end(self, step_s: float, commit_s: float) -> None:
-        """Record the times of a cycle's step phase and commit."""
+        """Record the time of a cycle's steps, without what they waited for decoding, and of its commit."""
         self._steps.append(step_s)
         self._commits.append(commit_s)
 
