@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,14 +106,24 @@ def test_linears_whose_batches_have_other_bits_take_a_segment_at_a_time(
 
 
 @pytest.mark.parametrize("num_segments", [1, 5])
-def test_parts_of_a_sum_are_added_in_order(num_segments: int) -> None:
+def test_parts_of_a_sum_are_added_in_order(num_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    name, widths = "addmm" if num_segments == 1 else "baddbmm", []
+    multiply = getattr(torch, name)
+
+    def counted(into: Tensor, left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        widths.append(left.shape[-1])
+        product: Tensor = multiply(into, left, right, **options)
+        return product
+
+    monkeypatch.setattr(torch, name, counted)
     x, A = torch.randn(num_segments, 16, 80), torch.randn(num_segments, 8, 80)
     B, y = torch.randn(num_segments, 8, 16), torch.zeros(num_segments, 16, 16)
     if num_segments == 1:
         x, A, B, y = x[0], A[0], B[0], y[0]
     views = GroupViews(A=A, Bs=(B,), A_grad=None, B_grads=())
     xa = forward_segments(x, [y], views, 2.0, sum_max=32)
+    assert widths == [32, 32, 16]
     expected = 2.0 * (x[..., :32] @ A[..., :32].transpose(-2, -1))
     for part in (slice(32, 64), slice(64, 80)):
         expected += 2.0 * (x[..., part] @ A[..., part].transpose(-2, -1))
