@@ -190,7 +190,7 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Shares:
-    """Implements `Sharing`: shares of equal padded length, each adapter and expert at most once. They are one batch.
+    """Implements `Sharing`: shares of equal padded length, one batch; each pair of adapter and expert at most once.
 
     They are ordered by adapter, then by expert.
     """

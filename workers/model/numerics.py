@@ -35,11 +35,11 @@ class Numerics:
     """The same of each expert's rows."""
     can_batch: bool = True
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
+    unbatched: frozenset[tuple[int, int]] = frozenset()
+    """Shapes (F, D) of linears for which that does not hold."""
     sum_max: int | None = None
     """Products of segments add up at most so many values at once, parts of longer sums in order; None: the library
     adds up whole sums. It may divide long ones between threads, differently for a batch and for a segment solo."""
-    unbatched: frozenset[tuple[int, int]] = frozenset()
-    """Shapes (F, D) of linears for which that does not hold."""
 
 
 def fingerprint(
