@@ -15,7 +15,7 @@ from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
-from workers.model.forward_runs import ForwardRun
+from workers.model.fused_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments

@@ -45,10 +45,9 @@ from workers.model.delta_rule import DeltaShape
 from workers.model.experts import choices_of_probe
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
-from workers.model.forward_runs import can_run_forward, forward_runs
+from workers.model.fused_runs import can_run, forward_runs, training_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
-from workers.model.grouped_segments import can_group, group_segments
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
@@ -130,7 +129,7 @@ class BaseModel:
         """Whether any layer attends with sinks."""
         self.sampling_layers: SamplingLayers | None = None
         """The decoder layers in few kernels; None: the model or the device has none, and its modules compute."""
-        self._has_kernels = not exact and can_run_forward(self.device, dtype)
+        self._has_kernels = not exact and can_run(self.device, dtype)
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
             self.sampling_layers = SamplingLayers(model)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
@@ -141,8 +140,7 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        can_fuse = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
-        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
+        self.current.use(numerics, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
         for group in self.groups:
             group.use(numerics)
         for layer in self.expert_layers:

@@ -7,7 +7,8 @@ without padding. What an adapter adds is one grouped product of its own rows, so
 Does not depend on the bank, on models, or on the formulas of a layer (`expert_products`).
 
 Main invariant: a group of a grouped matmul has the rows that one adapter sends to one expert, and a sum over rows never
-leaves it. As in `grouped_segments`, an adapter's bits are not those that it has solo; exact mode does without.
+leaves it. The kernel may divide its work by all groups together, so an adapter's bits are not those that it has solo;
+exact mode does without.
 
 Dimensions: T rows of the pass, k experts of a row, E experts, F values of a row, A adapters of a part, N choices of a
 part's rows.

@@ -16,7 +16,7 @@ from tests.support.numerics.samplers import Sampling, make_sampler, request
 from tests.support.numerics.slow_pages import slow_pages
 from workers.model import base_model
 from workers.model.base_model import BaseModel
-from workers.model.forward_runs import forward_runs
+from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers, SplitProjections, has_form
 from workers.sampling.attention.pages import PagedAttention
 

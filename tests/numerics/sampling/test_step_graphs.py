@@ -15,7 +15,7 @@ from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.messages import SampledSequence, SampleRequest
-from workers.model.forward_runs import forward_runs
+from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers
 from workers.sampling import step_graphs
 from workers.sampling.kv_cache import PagedCache

@@ -7,28 +7,72 @@ Dimensions as in `workers.model.gpu_operations`.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from tests.support.fake_cuda.costs import Call, Cost, declare, num_bytes
-from workers.model.gpu_operations import EXPAND_COLUMNS, NAMESPACE, SHRINK_COLUMNS, TILE_ROWS
+from workers.model.gpu_operations import (
+    GRADIENT_COLUMNS,
+    GRADIENT_ROWS,
+    NAMESPACE,
+    expand_columns,
+    shrink_columns,
+)
+
+
+def _linears(call: Call, name: str) -> list[Tensor]:
+    """Return the tensors of one to three linears."""
+    return [tensor for tensor in (call.argument(f"{name}{number}") for number in range(3)) if tensor is not None]
 
 
 def _shrunk(call: Call) -> Cost:
     """Each block of columns reads all rows, each tile its adapter's A."""
     xa, x, tiles = call.argument("xa"), call.argument("x"), call.argument("tiles")
-    num_blocks = -(-xa.shape[2] // SHRINK_COLUMNS)
+    num_blocks = -(-xa.shape[2] // shrink_columns(xa.shape[2], call.argument("tile_rows")))
     matrix = xa.shape[2] * x.shape[1] * x.element_size()
-    flops = 2.0 * len(tiles) * TILE_ROWS * x.shape[1] * xa.shape[2]
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * x.shape[1] * xa.shape[2]
     return Cost(1, num_blocks * num_bytes(x) + len(tiles) * matrix + num_bytes(xa), flops)
 
 
 def _expanded(call: Call) -> Cost:
     """Each block of columns reads its linear's part of all rows of xa, each tile its adapter's B."""
-    xa, tiles = call.argument("xa"), call.argument("tiles")
-    ys = [y for y in (call.argument(f"y{number}") for number in range(3)) if y is not None]
-    num_blocks = sum(-(-y.shape[1] // EXPAND_COLUMNS) for y in ys)
+    xa, tiles, ys = call.argument("xa"), call.argument("tiles"), _linears(call, "y")
+    num_blocks = sum(-(-y.shape[1] // expand_columns(call.argument("tile_rows"))) for y in ys)
     rank, num_columns = xa.shape[2] // len(ys), sum(y.shape[1] for y in ys)
     matrices = len(tiles) * rank * num_columns * ys[0].element_size()
     read = num_blocks * num_bytes(xa) // len(ys) + matrices
-    return Cost(1, read + 2 * sum(map(num_bytes, ys)), 2.0 * len(tiles) * TILE_ROWS * rank * num_columns)
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * rank * num_columns
+    return Cost(1, read + 2 * sum(map(num_bytes, ys)), flops)
+
+
+def _shrunk_outputs(call: Call) -> Cost:
+    """Every linear's rows are read once, by each tile its adapter's B."""
+    dxa, tiles, dys = call.argument("dxa"), call.argument("tiles"), _linears(call, "dy")
+    rank, num_columns = dxa.shape[1] // len(dys), sum(dy.shape[1] for dy in dys)
+    matrices = len(tiles) * rank * num_columns * dys[0].element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * rank * num_columns
+    return Cost(1, sum(map(num_bytes, dys)) + matrices + num_bytes(dxa), flops)
+
+
+def _expanded_inputs(call: Call) -> Cost:
+    """Each block of columns reads all rows of dxa, each tile its adapter's A."""
+    dx, dxa, tiles = call.argument("dx"), call.argument("dxa"), call.argument("tiles")
+    num_blocks = -(-dx.shape[1] // expand_columns(call.argument("tile_rows")))
+    matrices = len(tiles) * dxa.shape[1] * dx.shape[1] * dx.element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * dxa.shape[1] * dx.shape[1]
+    return Cost(1, num_blocks * num_bytes(dxa) + matrices + 2 * num_bytes(dx), flops)
+
+
+def _added_gradients(call: Call) -> Cost:
+    """A block of a gradient reads the rows of both sides; gradients are read and written."""
+    x, dxa, dys, num_adapters = call.argument("x"), call.argument("dxa"), _linears(call, "dy"), len(call.argument("ranks"))
+    read, num_values = 0, 0
+    rank = dxa.shape[1] // len(dys)
+    for right, height in ((x, dxa.shape[1]), *((dy, rank) for dy in dys)):
+        left = len(dxa) * height * dxa.element_size()
+        read += -(-height // GRADIENT_ROWS) * num_bytes(right) + -(-right.shape[1] // GRADIENT_COLUMNS) * left
+        num_values += num_adapters * height * right.shape[1]
+    flops = 2.0 * len(dxa) * num_values / num_adapters
+    return Cost(1, read + 2 * num_values * dxa.element_size(), flops)
 
 
 def _rotated(call: Call) -> Cost:
@@ -52,3 +96,6 @@ declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kerne
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::expand_inputs", _expanded_inputs, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_gradients", _added_gradients, "workers/model/adapter_kernels.py: its grid")

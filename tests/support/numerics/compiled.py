@@ -22,9 +22,9 @@ from workers.model import adapter_kernels
 from workers.sampling.attention import page_kernels
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "scalings", "first_sums", "second_sums"}
-INT32, INT64 = {"tiles", "ranks"}, {"addresses", "slots"}
-NUMBERS = {"num_rows", "num_next", "blocks0", "blocks1"}
+FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums"}
+INT32, INT64 = {"tiles", "ranks", "segments", "firsts"}, {"addresses", "gradients", "slots"}
+NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
@@ -34,6 +34,13 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
+    for columns in (16, 128):
+        yield adapter_kernels._shrink, {"G": 3, "ROWS": 64, "COLUMNS": columns, "DEPTH": 32}
+    for rank in (16, 128):
+        yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
+        yield adapter_kernels._shrink_outputs, {"ROWS": 64, "RANK": rank, "DEPTH": 32}
+    yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
+    yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
