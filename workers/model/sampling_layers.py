@@ -27,24 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.model.attention import Attend
-from workers.model.fused_modules import FusedRmsNorm, LibraryRmsNorm, apply_rotary
+from workers.model.fused_modules import FusedRmsNorm, HeadNorms, LibraryRmsNorm, apply_rotary
 from workers.model.linears import LinearGroup, MultiLoraLinear
 from workers.model.segments import Routing
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The norms of a layer's query and key heads."""
-
-    query: Tensor
-    """(E,)"""
-    key: Tensor
-    """(E,)"""
-    eps: float
 
 
 @dataclass(frozen=True, slots=True)

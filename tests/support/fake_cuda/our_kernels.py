@@ -92,6 +92,40 @@ def _joined(call: Call) -> Cost:
                                        ("out", "first", "first_sums", "second", "second_sums")))))  # fmt: skip
 
 
+def _once_a_row(call: Call) -> int:
+    """Return the bytes that each row reads once: its angles, and the weights of heads if there are norms."""
+    cos, sin, *weights = (call.argument(name) for name in ("cos", "sin", "query_weight", "key_weight"))
+    return (
+        num_bytes(cos) + num_bytes(sin) + len(cos) * sum(num_bytes(weight) for weight in weights if weight is not None)
+    )
+
+
+def _heads_rotated(call: Call) -> Cost:
+    """Queries and keys are read, and written."""
+    out = call.argument("out")
+    return Cost(1, 2 * num_bytes(out) + _once_a_row(call))
+
+
+def _heads_rotated_backward(call: Call) -> Cost:
+    """Gradients are read, and queries and keys if there are norms; the gradient of all is written."""
+    dquery, dkey, dvalue = (call.argument(name) for name in ("dquery", "dkey", "dvalue"))
+    read = num_bytes(dquery) + num_bytes(dkey)
+    normed = 0 if call.argument("query_weight") is None else read
+    return Cost(1, read + num_bytes(dvalue) + normed + num_bytes(call.argument("dprojected")) + _once_a_row(call))
+
+
+def _moved_once(call: Call) -> Cost:
+    """Every operand is read or written once."""
+    return Cost(1, sum(num_bytes(operand) for operand in call.args))
+
+
+def _norm_added_backward(call: Call) -> Cost:
+    """What is added to is read and written; each row reads the weight."""
+    dhidden, weight = call.argument("dhidden"), call.argument("weight")
+    inverse = num_bytes(call.argument("inverse"))
+    return Cost(1, 4 * num_bytes(dhidden) + len(dhidden) * num_bytes(weight) + inverse)
+
+
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
@@ -99,3 +133,10 @@ declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: it
 declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand_inputs", _expanded_inputs, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_gradients", _added_gradients, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kernels.py: a program a row")
+declare(
+    f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
+)
+for _name in ("gate", "gate_backward"):
+    declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")
+declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")

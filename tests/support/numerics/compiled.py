@@ -18,11 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels
+from workers.model import adapter_kernels, layer_kernels
 from workers.sampling.attention import page_kernels
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums"}
+FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse"}
 INT32, INT64 = {"tiles", "ranks", "segments", "firsts"}, {"addresses", "gradients", "slots"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
@@ -30,7 +30,7 @@ HEADS = {"H": 32, "K": 8, "E": 128}
 
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield every kernel, with its constants."""
+    """Yield every kernel, with its constants; `num_warps` is 4 where it is not named."""
     yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
@@ -44,6 +44,16 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
+    for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
+        sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
+        for has_norms in (False, True):
+            yield layer_kernels._rotate_heads, sizes | {"HAS_NORMS": has_norms}
+            yield layer_kernels._rotate_heads_backward, sizes | {"HAS_NORMS": has_norms}
+    for kernel in (layer_kernels._gate, layer_kernels._gate_backward):
+        yield kernel, {"F": 12288, "COLUMNS": layer_kernels.GATE_COLUMNS}
+    for width in (1024, 16384):
+        num_warps = layer_kernels.norm_warps(width)
+        yield layer_kernels._norm_add_backward, {"D": width, "WIDTH": width, "num_warps": num_warps}
 
 
 def is_number(name: str) -> bool:
@@ -66,7 +76,9 @@ def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
         for place, name in enumerate(kernel.arg_names)
         if name not in constants and name not in NUMBERS and name != "eps"
     }
-    made = triton.compile(ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned), target=H100)
+    constexprs = {name: value for name, value in constants.items() if name in types}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=aligned)
+    made = triton.compile(source, target=H100, options={"num_warps": constants.get("num_warps", 4)})
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
