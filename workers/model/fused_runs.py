@@ -54,9 +54,7 @@ class AdapterTables(Generic[T]):
     """0 without adapters."""
 
     @staticmethod
-    def of(
-        segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS
-    ) -> AdapterTables[NDArray[Any]]:
+    def of(segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS) -> AdapterTables[NDArray[Any]]:
         """Return the tables of segments of a pass, of a model with so many groups of linears."""
         adapters = _adapters(segments)
         number_of = {id(adapter): number for number, adapter in enumerate(adapters)}

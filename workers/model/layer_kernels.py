@@ -190,6 +190,26 @@ def _gate_backward(dgate_up, dout, gate_up, dout_stride, row_stride, F: tl.const
 
 
 @triton.jit
+def _add_norm(
+    total, normalised, inverse, hidden, added, weight, eps, hidden_stride, added_stride,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add two rows, and normalise the sum. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    is_column = column < D
+    x = tl.load(hidden + row * hidden_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    x += tl.load(added + row * added_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    rounded = x.to(total.dtype.element_ty)
+    tl.store(total + row * D + column, rounded, mask=is_column)
+    x = rounded.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
+    tl.store(inverse + row, scale)
+    w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normalised + row * D + column, (x * scale * w).to(normalised.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
 def _norm_add_backward(
     dhidden, dnormalised, hidden, inverse, weight, dhidden_stride, dnormalised_stride, hidden_stride,
     D: tl.constexpr, WIDTH: tl.constexpr,
@@ -277,6 +297,18 @@ def gate_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor) -> None:
     num_rows, width = dout.shape
     _gate_backward[num_rows, triton.cdiv(width, GATE_COLUMNS)](
         dgate_up, dout, gate_up, dout.stride(0), gate_up.stride(0), F=width, COLUMNS=GATE_COLUMNS
+    )  # fmt: skip
+
+
+def add_norm(
+    total: Tensor, normalised: Tensor, inverse: Tensor, hidden: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> None:
+    """See `layer_operations.ADD_NORM`."""
+    num_rows, num_columns = hidden.shape
+    width = triton.next_power_of_2(num_columns)
+    _add_norm[num_rows,](
+        total, normalised, inverse, hidden, added, weight, eps, hidden.stride(0), added.stride(0),
+        D=num_columns, WIDTH=width, num_warps=norm_warps(width),
     )  # fmt: skip
 
 

@@ -42,16 +42,25 @@ GATE = "gate(Tensor(a!) out, Tensor gate_up)"
 """Set out (T, F) to silu(gate) * up of gate_up (T, 2 F), whose rows may have gaps."""
 GATE_BACKWARD = "gate_backward(Tensor(a!) dgate_up, Tensor dout, Tensor gate_up)"
 """Set dgate_up (T, 2 F) from dout (T, F) and gate_up, whose rows may have gaps."""
+ADD_NORM = (
+    "add_norm(Tensor(a!) total, Tensor(b!) normalised, Tensor(c!) inverse, Tensor hidden, Tensor added, Tensor weight, "
+    "float eps)"
+)
+"""Set total (T, D) to hidden + added, normalised (T, D) to its RMS normalisation, and inverse (T,), fp32, to 1 / rms.
+
+Of total as it is rounded; weight (D,) is the norm's. Rows of hidden and added may have gaps.
+"""
 NORM_ADD_BACKWARD = (
     "norm_add_backward(Tensor(a!) dhidden, Tensor dnormalised, Tensor hidden, Tensor inverse, Tensor weight)"
 )
 """Add to dhidden (T, D) what hidden (T, D) gets from dnormalised (T, D), the gradient of its RMS normalisation.
 
-So dhidden comes with the gradient of the residual path, and goes with the sum of both paths. `inverse` (T,) or (T, 1),
-fp32, is 1 / rms as `torch.ops.aten._fused_rms_norm` returns it; weight (D,) is the norm's. Rows of the others may have
-gaps.
+So dhidden comes with the gradient of the residual path, and goes with the sum of both paths. `inverse` (T,), fp32, and
+weight (D,) as in `ADD_NORM`. Rows of the others may have gaps.
 """
-define("workers.model.layer_kernels", ROTATE_HEADS, ROTATE_HEADS_BACKWARD, GATE, GATE_BACKWARD, NORM_ADD_BACKWARD)
+define(
+    "workers.model.layer_kernels", ROTATE_HEADS, ROTATE_HEADS_BACKWARD, GATE, GATE_BACKWARD, ADD_NORM, NORM_ADD_BACKWARD
+)
 
 
 def _dense(rows: Tensor) -> Tensor:
@@ -116,3 +125,34 @@ def gated(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (T, F) of gate_up (T, 2 F)."""
     out: Tensor = _Gated.apply(gate_up)  # type: ignore[no-untyped-call]
     return out
+
+
+class _AddNorm(torch.autograd.Function):
+    """See `add_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, normalised = torch.empty_like(hidden), torch.empty_like(hidden)
+        inverse = hidden.new_empty(len(hidden), dtype=torch.float32)
+        torch.ops.tinkerpool.add_norm(total, normalised, inverse, hidden, added, weight, eps)
+        ctx.save_for_backward(total, inverse, weight)
+        ctx.set_materialize_grads(False)
+        return total, normalised
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, dnormalised: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, inverse, weight = ctx.saved_tensors
+        dhidden = torch.zeros_like(total) if dtotal is None else _dense(dtotal)
+        if dnormalised is not None:
+            torch.ops.tinkerpool.norm_add_backward(dhidden, _dense(dnormalised), total, inverse, weight)
+        return dhidden, dhidden, None, None
+
+
+def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return hidden + added (T, D) and its RMS normalisation (T, D) with a weight (D,).
+
+    The backward writes to the gradient of the sum, which becomes that of both parts. So a caller whose sum and whose
+    part have the same gradient must be done with the part's first.
+    """
+    both: tuple[Tensor, Tensor] = _AddNorm.apply(hidden, added, weight, eps)  # type: ignore[no-untyped-call]
+    return both

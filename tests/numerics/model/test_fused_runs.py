@@ -122,7 +122,7 @@ def test_overflow_of_one_adapter_reaches_no_gradient_of_another() -> None:
     ill_gradients = gradients_of(ill, 0)
     for segment, other in zip(segments, ill, strict=True):
         for gradient, right in zip(ill_gradients[id(other.adapter)], clean[id(segment.adapter)], strict=True):
-            assert (gradient.isnan().any() if other.start == 12 else torch.equal(gradient, right))
+            assert gradient.isnan().any() if other.start == 12 else torch.equal(gradient, right)
 
 
 def test_an_adapter_of_experts_has_the_rank_of_its_other_linears(model_directories: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = {"_shrink", "_expand", "_shrink_outputs", "_expand_inputs", "_add_gradients", "_rotate", "_join"}
-KERNELS |= {"_rotate_heads", "_rotate_heads_backward", "_gate", "_gate_backward", "_norm_add_backward"}
+KERNELS |= {"_rotate_heads", "_rotate_heads_backward", "_gate", "_gate_backward", "_add_norm", "_norm_add_backward"}
 SHARED_BYTES = 72 << 10
 """So three blocks share a processor, which has 228 KiB."""
 

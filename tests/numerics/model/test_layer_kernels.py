@@ -9,18 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.random_layers import (
     EPS,
     RandomHeads,
     gated_by_operations,
-    norm_added_by_operations,
+    norm_by_operations,
     random_gate,
     random_norm,
 )
-from workers.model.layer_operations import gated, rotated_heads
+from workers.model.layer_operations import add_norm, gated, rotated_heads
 
 HEADS = [((4, 2), 16), ((16, 8), 128), ((3, 1), 80), ((5, 3), 96), ((1, 1), 6), ((18, 9), 256)]
 """H and K, and E; more heads than a program has at a time among them."""
@@ -44,17 +43,18 @@ def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, rows, dout)]
 
 
-def norm_added_by_kernels(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum; dhidden stays as it is."""
-    _, inverse = torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, EPS)
-    total = F.pad(dhidden, (0, 8))[:, : len(weight)]  # a copy, whose rows have gaps
-    torch.ops.tinkerpool.norm_add_backward(total, dnormalised, hidden, inverse, weight)
-    return total
+def norm_by_kernels(hidden: Tensor, added: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
+    """Return the sum, it normalised, and the gradient of both parts."""
+    parts = [part.detach().requires_grad_() for part in (hidden, added)]
+    both = add_norm(*parts, weight, EPS)
+    gradients = torch.autograd.grad(both, parts, [dtotal.clone(), dnormalised])
+    assert torch.allclose(*gradients, rtol=0, atol=0, equal_nan=True)
+    return [*(each.detach() for each in both), gradients[0]]
 
 
 def all_by_kernels(heads: RandomHeads, gate: Sequence[Tensor], norm: Sequence[Tensor]) -> list[Tensor]:
     """Return what all kernels give, (T, ...) each."""
-    return [*by_kernels(heads), *gated_by_kernels(*gate), norm_added_by_kernels(*norm)]
+    return [*by_kernels(heads), *gated_by_kernels(*gate), *norm_by_kernels(*norm)]
 
 
 def assert_rounded_once(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -94,10 +94,13 @@ def test_a_gate_and_its_gradient_are_those_of_separate_operations(width: int, dt
 
 @pytest.mark.parametrize("width", [1, 100, 1024, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_norm_is_added_to_that_of_the_residual_path(width: int, dtype: torch.dtype) -> None:
+def test_a_sum_its_norm_and_their_gradients_are_those_of_separate_operations(width: int, dtype: torch.dtype) -> None:
     interpret()
     norm = random_norm(NUM_ROWS, width, dtype)
-    assert_rounded_once([norm_added_by_kernels(*norm)], [norm_added_by_operations(*norm)])
+    hidden, added, *others = norm
+    total, *actual = norm_by_kernels(*norm)
+    assert_rounded_once([total], [hidden.float() + added.float()])
+    assert_rounded_once(actual, norm_by_operations(total, *others))
 
 
 def test_gradients_that_are_broadcast_are_taken_as_they_are() -> None:
@@ -133,7 +136,7 @@ def test_a_row_that_is_not_finite_reaches_no_other() -> None:
     heads = RandomHeads.of(NUM_ROWS, (5, 3), 80, torch.float32, has_norms=True)
     gate, norm = random_gate(NUM_ROWS, 100, torch.float32), random_norm(NUM_ROWS, 100, torch.float32)
     clean = all_by_kernels(heads, gate, norm)
-    for given in (heads.projected.rows, *heads.gradients, *gate, *norm[1:3]):
+    for given in (heads.projected.rows, *heads.gradients, *gate, *norm[:4]):
         given[2] = math.nan
     for part, before in zip(all_by_kernels(heads, gate, norm), clean, strict=True):
         assert part[2].isnan().all()
@@ -200,10 +203,10 @@ def test_a_gate_takes_a_launch_each_way_and_the_bytes_that_the_fake_device_count
     assert moved.num_bytes == moved.num_counted_bytes
 
 
-def test_a_norm_takes_a_launch_and_the_bytes_that_the_fake_device_counts() -> None:
+def test_a_norm_takes_a_launch_each_way_and_the_bytes_that_the_fake_device_counts() -> None:
     interpret()
     norm = random_norm(NUM_ROWS, 1500, torch.bfloat16)
     with metered() as moved:
-        norm_added_by_kernels(*norm)
-    assert moved.num_launches == moved.num_counted == 1
+        norm_by_kernels(*norm)
+    assert moved.num_launches == moved.num_counted == 2
     assert moved.num_bytes == moved.num_counted_bytes

@@ -64,7 +64,12 @@ def _expanded_inputs(call: Call) -> Cost:
 
 def _added_gradients(call: Call) -> Cost:
     """A block of a gradient reads the rows of both sides; gradients are read and written."""
-    x, dxa, dys, num_adapters = call.argument("x"), call.argument("dxa"), _linears(call, "dy"), len(call.argument("ranks"))
+    x, dxa, dys, num_adapters = (
+        call.argument("x"),
+        call.argument("dxa"),
+        _linears(call, "dy"),
+        len(call.argument("ranks")),
+    )
     read, num_values = 0, 0
     rank = dxa.shape[1] // len(dys)
     for right, height in ((x, dxa.shape[1]), *((dy, rank) for dy in dys)):
@@ -126,6 +131,12 @@ def _norm_added_backward(call: Call) -> Cost:
     return Cost(1, 4 * num_bytes(dhidden) + len(dhidden) * num_bytes(weight) + inverse)
 
 
+def _added_and_normalised(call: Call) -> Cost:
+    """Two rows are read and two written; each row reads the weight."""
+    total, weight = call.argument("total"), call.argument("weight")
+    return Cost(1, 4 * num_bytes(total) + len(total) * num_bytes(weight) + num_bytes(call.argument("inverse")))
+
+
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
@@ -139,4 +150,5 @@ declare(
 )
 for _name in ("gate", "gate_backward"):
     declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_kernels.py: a program a row")
 declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")

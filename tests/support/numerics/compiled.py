@@ -53,7 +53,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield kernel, {"F": 12288, "COLUMNS": layer_kernels.GATE_COLUMNS}
     for width in (1024, 16384):
         num_warps = layer_kernels.norm_warps(width)
-        yield layer_kernels._norm_add_backward, {"D": width, "WIDTH": width, "num_warps": num_warps}
+        for norm in (layer_kernels._add_norm, layer_kernels._norm_add_backward):
+            yield norm, {"D": width, "WIDTH": width, "num_warps": num_warps}
 
 
 def is_number(name: str) -> bool:

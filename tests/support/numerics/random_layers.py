@@ -82,10 +82,13 @@ def random_gate(num_rows: int, width: int, dtype: torch.dtype, device: str = "cp
 
 def random_norm(
     num_rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dhidden, dnormalised and hidden (T, D), whose rows have gaps, and a weight (D,)."""
-    dhidden, dnormalised, hidden = (draw(seed, (num_rows, width + 8), dtype, device)[:, :width] for seed in (1, 2, 3))
-    return dhidden, dnormalised, hidden, draw(4, (width,), dtype, device)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden and added (T, D), gradients of their sum and of it normalised (T, D), all with gaps between rows, and
+    a weight (D,)."""
+    hidden, added, dtotal, dnormalised = (
+        draw(seed, (num_rows, width + 8), dtype, device)[:, :width] for seed in (1, 2, 3, 5)
+    )
+    return hidden, added, dtotal, dnormalised, draw(4, (width,), dtype, device)
 
 
 def gated_by_operations(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
@@ -96,9 +99,9 @@ def gated_by_operations(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, rows, dout.float())]
 
 
-def norm_added_by_operations(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return dhidden (T, D) and the gradient of hidden (T, D) as normalised, summed in fp32."""
-    rows = hidden.float().detach().requires_grad_()
-    out = F.rms_norm(rows, weight.shape, weight.float(), EPS)
-    (gradient,) = torch.autograd.grad(out, rows, dnormalised.float())
-    return dhidden.float() + gradient
+def norm_by_operations(total: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
+    """Return a sum (T, D) normalised, and its gradient by both paths, in fp32."""
+    rows = total.float().requires_grad_()
+    normalised = F.rms_norm(rows, weight.shape, weight.float(), EPS)
+    (gradient,) = torch.autograd.grad(normalised, rows, dnormalised.float())
+    return [normalised.detach(), dtotal.float() + gradient]
