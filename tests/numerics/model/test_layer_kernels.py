@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.random_layers import (
-    EPS,
     RandomHeads,
+    gated_by_kernels,
     gated_by_operations,
+    norm_added_by_kernels,
     norm_added_by_operations,
     random_gate,
     random_norm,
@@ -29,32 +29,9 @@ WIDTHS = [1, 100, 1024, 1500]
 NUM_ROWS = 5
 
 
-def by_kernels(heads: RandomHeads) -> list[Tensor]:
-    """Return queries, keys, values and the gradient of the projections."""
-    given = heads.projected
-    rows = given.rows.detach().requires_grad_()
-    parts = rotated_heads(rows, given.cos, given.sin, given.norms, heads.counts[0])
-    return [*(part.detach() for part in parts), *torch.autograd.grad(parts, rows, heads.gradients)]
-
-
-def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
-    """Return the gate's result, and the gradient of its input."""
-    rows = gate_up.detach().requires_grad_()
-    out = gated(rows)
-    return [out.detach(), *torch.autograd.grad(out, rows, dout)]
-
-
-def norm_added_by_kernels(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum; dhidden stays as it is."""
-    _, inverse = torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, EPS)
-    total = F.pad(dhidden, (0, 8))[:, : len(weight)]  # a copy, whose rows have gaps
-    torch.ops.tinkerpool.norm_add_backward(total, dnormalised, hidden, inverse, weight)
-    return total
-
-
 def all_by_kernels(heads: RandomHeads, gate: Sequence[Tensor], norm: Sequence[Tensor]) -> list[Tensor]:
     """Return what all kernels give, (T, ...) each."""
-    return [*by_kernels(heads), *gated_by_kernels(*gate), norm_added_by_kernels(*norm)]
+    return [*heads.by_kernels(), *gated_by_kernels(*gate), norm_added_by_kernels(*norm)]
 
 
 def assert_rounded_once(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -81,7 +58,7 @@ def test_heads_and_their_gradients_are_those_of_separate_operations(
 ) -> None:
     interpret()
     heads = RandomHeads.of(NUM_ROWS, counts, head_dim, dtype, has_norms=has_norms)
-    assert_rounded_once(by_kernels(heads), heads.by_operations())
+    assert_rounded_once(heads.by_kernels(), heads.by_operations())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -174,7 +151,7 @@ def test_without_gradients_the_numbers_are_the_same() -> None:
         with mode:
             parts = [*rotated_heads(given.rows, given.cos, given.sin, given.norms, 3), gated(gate[0])]
         assert not any(part.requires_grad for part in parts)
-        for part, right in zip(parts, [*by_kernels(heads)[:3], gated_by_kernels(*gate)[0]], strict=True):
+        for part, right in zip(parts, [*heads.by_kernels()[:3], gated_by_kernels(*gate)[0]], strict=True):
             assert torch.equal(part, right)
 
 
@@ -186,7 +163,7 @@ def test_heads_take_a_launch_each_way_and_the_bytes_that_the_fake_device_counts(
     interpret()
     heads = RandomHeads.of(NUM_ROWS, (16, 8), head_dim, torch.bfloat16, has_norms=has_norms)
     with metered() as moved:
-        by_kernels(heads)
+        heads.by_kernels()
     assert moved.num_launches == moved.num_counted == 2
     assert moved.num_bytes == moved.num_counted_bytes
 

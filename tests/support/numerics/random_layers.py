@@ -1,4 +1,4 @@
-"""Projections, gates and norms of a decoder layer with random values, and what torch makes of them in fp32."""
+"""Projections, gates and norms of a decoder layer with random values, by torch in fp32 and by kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model.fused_modules import HeadNorms
+from workers.model.layer_operations import gated, rotated_heads
 from workers.model.sampling_layers import Projected, SplitProjections
 
 EPS = 1e-5
@@ -72,6 +73,13 @@ class RandomHeads:
         gradients = torch.autograd.grad(heads, rows, [gradient.float() for gradient in self.gradients])
         return [part.detach() for part in (*heads, *gradients)]
 
+    def by_kernels(self) -> list[Tensor]:
+        """Return the same in the dtype of the projections, by our own kernels."""
+        given = self.projected
+        rows = given.rows.detach().requires_grad_()
+        heads = rotated_heads(rows, given.cos, given.sin, given.norms, self.counts[0])
+        return [*(part.detach() for part in heads), *torch.autograd.grad(heads, rows, self.gradients)]
+
 
 def random_gate(num_rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Return gate_up (T, 2 F), with large values too, and a gradient (T, F); rows have gaps."""
@@ -96,9 +104,24 @@ def gated_by_operations(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, rows, dout.float())]
 
 
+def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return the same in the dtype of gate_up, by our own kernels."""
+    rows = gate_up.detach().requires_grad_()
+    out = gated(rows)
+    return [out.detach(), *torch.autograd.grad(out, rows, dout)]
+
+
 def norm_added_by_operations(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """Return dhidden (T, D) and the gradient of hidden (T, D) as normalised, summed in fp32."""
     rows = hidden.float().detach().requires_grad_()
     out = F.rms_norm(rows, weight.shape, weight.float(), EPS)
     (gradient,) = torch.autograd.grad(out, rows, dnormalised.float())
     return dhidden.float() + gradient
+
+
+def norm_added_by_kernels(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the same in the dtype of hidden, by our own kernel."""
+    _, inverse = torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, EPS)
+    total = F.pad(dhidden, (0, 8))[:, : len(weight)]  # a copy, whose rows have gaps
+    torch.ops.tinkerpool.norm_add_backward(total, dnormalised, hidden, inverse, weight)
+    return total
