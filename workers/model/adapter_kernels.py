@@ -113,7 +113,8 @@ def _expand(
 
 @triton.jit
 def _shrink_outputs(
-    dxa, dy0, dy1, dy2, stride0, stride1, stride2, d_out0, d_out1, d_out2, addresses, tiles, ranks, scalings, dxa_stride,
+    dxa, dy0, dy1, dy2, stride0, stride1, stride2, d_out0, d_out1, d_out2,
+    addresses, tiles, ranks, scalings, dxa_stride,
     ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Set dxa[rows of a tile, ranks of a linear] to scaling dy_i B_i. Grid: tiles, linears."""

@@ -75,7 +75,8 @@ class AdapterTables(Generic[T]):
     def on(self: AdapterTables[NDArray[Any]], device: torch.device) -> AdapterTables[Tensor]:
         """Return the tables on a device."""
         arrays = self.addresses, self.tiles, self.ranks, self.scalings
-        return AdapterTables(*(on_device(array, device) for array in arrays), self.rank_max)
+        addresses, tiles, ranks, scalings = (on_device(array, device) for array in arrays)
+        return AdapterTables(addresses, tiles, ranks, scalings, self.rank_max)
 
 
 def padded(tables: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: int) -> AdapterTables[NDArray[Any]]:
@@ -137,7 +138,8 @@ class TrainingRun:
         self._is_adapted = [bool(own.any()) for own in made.addresses]
         self._gradients = on_device(gradients, device)
         """(groups, S, 4) int64: addresses of the gradients."""
-        self._segments = on_device([rows for own in of_adapter.values() for rows in own], device, torch.int32)
+        rows = np.array([rows for own in of_adapter.values() for rows in own], np.int32)
+        self._segments = on_device(rows, device)
         """(N, 2): first row and number of rows, by adapter."""
         self._firsts = on_device(firsts, device, torch.int32)
         """(S + 1,): the first segment of each adapter."""

@@ -1,8 +1,8 @@
 """The elementwise chains of a decoder layer in training on a GPU, by kernels of our own: one launch each way.
 
-Heads of joined projections are normalised and rotated, and a gate is applied. By operations of torch these are eight
-launches forward and more backward, with every intermediate result in memory. A backward computes again what the forward
-did not keep: `rotated_heads` keeps its projections if there are norms, `gated` its input.
+Heads of joined projections are normalised and rotated (ten launches of torch each way), a gate is applied (two, and
+four backward), and the gradient of a norm is added to that of the path around it (two). Nothing between is written to
+memory: a backward computes it again. `rotated_heads` keeps its projections, if there are norms, and `gated` its input.
 
 Defining the operations imports no Triton (`gpu_operations`). Does not depend on models, passes or attention.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from workers.model.attention import Attend
 from workers.model.layer_operations import add_norm, gated, rotated_heads
@@ -102,7 +103,4 @@ class TrainingLayers:
 
 def can_train(model: UsualModel) -> bool:
     """Return whether the kernels have the activation of all layers."""
-    return all(
-        isinstance(layer.activation, nn.SiLU) or type(layer.activation).__name__ == "SiLUActivation"
-        for layer in model.layers
-    )
+    return all(isinstance(layer.activation, SiLUActivation | nn.SiLU) for layer in model.layers)

@@ -1,4 +1,4 @@
-"""Decoder layers of the usual form: what a model has that `sampling_layers` and `training_layers` compute in few kernels.
+"""Decoder layers of the usual form: what `sampling_layers` and `training_layers` compute in few kernels.
 
 The form is that of Llama, Qwen 2 and 3, Mistral and SmolLM2: norm, attention, sum, norm, gated MLP, sum. Linears that
 read one input are one product: their weights are one tensor, of which the modules' own are views from then on.

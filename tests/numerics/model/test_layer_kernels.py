@@ -12,14 +12,15 @@ from torch import Tensor
 
 from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.random_layers import (
-    EPS,
     RandomHeads,
+    gated_by_kernels,
     gated_by_operations,
+    norm_by_kernels,
     norm_by_operations,
     random_gate,
     random_norm,
 )
-from workers.model.layer_operations import add_norm, gated, rotated_heads
+from workers.model.layer_operations import gated, rotated_heads
 
 HEADS = [((4, 2), 16), ((16, 8), 128), ((3, 1), 80), ((5, 3), 96), ((1, 1), 6), ((18, 9), 256)]
 """H and K, and E; more heads than a program has at a time among them."""
@@ -28,33 +29,9 @@ WIDTHS = [1, 100, 1024, 1500]
 NUM_ROWS = 5
 
 
-def by_kernels(heads: RandomHeads) -> list[Tensor]:
-    """Return queries, keys, values and the gradient of the projections."""
-    given = heads.projected
-    rows = given.rows.detach().requires_grad_()
-    parts = rotated_heads(rows, given.cos, given.sin, given.norms, heads.counts[0])
-    return [*(part.detach() for part in parts), *torch.autograd.grad(parts, rows, heads.gradients)]
-
-
-def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
-    """Return the gate's result, and the gradient of its input."""
-    rows = gate_up.detach().requires_grad_()
-    out = gated(rows)
-    return [out.detach(), *torch.autograd.grad(out, rows, dout)]
-
-
-def norm_by_kernels(hidden: Tensor, added: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
-    """Return the sum, it normalised, and the gradient of both parts."""
-    parts = [part.detach().requires_grad_() for part in (hidden, added)]
-    both = add_norm(*parts, weight, EPS)
-    gradients = torch.autograd.grad(both, parts, [dtotal.clone(), dnormalised])
-    assert torch.allclose(*gradients, rtol=0, atol=0, equal_nan=True)
-    return [*(each.detach() for each in both), gradients[0]]
-
-
 def all_by_kernels(heads: RandomHeads, gate: Sequence[Tensor], norm: Sequence[Tensor]) -> list[Tensor]:
     """Return what all kernels give, (T, ...) each."""
-    return [*by_kernels(heads), *gated_by_kernels(*gate), *norm_by_kernels(*norm)]
+    return [*heads.by_kernels(), *gated_by_kernels(*gate), *norm_by_kernels(*norm)]
 
 
 def assert_rounded_once(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -81,7 +58,7 @@ def test_heads_and_their_gradients_are_those_of_separate_operations(
 ) -> None:
     interpret()
     heads = RandomHeads.of(NUM_ROWS, counts, head_dim, dtype, has_norms=has_norms)
-    assert_rounded_once(by_kernels(heads), heads.by_operations())
+    assert_rounded_once(heads.by_kernels(), heads.by_operations())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -177,7 +154,7 @@ def test_without_gradients_the_numbers_are_the_same() -> None:
         with mode:
             parts = [*rotated_heads(given.rows, given.cos, given.sin, given.norms, 3), gated(gate[0])]
         assert not any(part.requires_grad for part in parts)
-        for part, right in zip(parts, [*by_kernels(heads)[:3], gated_by_kernels(*gate)[0]], strict=True):
+        for part, right in zip(parts, [*heads.by_kernels()[:3], gated_by_kernels(*gate)[0]], strict=True):
             assert torch.equal(part, right)
 
 
@@ -189,7 +166,7 @@ def test_heads_take_a_launch_each_way_and_the_bytes_that_the_fake_device_counts(
     interpret()
     heads = RandomHeads.of(NUM_ROWS, (16, 8), head_dim, torch.bfloat16, has_norms=has_norms)
     with metered() as moved:
-        by_kernels(heads)
+        heads.by_kernels()
     assert moved.num_launches == moved.num_counted == 2
     assert moved.num_bytes == moved.num_counted_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ FEW = (
 """With few tokens: the interpreter takes seconds for a hundred."""
 
 
-def fused(path: Path, **config: object) -> Driver:
+def fused(path: Path, **config: Any) -> Driver:
     """Return a driver on a CPU that trains as a GPU does: adapters and layers by kernels of our own."""
     interpret()
     driver = Driver(path, **config)

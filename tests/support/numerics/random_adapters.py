@@ -85,8 +85,8 @@ def gradients_one_by_one(
             xa = forward_segments(own, [torch.zeros_like(dout) for dout in douts], wide, scaling)
             dA, dBs = backward_segments(own, douts, total[rows], xa, wide, scaling)
             sums = of_adapter.setdefault(id(segment.adapter), [torch.zeros_like(each) for each in (dA, *dBs)])
-            for gradient, added in zip(sums, (dA, *dBs), strict=True):
-                gradient += added
+            for sum_of_one, added in zip(sums, (dA, *dBs), strict=True):
+                sum_of_one.add_(added)
     return total, of_adapter
 
 

@@ -1,4 +1,4 @@
-"""Projections, gates and norms of a decoder layer with random values, and what torch makes of them in fp32."""
+"""Projections, gates and norms of a decoder layer with random values, by torch in fp32 and by kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model.fused_modules import HeadNorms
+from workers.model.layer_operations import add_norm, gated, rotated_heads
 from workers.model.sampling_layers import Projected, SplitProjections
 
 EPS = 1e-5
@@ -72,6 +73,13 @@ class RandomHeads:
         gradients = torch.autograd.grad(heads, rows, [gradient.float() for gradient in self.gradients])
         return [part.detach() for part in (*heads, *gradients)]
 
+    def by_kernels(self) -> list[Tensor]:
+        """Return the same in the dtype of the projections, by our own kernels."""
+        given = self.projected
+        rows = given.rows.detach().requires_grad_()
+        heads = rotated_heads(rows, given.cos, given.sin, given.norms, self.counts[0])
+        return [*(part.detach() for part in heads), *torch.autograd.grad(heads, rows, self.gradients)]
+
 
 def random_gate(num_rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Return gate_up (T, 2 F), with large values too, and a gradient (T, F); rows have gaps."""
@@ -83,8 +91,10 @@ def random_gate(num_rows: int, width: int, dtype: torch.dtype, device: str = "cp
 def random_norm(
     num_rows: int, width: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden and added (T, D), gradients of their sum and of it normalised (T, D), all with gaps between rows, and
-    a weight (D,)."""
+    """Return hidden and added (T, D), gradients of their sum and of it normalised (T, D), and a weight (D,).
+
+    There are gaps between the rows of all.
+    """
     hidden, added, dtotal, dnormalised = (
         draw(seed, (num_rows, width + 8), dtype, device)[:, :width] for seed in (1, 2, 3, 5)
     )
@@ -99,9 +109,25 @@ def gated_by_operations(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, rows, dout.float())]
 
 
+def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return the same in the dtype of gate_up, by our own kernels."""
+    rows = gate_up.detach().requires_grad_()
+    out = gated(rows)
+    return [out.detach(), *torch.autograd.grad(out, rows, dout)]
+
+
 def norm_by_operations(total: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
     """Return a sum (T, D) normalised, and its gradient by both paths, in fp32."""
     rows = total.float().requires_grad_()
     normalised = F.rms_norm(rows, weight.shape, weight.float(), EPS)
     (gradient,) = torch.autograd.grad(normalised, rows, dnormalised.float())
     return [normalised.detach(), dtotal.float() + gradient]
+
+
+def norm_by_kernels(hidden: Tensor, added: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
+    """Return the sum (T, D) of two parts, it normalised, and the gradient of both parts."""
+    first, second = (part.detach().requires_grad_() for part in (hidden, added))
+    both = add_norm(first, second, weight, EPS)
+    own, other = torch.autograd.grad(both, [first, second], [dtotal.clone(), dnormalised])
+    assert torch.allclose(own, other, rtol=0, atol=0, equal_nan=True)
+    return [*(each.detach() for each in both), own]

@@ -25,7 +25,7 @@ class _Shape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    num_layers: int = 1
+    num_attention_layers: int = 1
 
 
 @dataclass(frozen=True)
