@@ -135,16 +135,18 @@ class BaseModel:
         has none, and its modules compute."""
         self.training_layers: TrainingLayers | None = None
         """The same for all other passes."""
-        self._has_kernels = not exact and can_run(self.device, dtype)
+        self._has_kernels = can_run(self.device, dtype)
+        self._usual: UsualModel | None = None
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
-            usual = UsualModel(model)
-            self.sampling_layers = SamplingLayers(usual)
-            if can_train(usual):
-                self.training_layers = TrainingLayers(usual, self.current, self.num_heads)
+            self._usual = UsualModel(model)
+            self.sampling_layers = None if exact else SamplingLayers(self._usual)
+            if can_train(self._usual):
+                self.training_layers = TrainingLayers(self._usual, self.current, self.num_heads)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
-        self.use(Numerics(block_rows=BLOCK_ROWS, can_batch=False) if exact else Numerics())
+        exactly = Numerics(is_tiled=True) if self._has_kernels else Numerics(block_rows=BLOCK_ROWS)
+        self.use(replace(exactly, can_batch=False) if exact else Numerics())
 
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
@@ -153,8 +155,10 @@ class BaseModel:
         for group in self.groups:
             group.use(numerics)
         for layer in self.expert_layers[:1]:
-            is_grouped = self._has_kernels and can_group(self.device, layer.shapes)
+            is_grouped = self._has_kernels and not numerics.is_exact and can_group(self.device, layer.shapes)
             layer.shared.use(numerics, is_grouped=is_grouped)
+        if self._usual is not None:
+            self._usual.use(numerics)
 
     @torch.no_grad()
     def probe(self) -> None:
@@ -315,6 +319,6 @@ class BaseModel:
                 is_thread_count_invariant=is_thread_count_invariant,
                 are_samples_batch_invariant=are_samples_batch_invariant,
             ),
-            is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
+            is_exact=numerics.is_exact or numerics.rows_min is not None,
             has_tied_unembedding=has_tied_unembedding(self.model),
         )

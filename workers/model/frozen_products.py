@@ -4,14 +4,15 @@ On a CPU in fp32, oneDNN multiplies with weights that were reordered for its ker
 matmul except for the smallest products (`docs/benchmarks.md`), and takes two more copies of the weights: one for the
 forward, one of the transposes for the backward. Otherwise torch's matmul is used.
 
-Exact mode multiplies row blocks of one fixed size, the last one padded with zeros: a library chooses a kernel, and with
-it the order of a product's sums, by the number of rows.
+A library chooses a kernel, and with it the order of a product's sums, by the number of rows. So in exact mode a kernel
+of our own multiplies in tiles of one size, on a GPU in bf16; elsewhere the library multiplies row blocks of one size,
+the last one padded with zeros.
 
 Does not depend on adapters or passes.
 
 Main invariants: from some number of rows on, a row's bits depend only on that row and the weights;
 `selftest.row_invariance` finds that number by trying these products. In exact mode that holds for any number of rows,
-provided that a kernel treats all rows of a block alike, which a trial checks with the weights in use.
+provided that a kernel treats all rows of a block or a tile alike, which a trial checks with the weights in use.
 
 Dimensions: N rows, D inputs, F outputs of a linear.
 """
@@ -25,6 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.model.gpu_operations import define
+from workers.model.numerics import Numerics
+
+MULTIPLY = "multiply(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, bool is_added=False)"
+"""Set out (N, F) to left (N, D) times right (D, F), plus bias (F,) if given, or add it to out, rounding once.
+
+Columns of out and left are adjacent. The order of a row's sums depends on D alone.
+"""
+define("workers.model.product_kernels", MULTIPLY)
+TILE_ROWS, TILE_COLUMNS = 128, 128
+"""Of the result, those of a program."""
 BLOCK_ROWS = 256
 """Rows of a block in exact mode. On an H200 arithmetic bounds a product with bf16 weights from 184 rows on; larger
 blocks compute more padding."""
@@ -92,6 +104,30 @@ class ExactProducts:
         return sum_in_blocks(dys, self._weights, self._block_rows)
 
 
+class TiledProducts:
+    """Implements `FrozenProducts` by a kernel of our own, for exact mode on a GPU."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._weights = weights  # (F, D) each
+        self._biases = biases
+
+    def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """See `FrozenProducts`."""
+        ys = []
+        for weight, bias, out in zip(self._weights, self._biases, outs, strict=True):
+            y = x.new_empty(len(x), len(weight)) if out is None else out
+            torch.ops.tinkerpool.multiply(y, x, weight.t(), bias)
+            ys.append(y)
+        return ys
+
+    def backward(self, dys: Sequence[Tensor]) -> Tensor:
+        """See `FrozenProducts`."""
+        dx = dys[0].new_empty(len(dys[0]), self._weights[0].shape[1])
+        for number, (dy, weight) in enumerate(zip(dys, self._weights, strict=True)):
+            torch.ops.tinkerpool.multiply(dx, dy, weight, is_added=number > 0)
+        return dx
+
+
 class PackedProducts:
     """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU, where `can_pack` returns True.
 
@@ -128,6 +164,15 @@ class PackedProducts:
         filled = F.pad(x, (0, 0, 0, missing)) if missing else x
         y: Tensor = self._linear(filled, packed_weight, bias, "none", [], "")
         return y[:num_rows] if missing else y
+
+
+def products_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None], numerics: Numerics) -> FrozenProducts:
+    """Return the products with weights (F, D) and biases (F,) of linears that read the same input."""
+    if numerics.is_tiled:
+        return TiledProducts(weights, biases)
+    if numerics.block_rows is not None:
+        return ExactProducts(weights, biases, numerics.block_rows)
+    return PackedProducts(weights, biases) if numerics.is_packed else PlainProducts(weights, biases)
 
 
 def kernel_rows(num_rows: int, rows_min: int) -> int:

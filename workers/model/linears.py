@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from workers.model.frozen_products import ExactProducts, FrozenProducts, PackedProducts, PlainProducts
+from workers.model.frozen_products import FrozenProducts, products_of
 from workers.model.numerics import ROWS_MIN, Numerics
 from workers.model.packed_delta import Recur
 from workers.model.segments import Fuse, Routing, Segment, SegmentRun
@@ -107,12 +107,7 @@ class LinearGroup:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self._is_batched = not any((len(weight), weight.shape[1]) in numerics.unbatched for weight in self.weights)
-        if numerics.block_rows is not None:
-            self.products = ExactProducts(self.weights, self.biases, numerics.block_rows)
-        elif numerics.is_packed:
-            self.products = PackedProducts(self.weights, self.biases)
-        else:
-            self.products = PlainProducts(self.weights, self.biases)
+        self.products = products_of(self.weights, self.biases, numerics)
 
     def output(self, x: Tensor, position: int) -> Tensor:
         """Return the output of linear `position` for x (..., D). The first call of a group computes all its linears."""

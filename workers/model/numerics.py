@@ -29,6 +29,8 @@ class Numerics:
     bits depend on the others at any number of rows; `ROWS_MIN` is the minimum then."""
     block_rows: int | None = None
     """Exact mode: products with frozen weights take exactly so many rows at a time; see `frozen_products`."""
+    is_tiled: bool = False
+    """Exact mode: products with frozen weights are our own kernel's, in tiles of one size; likewise."""
     is_packed: bool = False
     """Products with frozen weights are oneDNN's; see `frozen_products`."""
     expert_rows: int = EXPERT_ROWS
@@ -40,6 +42,11 @@ class Numerics:
     sum_max: int | None = None
     """Products of segments add up at most so many values at once, parts of longer sums in order; None: the library
     adds up whole sums. It may divide long ones between threads, differently for a batch and for a segment solo."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's bits do not depend on the others at any number of rows."""
+        return self.is_tiled or self.block_rows is not None
 
 
 def fingerprint(
@@ -56,7 +63,9 @@ def fingerprint(
     `linear_attention`: the library that computes it in passes, with its version; empty: none.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    if numerics.block_rows is not None:
+    if numerics.is_tiled:
+        rows = "exact in tiles"
+    elif numerics.block_rows is not None:
         rows = f"exact in blocks of {numerics.block_rows} rows"
     elif numerics.rows_min is None:
         rows = "rows depend on their neighbours"

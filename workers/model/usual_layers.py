@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms, LibraryRmsNorm
 from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
+from workers.model.numerics import Numerics
 from workers.model.segments import Routing
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -43,11 +45,15 @@ class Projection:
                 for module, bias in zip(modules, biases, strict=True)
             ]
             self._bias = torch.cat(filled)
+        self._products: FrozenProducts = PlainProducts([self._weight], [self._bias])
+
+    def use(self, numerics: Numerics) -> None:
+        """Compute products this way from now on."""
+        self._products = products_of([self._weight], [self._bias], numerics)
 
     def of(self, x: Tensor, routing: Routing) -> tuple[Tensor, Kept]:
         """Return (T, F) for x (T, D), and the values for `backward`."""
-        weight_t = self._weight.t()
-        y = x @ weight_t if self._bias is None else torch.addmm(self._bias, x, weight_t)
+        (y,) = self._products.forward(x, [None])
         return y, self._group.adapt(x, self._of_each(y), routing)
 
     def add_to(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
@@ -59,7 +65,7 @@ class Projection:
 
     def backward(self, x: Tensor, kept: Kept, dy: Tensor, *, needs_dx: bool) -> Tensor | None:
         """Add to the adapters' gradients; return the gradient of x (T, D), if it is needed, from dy (T, F)."""
-        dx = dy @ self._weight if needs_dx else None
+        dx = self._products.backward([dy]) if needs_dx else None
         for run, part in kept:
             run.backward(self._group.shape.index, part, x, self._of_each(dy), dx)
         return dx
@@ -94,6 +100,12 @@ class UsualModel:
         """Take a model of the form; see `has_form`."""
         self._embed, self._rotary, self.norm = model.model.embed_tokens, model.model.rotary_emb, model.model.norm
         self.layers = [UsualLayer(module) for module in model.model.layers]
+
+    def use(self, numerics: Numerics) -> None:
+        """Compute products this way from now on."""
+        for layer in self.layers:
+            for projection in (layer.heads, layer.out, layer.gated, layer.down):
+                projection.use(numerics)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first hidden states (T, D) of token ids and positions (T,), int64, cosines and sines (T, E)."""

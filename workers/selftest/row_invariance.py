@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.model.base_model import BaseModel
 from workers.model.experts import SHARED_GATE
-from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
+from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, TiledProducts, can_pack
 from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
@@ -110,6 +110,8 @@ ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
 EXTRA_ROWS = (1, 5, 9)
 MOVES = (1, 8, 37)
+TRIED_ROWS, TRIED_PLACES = 300, ((0, 1), (1, 8), (37, 200), (255, 45))
+"""Rows of a trial of tiles, and the first and the number of those that are tried alone."""
 ALIGNED_VALUES = 8
 """Rows of bf16 that are multiples of so many values begin at multiples of 16 bytes."""
 """By how many rows a trial of exact mode moves the same rows down in a block."""
@@ -127,18 +129,22 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     groups = [group.weights for group in base_model.groups]
     weights = [weight for group in groups for weight in group]
     numerics = base_model.numerics
-    if base_model.device.type == "cuda" and numerics.block_rows is None:
+    if base_model.device.type == "cuda" and not numerics.is_exact:
         return numerics
     keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
     expert_rows = find_expert_rows(base_model)
     keeps = keeps and expert_rows is not None
-    if numerics.block_rows is not None:
+    if numerics.is_exact:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
         is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % ALIGNED_VALUES == 0
-        if not (keeps and is_aligned and are_blocks_invariant(weights, numerics.block_rows)):
+        if numerics.block_rows is not None:
+            are_invariant = are_blocks_invariant(weights, numerics.block_rows)
+        else:
+            are_invariant = are_tiles_invariant(weights)
+        if not (keeps and is_aligned and are_invariant):
             raise UnsupportedModelError(
-                "exact mode is not possible with this model on this device: in products of "
-                f"{numerics.block_rows} rows a row's bits depend on its place; load it without exact"
+                "exact mode is not possible with this model on this device: in products with its weights a row's bits "
+                "depend on its place; load it without exact"
             )
         return replace(numerics, expert_rows=expert_rows or EXPERT_ROWS)
     elementwise = _elementwise(base_model)
@@ -195,6 +201,28 @@ def _is_invariant(matrix: Tensor, block_rows: int) -> bool:
         moved = torch.cat([block[:move] * 3, block[:-move]])
         if not torch.equal((moved @ matrix)[move:], expected[:-move]):
             return False
+    return True
+
+
+@torch.no_grad()
+def are_tiles_invariant(weights: Iterable[Tensor]) -> bool:
+    """Return whether a row has the same bits at every place of a tile, whatever other rows there are.
+
+    Tries products with each of the weights (F, D) and with its transpose.
+    """
+    for weight in {tuple(weight.shape): weight for weight in weights}.values():
+        products, generator = TiledProducts([weight], [None]), torch.Generator().manual_seed(len(weight))
+        x, dy = (
+            torch.randn(TRIED_ROWS, width, generator=generator).to(weight.device, weight.dtype)
+            for width in reversed(weight.shape)
+        )
+        forward, backward = products.forward(x, [None])[0], products.backward([dy])
+        for start, count in TRIED_PLACES:
+            own = slice(start, start + count)
+            if not torch.equal(products.forward(x[own], [None])[0], forward[own]):
+                return False
+            if not torch.equal(products.backward([dy[own]]), backward[own]):
+                return False
     return True
 
 

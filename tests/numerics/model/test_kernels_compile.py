@@ -12,8 +12,9 @@ import pytest
 
 KERNELS = {"_shrink", "_expand", "_shrink_outputs", "_expand_inputs", "_add_gradients", "_rotate", "_join"}
 KERNELS |= {"_rotate_heads", "_rotate_heads_backward", "_gate", "_gate_backward", "_add_norm", "_norm_add_backward"}
-SHARED_BYTES = 72 << 10
-"""So three blocks share a processor, which has 228 KiB."""
+KERNELS |= {"_multiply"}
+SHARED_BYTES, PRODUCT_BYTES = 72 << 10, 96 << 10
+"""So three blocks share a processor, which has 228 KiB; of products with frozen weights, two."""
 
 
 @pytest.mark.slow
@@ -33,4 +34,4 @@ def test_kernels_compile_and_spill_no_registers(tmp_path: Path) -> None:
     assert {name for name, _ in found} == KERNELS
     for name, resources in found:
         assert resources["spilled"] == 0, name
-        assert resources["shared"] <= SHARED_BYTES, name
+        assert resources["shared"] <= (PRODUCT_BYTES if name == "_multiply" else SHARED_BYTES), name

@@ -10,7 +10,9 @@ import pytest
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.interpreted import interpret
+from tests.support.numerics.tenants import assert_same, train
 from workers.model.fused_runs import forward_runs, training_runs
+from workers.model.numerics import Numerics
 from workers.model.training_layers import TrainingLayers, can_train
 from workers.model.usual_layers import UsualModel, has_form
 
@@ -24,15 +26,17 @@ FEW = (
 """With few tokens: the interpreter takes seconds for a hundred."""
 
 
-def fused(path: Path, **config: Any) -> Driver:
+def fused(path: Path, *, exact: bool = False, **config: Any) -> Driver:
     """Return a driver on a CPU that trains as a GPU does: adapters and layers by kernels of our own."""
     interpret()
-    driver = Driver(path, **config)
+    driver = Driver(path, exact=exact, **config)
     model = driver.engine.base_model
     assert has_form(model.model, model.head_dim)
     usual = UsualModel(model.model)
     assert can_train(usual)
-    model.use(model.numerics)
+    numerics = Numerics(is_tiled=True, can_batch=False) if exact else model.numerics
+    model.use(numerics)
+    usual.use(numerics)
     model.current.fuse, model.current.fuse_forward = training_runs, forward_runs
     model.training_layers = TrainingLayers(usual, model.current, model.num_heads)
     return driver
@@ -46,3 +50,14 @@ def test_kernels_train_as_the_modules_do(model_directories: dict[str, Path], arc
     apart = distance(observe(fused(path, recompute=recompute), FEW), expected)
     assert apart.logprobs < 1e-4
     assert apart.gradients < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(qwen3: Path, dtype: str) -> None:
+    config: dict[str, Any] = {"dtype": dtype, "exact": True}
+    expected = {tenant.key: train(fused(qwen3, **config), [tenant], num_steps=1)[tenant.key] for tenant in FEW}
+    driver = fused(qwen3, **config)
+    assert_same(train(driver, FEW, num_steps=1), expected)
+    info = driver.engine.base_model.info(is_thread_count_invariant=True, are_samples_batch_invariant=True)
+    assert info.is_exact
+    assert "exact in tiles" in info.fingerprint

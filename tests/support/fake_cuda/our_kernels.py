@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.support.fake_cuda.costs import Call, Cost, declare, num_bytes
+from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
     GRADIENT_ROWS,
@@ -105,6 +106,15 @@ def _once_a_row(call: Call) -> int:
     )
 
 
+def _multiplied(call: Call) -> Cost:
+    """Each tile of the result reads its rows and its columns."""
+    out, left, right, bias = (call.argument(name) for name in ("out", "left", "right", "bias"))
+    down, across = -(-out.shape[0] // TILE_ROWS), -(-out.shape[1] // TILE_COLUMNS)
+    read = across * num_bytes(left) + down * (num_bytes(right) + (0 if bias is None else num_bytes(bias)))
+    written = num_bytes(out) * (2 if call.argument("is_added") else 1)
+    return Cost(1, read + written, 2.0 * left.numel() * right.shape[1])
+
+
 def _heads_rotated(call: Call) -> Cost:
     """Queries and keys are read, and written."""
     out = call.argument("out")
@@ -148,6 +158,7 @@ declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kerne
 declare(
     f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
 )
+declare(f"{NAMESPACE}::multiply", _multiplied, "workers/model/product_kernels.py: its grid")
 for _name in ("gate", "gate_backward"):
     declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_kernels.py: a program a row")

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels, layer_kernels
+from workers.model import adapter_kernels, layer_kernels, product_kernels
 from workers.sampling.attention import page_kernels
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -51,6 +51,9 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
             yield layer_kernels._rotate_heads_backward, sizes | {"HAS_NORMS": has_norms}
     for kernel in (layer_kernels._gate, layer_kernels._gate_backward):
         yield kernel, {"F": 12288, "COLUMNS": layer_kernels.GATE_COLUMNS}
+    tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+    for adds, of_ones in ((False, "right_depth_stride"), (True, "right_column_stride")):
+        yield product_kernels._multiply, tile | {"HAS_BIAS": not adds, "ADDS": adds, "WIDENS": False, of_ones: 1}
     for width in (1024, 16384):
         num_warps = layer_kernels.norm_warps(width)
         for norm in (layer_kernels._add_norm, layer_kernels._norm_add_backward):
@@ -78,8 +81,9 @@ def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
         if name not in constants and name not in NUMBERS and name != "eps"
     }
     constexprs = {name: value for name, value in constants.items() if name in types}
+    options = {name: value for name, value in constants.items() if name not in types}
     source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=aligned)
-    made = triton.compile(source, target=H100, options={"num_warps": constants.get("num_warps", 4)})
+    made = triton.compile(source, target=H100, options={"num_warps": 4} | options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
