@@ -136,8 +136,9 @@ class TorchScores:
             own.sums[0].add_(term.loss.sum(-1, dtype=torch.float64).sum())
             count_clipped(own, term)
             own.sums[2].mul_(torch.isfinite(own.sums[0]) & torch.isfinite(term.slope.sum()))
-            is_finite, slopes = own.sums[2] > 0, own.slopes[piece.start : piece.stop]
-            torch.where(is_finite, term.slope, torch.zeros_like(term.slope), out=slopes)
+            own.slopes[piece.start : piece.stop] = torch.where(
+                own.sums[2] > 0, term.slope, torch.zeros_like(term.slope)
+            )
 
     def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
         """See `PassScores`: d(logits) = slope * (onehot(target) - probabilities), summed over targets."""

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.agreement import distance, observe
-from tests.support.numerics.given_logits import Losses, losses_of, random_logits, random_loss
+from tests.support.numerics.given_logits import (
+    Losses,
+    logits_for,
+    losses_of,
+    random_loss,
+    requests_of_every_kind,
+)
 from tests.support.numerics.harness import Driver, assemble_again
 from tests.support.numerics.interpreted import interpret, metered
 from tests.support.numerics.tenants import TENANTS
@@ -19,21 +25,10 @@ from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.training import device_logits
 from workers.training.device_logits import block_rows_of
 from workers.training.kernel_scores import can_score
-from workers.training.losses import LOSSES, RequestLoss
+from workers.training.losses import RequestLoss
 
 ODD = 5003
 """A vocabulary of more than one block of columns, and no multiple of anything."""
-
-
-def requests_of_every_kind(vocab_size: int) -> list[RequestLoss]:
-    """Return requests of every loss, of one token and of many targets."""
-    requests = [random_loss(name, 5 + number, vocab_size, seed=number) for number, name in enumerate(LOSSES)]
-    requests += [random_loss("cross_entropy", 3, vocab_size, num_targets=number) for number in (2, 33, 150)]
-    return [*requests, random_loss("cross_entropy", 1, vocab_size)]
-
-
-def num_rows_of(requests: list[RequestLoss]) -> int:
-    return sum(len(request.targets) for request in requests)
 
 
 def assert_close(actual: Losses, expected: Losses, tolerance: float) -> None:
@@ -52,7 +47,7 @@ def assert_close(actual: Losses, expected: Losses, tolerance: float) -> None:
 def test_results_of_every_loss_are_those_of_torch(vocab_size: int, dtype: torch.dtype, block_rows: int | None) -> None:
     interpret()
     requests = requests_of_every_kind(vocab_size)
-    logits = random_logits(num_rows_of(requests), vocab_size, dtype)
+    logits = logits_for(requests, vocab_size, dtype)
     expected, actual = (
         losses_of(requests, logits, has_kernels=has_kernels, block_rows=block_rows) for has_kernels in (False, True)
     )
@@ -63,7 +58,7 @@ def test_results_of_every_loss_are_those_of_torch(vocab_size: int, dtype: torch.
 def test_a_gradient_is_rounded_once() -> None:
     interpret()
     requests = [random_loss("cross_entropy", 6, ODD, num_targets=40)]
-    logits = random_logits(6, ODD, torch.bfloat16)
+    logits = logits_for(requests, ODD, torch.bfloat16)
     exact = losses_of(requests, logits.float(), has_kernels=True)
     rounded = losses_of(requests, logits, has_kernels=True)
     apart = (rounded.gradient.float() - exact.gradient).abs()
@@ -73,7 +68,7 @@ def test_a_gradient_is_rounded_once() -> None:
 def test_a_request_has_the_same_bits_alone_and_with_others() -> None:
     interpret()
     requests = requests_of_every_kind(ODD)
-    logits = random_logits(num_rows_of(requests), ODD, torch.bfloat16)
+    logits = logits_for(requests, ODD, torch.bfloat16)
     together = losses_of(requests, logits, has_kernels=True)
     for index, request in enumerate(requests):
         part = together.parts[index]
@@ -87,7 +82,7 @@ def test_a_request_has_the_same_bits_alone_and_with_others() -> None:
 def test_logits_that_are_not_finite_fail_their_request_alone(bad: float) -> None:
     interpret()
     requests = requests_of_every_kind(ODD)
-    logits = random_logits(num_rows_of(requests), ODD, torch.bfloat16)
+    logits = logits_for(requests, ODD, torch.bfloat16)
     clean = losses_of(requests, logits, has_kernels=True)
     for failing in (0, 4):
         rows = slice(clean.parts[failing].start, clean.parts[failing].stop)
@@ -108,7 +103,7 @@ def test_slopes_that_are_not_finite_are_zeros(loss_fn: str) -> None:
     interpret()
     requests = [random_loss(name, 8, ODD) for name in ("cross_entropy", loss_fn, "dro")]
     requests[1].inputs["weights" if loss_fn == "cross_entropy" else "advantages"][5] = math.inf
-    logits = random_logits(24, ODD, torch.float32)
+    logits = logits_for(requests, ODD, torch.float32)
     expected, actual = (
         losses_of(requests, logits, has_kernels=has_kernels, block_rows=4) for has_kernels in (False, True)
     )
@@ -123,7 +118,7 @@ def test_tokens_without_probability_are_no_trouble() -> None:
     """Also where a whole block of columns has none."""
     interpret()
     requests = [random_loss("cross_entropy", 4, 2)]
-    logits = random_logits(4, ODD, torch.float32)
+    logits = logits_for(requests, ODD, torch.float32)
     logits[:, 2:4500] = -math.inf
     logits[:2, :2] -= 200
     expected, actual = (losses_of(requests, logits, has_kernels=has_kernels) for has_kernels in (False, True))
@@ -136,7 +131,7 @@ def test_temperatures_may_be_as_low_as_a_request_may_have_them() -> None:
     request = random_loss("stable_reinforce", 12, ODD)
     assert request.temperatures is not None
     request.temperatures[::2] = LOGPROBS_TEMPERATURE_MIN
-    logits = random_logits(12, ODD, torch.float32)
+    logits = logits_for([request], ODD, torch.float32)
     logits[torch.arange(12), request.targets[:, 0]] = logits.amax(1)  # two tokens with half of the probability each
     with np.errstate(over="ignore"):  # of the interpreter
         expected, actual = (losses_of([request], logits, has_kernels=has_kernels) for has_kernels in (False, True))
@@ -157,7 +152,7 @@ def test_a_block_takes_three_launches_that_move_as_many_bytes_as_the_fake_device
 ) -> None:
     interpret()
     requests = [random_loss("cross_entropy", 4, ODD, num_targets=num_targets, seed=n) for n in range(num_requests)]
-    logits = random_logits(4 * num_requests, ODD, torch.bfloat16)
+    logits = logits_for(requests, ODD, torch.bfloat16)
     num_launches, num_bytes, num_counted, num_counted_bytes = loss_in_blocks(requests, logits)
     assert num_launches == num_counted == 3
     assert num_bytes == pytest.approx(num_counted_bytes, rel=0.01)

@@ -19,7 +19,7 @@ from workers.rows import GroupShape
 from workers.training import device_logits
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import Part
-from workers.training.losses import RequestLoss, prepare
+from workers.training.losses import LOSSES, RequestLoss, prepare
 
 
 class GivenLogits(LinearGroup):
@@ -62,8 +62,16 @@ def random_loss(
     return prepare(data, loss_fn, {}, vocab_size)
 
 
-def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Return logits (T, V)."""
+def requests_of_every_kind(vocab_size: int) -> list[RequestLoss]:
+    """Return requests of every loss, of many targets, and of one token."""
+    requests = [random_loss(name, 5 + number, vocab_size, seed=number) for number, name in enumerate(LOSSES)]
+    requests += [random_loss("cross_entropy", 3, vocab_size, num_targets=number) for number in (2, 33, 150)]
+    return [*requests, random_loss("cross_entropy", 1, vocab_size)]
+
+
+def logits_for(requests: Sequence[RequestLoss], vocab_size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Return random logits (T, V) of the requests' tokens."""
+    num_rows = sum(len(request.targets) for request in requests)
     generator = torch.Generator().manual_seed(vocab_size)
     return (3 * torch.randn(num_rows, vocab_size, generator=generator)).to(device, dtype)
 
