@@ -23,6 +23,7 @@ def long(settings: dict[str, Any]) -> Any:
         long({"has_gaps": True}),
         {"window": True},
         {"exact": True},
+        {"has_triton": False},
         long({"recompute": "on"}),
         {"model": "tiny-hybrid"},
         {"model": "tiny-mixture"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
 from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
@@ -204,6 +205,19 @@ def test_the_gradients_of_adapters_of_any_rank_are_their_own(group: int) -> None
             assert views.A_grad is not None
             for gradient, right in zip((views.A_grad, *views.B_grads), gradients[id(segment.adapter)], strict=True):
                 assert close(gradient, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_losses_by_kernels_are_those_of_torch(dtype: torch.dtype) -> None:
+    requests = requests_of_every_kind(151_936)
+    logits = logits_for(requests, 151_936, dtype, "cuda")
+    expected, actual = (losses_of(requests, logits, has_kernels=has_kernels) for has_kernels in (False, True))
+    apart = (actual.gradient.float() - expected.gradient.float()).abs().amax(1)
+    assert (apart <= BF16 * expected.gradient.float().abs().amax(1)).all()
+    for index, (part, theirs) in enumerate(zip(actual.parts, expected.parts, strict=True)):
+        torch.testing.assert_close(part.logprobs, theirs.logprobs, rtol=1e-6, atol=1e-4)
+        alone = losses_of(requests[index : index + 1], logits[part.start : part.stop], has_kernels=True)
+        assert torch.equal(alone.gradient, actual.rows(index)), "bits depend on the other rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -156,11 +156,15 @@ class RequestLoss:
     """(N, 1): what logits are divided by for log-probabilities; None: by nothing."""
 
     def to(self, device: torch.device) -> RequestLoss:
-        """Return a copy on a device, for computing terms. Log-probabilities are split per datum on the CPU."""
-        inputs = {name: values.to(device, non_blocking=True) for name, values in self.inputs.items()}
+        """Return a copy on a device."""
         temperatures = None if self.temperatures is None else self.temperatures.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
-        return replace(self, targets=targets, inputs=inputs, temperatures=temperatures)
+        return replace(self.inputs_to(device), targets=targets, temperatures=temperatures)
+
+    def inputs_to(self, device: torch.device) -> RequestLoss:
+        """Return a copy with its inputs on a device, which is all that terms need."""
+        inputs = {name: values.to(device, non_blocking=True) for name, values in self.inputs.items()}
+        return replace(self, inputs=inputs)
 
     def terms(self, logprobs: Tensor, start: int, stop: int) -> Terms:
         """Return the terms of tokens `start` to `stop` from their log-probabilities (stop - start, K). Local losses."""

@@ -28,6 +28,7 @@ from workers.model.base_model import BaseModel
 from workers.model.clamped_gate import HELD_VALUES, ClampedGate
 from workers.model.pretrained import activation_of
 from workers.training import device_logits, logits
+from workers.training.kernel_scores import can_score
 
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
@@ -76,6 +77,9 @@ class PassMemory:
         self._value_bytes = base_model.dtype.itemsize if base_model.device.type == "cuda" else FULL_BYTES
         """Of an activation."""
         self._is_deferred = base_model.is_deferred
+        self._has_kernels = can_score(base_model.device)
+        self._adds_at_once = base_model.current.can_batch or base_model.current.fuse is not None
+        """Whether what adapters add to an output is a tensor of its own; otherwise it is added by products."""
         of_experts = {shape.index for layer in base_model.expert_layers for shape in layer.shapes}
         inner = [shape for shape in shapes[:-1] if shape.index not in of_experts]
         unembedding = shapes[-1]
@@ -195,14 +199,20 @@ class PassMemory:
     def _fixed_bytes(self, load: Load) -> int:
         """Return the bytes that do not depend on the number of tokens.
 
-        Three blocks of logits, one of them in fp32, gradients of A and B of the widest linears of every adapter, and
-        copies of pending gradients.
+        Blocks of logits, gradients of A and B of the widest linears of every adapter, and copies of pending gradients.
+        The blocks are logits, what adapters add to them, and log-probabilities in fp32. Kernels of our own do without
+        the last.
         """
         if self._is_deferred:
-            num_rows = min(load.num_tokens, device_logits.block_rows_of(self._vocab_size))
+            num_rows = device_logits.block_rows_of(self._vocab_size, has_kernels=self._has_kernels)
+            num_rows = min(load.num_tokens, num_rows)
         else:
             num_rows = logits.block_rows_of(self._vocab_size)
-        logits_bytes = (FULL_BYTES + 2 * self._value_bytes) * num_rows * self._vocab_size
+        if self._has_kernels:
+            value_bytes = (1 + self._adds_at_once) * self._value_bytes
+        else:
+            value_bytes = FULL_BYTES + 2 * self._value_bytes
+        logits_bytes = value_bytes * num_rows * self._vocab_size
         gradients = 2 * load.num_adapters * load.rank * self._widest + load.pending_values
         return logits_bytes + FULL_BYTES * gradients
 

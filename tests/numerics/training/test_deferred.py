@@ -36,7 +36,7 @@ def test_results_gradients_and_steps_are_those_of_the_cpu(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, block_rows: int | None
 ) -> None:
     if block_rows is not None:  # real blocks of logits are longer than these sequences
-        monkeypatch.setattr(device_logits, "block_rows_of", lambda _: block_rows)
+        monkeypatch.setattr(device_logits, "block_rows_of", lambda *_, **__: block_rows)
     expected, actual = observe(Driver(qwen3), TENANTS), observe(deferred(qwen3), TENANTS)
     apart = distance(actual, expected)
     assert apart.logprobs < 1e-5

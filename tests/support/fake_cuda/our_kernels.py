@@ -18,6 +18,7 @@ from workers.model.gpu_operations import (
     expand_columns,
     shrink_columns,
 )
+from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 
 def _linears(call: Call, name: str) -> list[Tensor]:
@@ -147,6 +148,33 @@ def _added_and_normalised(call: Call) -> Cost:
     return Cost(1, 4 * num_bytes(total) + len(total) * num_bytes(weight) + num_bytes(call.argument("inverse")))
 
 
+def _scored(call: Call) -> Cost:
+    """The logits are read once, those of targets twice; places of a row are two."""
+    logits, logprobs = call.argument("logits"), call.argument("logprobs")
+    of_rows = sum(num_bytes(call.argument(name)) for name in ("norms", "places", "places", "scales"))
+    targets = num_bytes(call.argument("targets")) + logprobs.numel() * logits.element_size()
+    return Cost(1, num_bytes(logits) + of_rows + targets + num_bytes(logprobs))
+
+
+def _summed(call: Call) -> Cost:
+    """Slopes are read; zeros in place of those that are not finite are not counted. Ends of a request are two."""
+    names = ("sums", "ends", "slopes", "losses")
+    return Cost(1, sum(num_bytes(call.argument(name)) for name in (*names, "sums", "ends")))
+
+
+def _differentiated(call: Call) -> Cost:
+    """The logits are read and written, those of targets once more; a block of a row's targets is compared with all."""
+    logits, targets = call.argument("logits"), call.argument("targets")
+    of_rows = sum(num_bytes(call.argument(name)) for name in ("norms", "places", "places", "scales"))
+    slopes = num_bytes(call.argument("slopes"))
+    num_blocks = -(-targets.numel() // (len(logits) * TARGETS_AT_ONCE))
+    of_targets = (1 + num_blocks) * (num_bytes(targets) + slopes) + num_bytes(call.argument("logprobs"))
+    return Cost(1, 2 * num_bytes(logits) + of_rows + of_targets + targets.numel() * logits.element_size())
+
+
+declare(f"{NAMESPACE}::score_targets", _scored, "workers/training/loss_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_losses", _summed, "workers/training/loss_kernels.py: its grid")
+declare(f"{NAMESPACE}::differentiate_logits", _differentiated, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")

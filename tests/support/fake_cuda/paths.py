@@ -21,6 +21,7 @@ from tests.support.numerics.harness import Driver, make_data, make_spec, trainin
 from tests.support.numerics.tenants import TENANTS
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
+from workers.training import kernel_scores
 
 WINDOW = {
     "use_sliding_window": True,
@@ -30,14 +31,20 @@ WINDOW = {
 }
 
 
-def train(*, model: str = "tiny", has_gaps: bool = False, window: bool = False, **settings: Any) -> Counts | None:
+def train(
+    *, model: str = "tiny", has_gaps: bool = False, window: bool = False, has_triton: bool = True, **settings: Any
+) -> Counts | None:
     """Train a step of tenants of every kind on a miniature; return its counts. Raises AssertionError if an item fails.
 
-    `has_gaps`: with adapters whose slots are not consecutive. In fp32 it is not counted and None: fake tensors always
-    take torch's plain attention, a GPU only where query heads share keys.
+    `has_gaps`: with adapters whose slots are not consecutive. Without `has_triton` torch computes losses. In fp32 it is
+    not counted and None: fake tensors always take torch's plain attention, a GPU only where query heads share keys.
     """
     made: dict[str, Any] = {"cache_bytes_max": 0} | settings
-    with fake_cuda() as counting, no_files(shape_of(model) | (WINDOW if window else {})):
+    with (
+        fake_cuda() as counting,
+        no_files(shape_of(model) | (WINDOW if window else {})),
+        patch.object(kernel_scores, "has_triton", lambda: has_triton),
+    ):
         with patch.object(harness, "make_engine", lambda _, **options: make_engine(**made | options)):
             driver = Driver(None)  # type: ignore[arg-type]
         driver.install(*(tenant.spec for tenant in TENANTS))

@@ -26,6 +26,7 @@ from workers.contract.messages import (
     SamplingParams,
 )
 from workers.rows import RowLayout
+from workers.training import device_logits
 from workers.training.memory import Load, PassMemory
 
 
@@ -132,9 +133,12 @@ def orders_of_a_backward(**settings: Any) -> list[bool]:
     return orders
 
 
-def kernels_of_targets(num_targets: int) -> int:
-    """Return the kernels of a pass with so many targets of each token."""
-    with engine_of("tiny", cache_bytes_max=0) as (engine, counting):
+def kernels_of_targets(num_targets: int, *, has_kernels: bool) -> int:
+    """Return the kernels of a pass with so many targets of each token; its loss is by our kernels or by torch."""
+    with (
+        patch.object(device_logits, "can_score", lambda _: has_kernels),
+        engine_of("tiny", cache_bytes_max=0) as (engine, counting),
+    ):
         spec = AdapterSpec(adapter_id="a", rank=8, alpha=32.0, seed=1, **ALL_KINDS)
         engine.run(Batch(epoch=1, cycle_id=0, installs=(AdapterInstall(spec=spec, state=None),), items=()))
         shape = 40, num_targets

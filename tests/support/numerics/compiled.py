@@ -20,17 +20,33 @@ from triton.compiler import ASTSource
 
 from workers.model import adapter_kernels, layer_kernels, product_kernels
 from workers.sampling.attention import page_kernels
+from workers.training import loss_kernels
+from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse"}
-INT32, INT64 = {"tiles", "ranks", "segments", "firsts"}, {"addresses", "gradients", "slots"}
-NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1"}
+FP32 = {
+    "xa",
+    "dxa",
+    "scalings",
+    "first_sums",
+    "second_sums",
+    "inverse",
+    "logprobs",
+    "norms",
+    "scales",
+    "slopes",
+    "losses",
+}
+FP64 = {"sums"}
+INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends"}
+INT64 = {"addresses", "gradients", "slots"}
+NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "first_value", "num_values"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield every kernel, with its constants; `num_warps` is 4 where it is not named."""
+    """Yield every kernel, with its constants and the options of its launch."""
     yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
@@ -58,32 +74,36 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         num_warps = layer_kernels.norm_warps(width)
         for norm in (layer_kernels._add_norm, layer_kernels._norm_add_backward):
             yield norm, {"D": width, "WIDTH": width, "num_warps": num_warps}
+    for kernel in (loss_kernels._score_targets, loss_kernels._differentiate_logits):
+        yield kernel, {"COLUMNS": loss_kernels.COLUMNS, "TARGETS": TARGETS_AT_ONCE, "num_warps": loss_kernels.NUM_WARPS}
+    yield loss_kernels._add_losses, {"VALUES": loss_kernels.VALUES}
 
 
 def is_number(name: str) -> bool:
     """Return whether an argument is no tensor."""
-    return name in NUMBERS or "stride" in name or name.startswith(("d_", "depth")) or name == "eps"
+    return name in NUMBERS or "stride" in name or name.startswith(("d_", "depth", "vocab")) or name == "eps"
 
 
 def type_of(name: str) -> str:
     """Return the type of an argument by its name."""
     if is_number(name):
         return "fp32" if name == "eps" else "i32"
-    return "*" + ("fp32" if name in FP32 else "i64" if name in INT64 else "i32" if name in INT32 else "bf16")
+    names = {"fp32": FP32, "fp64": FP64, "i64": INT64, "i32": INT32}
+    return "*" + next((kind for kind, of_kind in names.items() if name in of_kind), "bf16")
 
 
 def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel; return its bytes of spilled registers and of shared memory."""
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if name not in constants and name not in NUMBERS and name != "eps"
     }
-    constexprs = {name: value for name, value in constants.items() if name in types}
-    options = {name: value for name, value in constants.items() if name not in types}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=aligned)
-    made = triton.compile(source, target=H100, options={"num_warps": 4} | options)
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=H100, options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.training.device_logits import add_at_once, add_one_by_one
+from workers.training.block_scores import add_at_once, add_one_by_one
 
 
 @given(num_targets=st.integers(1, 70), vocab_size=st.integers(1, 300))
