@@ -28,7 +28,7 @@ def test_kernels_compile_and_spill_no_registers(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[0])
-    assert {name for name, _ in found} == {"_shrink", "_expand", "_rotate", "_join"}
+    assert {name for name, _ in found} == {"_shrink", "_expand", "_rotate", "_join", "_squares", "_update"}
     for name, resources in found:
         assert resources["spilled"] == 0, name
         assert resources["shared"] <= SHARED_BYTES, name

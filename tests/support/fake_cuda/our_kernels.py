@@ -48,7 +48,23 @@ def _joined(call: Call) -> Cost:
                                        ("out", "first", "first_sums", "second", "second_sums")))))  # fmt: skip
 
 
+def _squared(call: Call) -> Cost:
+    """Gradients are read, and three more vectors of rows whose norms are not known."""
+    squares, num_values, num_unknown = (call.argument(name) for name in ("squares", "num_values", "num_unknown"))
+    return Cost(1, 4 * num_values + 12 * num_unknown + squares[:, 0].numel() * squares.element_size())
+
+
+def _updated(call: Call) -> Cost:
+    """Four vectors are read and written, copies written; every part reads the sums of squares of all of its row."""
+    squares, results = call.argument("squares"), call.argument("results")
+    sums = squares[:, 0].numel() * squares.shape[2] * squares.element_size()
+    moved = 32 * call.argument("num_values") + 2 * call.argument("num_copied")
+    return Cost(1, moved + sums + num_bytes(results))
+
+
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::adamw_squares", _squared, "workers/training/adamw_kernels.py: its grid")
+declare(f"{NAMESPACE}::adamw_update", _updated, "workers/training/adamw_kernels.py: its grid")

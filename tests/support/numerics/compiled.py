@@ -20,23 +20,28 @@ from triton.compiler import ASTSource
 
 from workers.model import adapter_kernels
 from workers.sampling.attention import page_kernels
+from workers.training import adamw_kernels
+from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "scalings", "first_sums", "second_sums"}
-INT32, INT64 = {"tiles", "ranks"}, {"addresses", "slots"}
-NUMBERS = {"num_rows", "num_next", "blocks0", "blocks1"}
+FP32 = {"xa", "scalings", "first_sums", "second_sums", "squares", "results", "numbers"}
+INT32, INT64 = {"tiles", "ranks"}, {"addresses", "slots", "rows"}
+NUMBERS = {"num_rows", "num_next", "blocks0", "blocks1", "width"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield every kernel, with its constants."""
+    """Yield every kernel, with its constants, and the warps of a program unless they are Triton's default."""
     yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
+    of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
+    yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}
+    yield adamw_kernels._update, of_steps | {"BLOCK": adamw_kernels.UPDATE_BLOCK}
 
 
 def is_number(name: str) -> bool:
@@ -53,13 +58,16 @@ def type_of(name: str) -> str:
 
 def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel; return its bytes of spilled registers and of shared memory."""
+    options = {name: constants[name] for name in ("num_warps",) if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
     types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if name not in constants and name not in NUMBERS and name != "eps"
     }
-    made = triton.compile(ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned), target=H100)
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=H100, options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

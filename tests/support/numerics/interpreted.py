@@ -19,6 +19,7 @@ from tests.support.fake_cuda import our_kernels  # noqa: F401 (declares what the
 from tests.support.fake_cuda.costs import RULES, Call
 from workers.model.gpu_operations import NAMESPACE, defined, launcher
 from workers.sampling.attention import pages  # noqa: F401 (defines operations)
+from workers.training import adamw_launches  # noqa: F401 (defines operations)
 
 _LIBRARIES: list[torch.library.Library] = []
 
