@@ -146,12 +146,11 @@ def _update(
         if weights_norm < 0:
             weights_norm = _root_of_sums(sums + width, num_parts, PARTS)
             moment_norm = _root_of_sums(sums + 2 * width, num_parts, PARTS)
-        # The norm of the new first moment is at most beta1 |moment| + rest1 |gradient|, and each value of it is divided
-        # by eps at least; by nothing in `step_size * first`.
+        # The norm of the new first moment is at most beta1 |moment| + rest1 |gradient|. It is multiplied by `step_size`
+        # (which must not overflow either), and then divided by `eps` or more.
         moved = (beta1 * moment_norm + rest1 * norm + LEAST) * (step_size / tl.minimum(eps, 1.0))
         bound = (1 + decay) * (weights_norm + LEAST) + moved
-        is_safe = (bound <= BOUND) & (norm <= BOUND) & (moment_norm <= BOUND)  # not if one is no number
-        is_taken = (norm < INFINITE) & (is_safe | (not is_checked))
+        is_taken = (norm < INFINITE) & ((bound <= BOUND) | (not is_checked))  # not if the bound is no number
         changes, news, moments = (tl.zeros((BLOCK,), tl.float32),) * 3
         if is_taken:
             scale = 1.0

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ import torch
 from workers.bank.entries import Row
 from workers.contract.messages import AdamParams
 from workers.host.uploads import on_device
-from workers.model.gpu_operations import can_launch, define, has_triton
+from workers.model.gpu_operations import define
 
 PART_MULTIPLE = 2048
 """Every part of a row but the last has a multiple of so many values."""
@@ -81,12 +80,6 @@ class LaunchedNorms(NamedTuple):
     """After the step. Infinite: the step was not taken, if it was checked."""
     exp_avg: float
     """After the step; infinite if it bounds nothing (`SQUARES`)."""
-
-
-@cache
-def can_launch_steps(device: torch.device) -> bool:
-    """Return whether steps on a device are these launches. Tried once for each process: bits depend on it."""
-    return device.type == "cuda" and has_triton() and can_launch(device)
 
 
 def part_values(num_values: int) -> int:

@@ -21,7 +21,8 @@ from torch import Tensor
 from workers.bank.entries import Row, RowNorms
 from workers.contract.messages import AdamParams
 from workers.host.allocator import is_out_of_memory
-from workers.training.adamw_launches import LaunchedNorms, can_launch_steps, launch
+from workers.model.gpu_operations import has_kernels
+from workers.training.adamw_launches import LaunchedNorms, launch
 
 KEPT_BYTES_MAX = 4 << 30
 """Most bytes of copies of rows, which are kept until their steps have succeeded. A single row may exceed it."""
@@ -75,7 +76,7 @@ def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
     The same definition as `adamw_step`, and the same promise: a step whose outcome is an error (NonFiniteStepError, or
     out of memory) has changed no weights or moments. Compute copies of weights are updated too.
     """
-    if steps and can_launch_steps(steps[0].row.weights.device):
+    if steps and has_kernels(steps[0].row.weights.device):
         return _launched(steps)
     return _with_copies(steps, _steps_together)
 
