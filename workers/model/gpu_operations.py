@@ -71,7 +71,7 @@ def can_launch(device: torch.device) -> bool:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether steps on a device are launches of our own. Decided once for each process: bits depend on it."""
+    """Return whether a device runs kernels of our own. Decided once for each process, because bits depend on it."""
     return device.type == "cuda" and has_triton() and can_launch(device)
 
 

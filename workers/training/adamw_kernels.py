@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.training.adamw_launches import BOUND_MAX, NUMBERS, PART_MULTIPLE, PARTS_MAX, ROW_FIELDS
+from workers.training.adamw_launches import ALIGNED_BYTES, BOUND_MAX, NUMBERS, PART_MULTIPLE, PARTS_MAX, ROW_FIELDS
 
-ALIGNED_BYTES = tl.constexpr(16)
-"""Rows begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
+ALIGNED = tl.constexpr(ALIGNED_BYTES)
 INFINITE = tl.constexpr(float("inf"))
 LEAST = tl.constexpr(1e-12)
 """Added to norms before they bound anything: squares of values below 1e-19 are zero in fp32."""
@@ -33,7 +32,7 @@ NUM_WARPS = 8
 def _vector(row, field, first):
     """Return the address of a value of one of the row's vectors in fp32."""
     address = tl.load(row + field).to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(address, ALIGNED_BYTES) + first
+    return tl.multiple_of(address, ALIGNED) + first
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def _update(
             weights, exp_avg = _vector(row, 0, first), _vector(row, 1, first)
             exp_avg_sq, gradient = _vector(row, 2, first), _vector(row, 3, first)
             address = tl.load(row + 4)
-            copy = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), ALIGNED_BYTES) + first
+            copy = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), ALIGNED) + first
             block = tl.arange(0, BLOCK)
             all_places = tl.full((BLOCK,), 1, tl.int1)  # a mask by which a thread still stores 16 bytes at once
             whole = count // BLOCK * BLOCK

@@ -1,17 +1,18 @@
 """AdamW of any number of rows on a GPU as two launches and one copy to the host.
 
-The first launch adds up the squares of the gradients, the second takes the steps: it moves 34 bytes a value, 36 with a
-copy of the weights in bf16, and the first one 4. Rows are reached by address, so their slabs do not matter.
+The first launch adds up the squares of the gradients, and reads 4 bytes a value. The second takes the steps, and moves
+32, with copies of the weights in bf16 34. Rows are reached by address, so their slabs do not matter.
 
 A step whose gradient is not finite is not taken. Nor is one whose new weights might not be: the second launch bounds
-their norm before it writes, by the norms of the weights and the first moment, which a row has from its last step
-(`Row.norms`). The first launch computes those that are not known, from 12 further bytes a value. `optim` takes such
-steps again, with copies of their rows and without the bound. The bits of a step that is taken are the same on either
+their norm before it writes. The bound needs the norms of the weights and of the first moment, which a row has from its
+last step (`Row.norms`). The first launch computes those that are not known, from 12 further bytes a value. `optim`
+takes steps that exceed the bound once more, without it and with copies of their rows. Their bits are the same on either
 way.
 
 Depends on vectors of numbers; not on their adapter or model.
 
-Main invariant: every sum has parts whose number depends on the row's length alone, and they are added in order.
+Main invariant: the number of parts of a row's sums, and the order in which they are added, depend on the row's length
+alone.
 
 Dimensions: S steps, C most parts of a row, P values of a row.
 """
@@ -36,6 +37,9 @@ PARTS_MAX = 512
 """Most parts of a row: enough that one row alone keeps all processors busy, few enough to be added up by every one."""
 BOUND_MAX = 1e18
 """Most that the norm of new weights may be, by its bound: 18 times less than what would overflow when it is squared."""
+
+ALIGNED_BYTES = 16
+"""Every vector of a row begins at a multiple of it (`rows.ALIGNMENT`), so that a thread moves so many bytes at once."""
 
 ROW_FIELDS = ("weights", "exp_avg", "exp_avg_sq", "grad", "compute", "num_values")
 """Columns of the table `rows`: addresses, 0 for no copy in bf16; P."""
@@ -116,7 +120,9 @@ def _fields(row: Row) -> list[int]:
     """Return a row of the table `ROW_FIELDS`."""
     assert row.compute is None or row.compute.dtype == torch.bfloat16
     vectors = (row.weights, row.exp_avg, row.exp_avg_sq, row.grad, row.compute)
-    return [*(0 if vector is None else vector.data_ptr() for vector in vectors), row.weights.numel()]
+    addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
+    assert not any(address % ALIGNED_BYTES for address in addresses)
+    return [*addresses, row.weights.numel()]
 
 
 def _numbers(row: Row, params: AdamParams, num_steps: int, *, is_checked: bool) -> list[float]:
