@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
-from tests.support.numerics.random_adapters import one_by_one, operands, segments_of
+from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
 from workers.bank.entries import RowNorms
@@ -20,15 +20,12 @@ from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
-from workers.model.forward_runs import ForwardRun
 from workers.model.frozen_products import BLOCK_ROWS
+from workers.model.fused_runs import ForwardRun, TrainingRun
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
 from workers.model.gpu_operations import has_kernels
-from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.library_delta import rule_of_library
 from workers.model.sampling_layers import AttendsProjected, SplitProjections
-from workers.model.segments import Segment
-from workers.rows import AdapterViews, GroupViews
 from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
 from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.selftest.library_delta import problem_of
@@ -163,51 +160,6 @@ def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
         start += count
 
 
-@pytest.mark.parametrize("slots", [(0, 1, 2), (1, 4, 5)])
-def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) -> None:
-    if torch.cuda.get_device_capability()[0] not in MAJOR_CAPABILITIES:
-        pytest.skip("this GPU has no grouped matmul in one kernel")
-    d_in, d_outs, rank, num_rows = 256, (512, 128), 16, 6
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
-
-    A = draw(num_rows, len(d_outs) * rank, d_in)
-    Bs = tuple(draw(num_rows, rank, d_out) for d_out in d_outs)
-    A_grad, B_grads = torch.zeros(A.shape, device="cuda"), tuple(torch.zeros(B.shape, device="cuda") for B in Bs)
-    slab = [GroupViews(A=A, Bs=Bs, A_grad=A_grad, B_grads=B_grads)]
-    ends = [0, 37, 38, 200]
-    segments = [
-        Segment(start, stop, AdapterViews(slab, (), slot, 2.0))
-        for start, stop, slot in zip(ends[:-1], ends[1:], slots, strict=True)
-    ]
-    x, dys, dx = draw(210, d_in), [draw(210, d_out) for d_out in d_outs], draw(210, d_in)
-    ys = [torch.zeros(210, d_out, device="cuda", dtype=torch.bfloat16) for d_out in d_outs]
-    before = dx.clone()
-    (grouped,) = group_segments(segments)
-    assert isinstance(grouped, GroupedRun)
-    xa = grouped.forward(0, x, ys)
-    assert xa is not None
-    grouped.backward(0, xa, x, dys, dx)
-    for segment in segments:
-        rows, slot = slice(segment.start, segment.stop), segment.adapter.slot
-        total = before[rows].float()
-        for index, (y, dy, B) in enumerate(zip(ys, dys, Bs, strict=True)):
-            own_A, own_B = A[slot, index * rank : (index + 1) * rank].float(), B[slot].float()
-            own_xa, own_dxa = x[rows].float() @ own_A.t(), dy[rows].float() @ own_B.t()
-            assert close(y[rows], 2 * own_xa @ own_B)
-            assert close(B_grads[index][slot], 2 * own_xa.t() @ dy[rows].float())
-            assert close(A_grad[slot, index * rank : (index + 1) * rank], 2 * own_dxa.t() @ x[rows].float())
-            total = total + 2 * own_dxa @ own_A
-        assert close(dx[rows], total)
-    for y in ys:
-        assert not y[200:].any()
-    assert torch.equal(dx[200:], before[200:])
-    for slot in set(range(num_rows)) - set(slots):
-        assert not any(gradient[slot].any() for gradient in (A_grad, *B_grads))
-
-
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
     even_models: dict[str, Path], architecture: str
@@ -241,6 +193,24 @@ def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -
     for y, right, own in zip(ys, expected, solo, strict=True):
         assert close(y, right)
         assert torch.equal(y[1:8], own[1:8]), "bits depend on the other rows"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_the_gradients_of_adapters_of_any_rank_are_their_own(group: int) -> None:
+    segments, (x, dys) = segments_of(torch.bfloat16, "cuda"), operands(group, torch.bfloat16, "cuda")
+    dx = torch.randn(x.shape, device="cuda", dtype=torch.bfloat16)
+    expected, gradients = gradients_one_by_one(segments, group, x, dys, dx)
+    run = TrainingRun(segments)
+    kept = run.forward(group, x, [torch.zeros_like(dy) for dy in dys])
+    assert kept is not None
+    run.backward(group, kept, x, dys, dx)
+    assert close(dx, expected)
+    for segment in segments:
+        views = segment.adapter.groups[group]
+        if views is not None:
+            assert views.A_grad is not None
+            for gradient, right in zip((views.A_grad, *views.B_grads), gradients[id(segment.adapter)], strict=True):
+                assert close(gradient, right)
 
 
 STEP_LENGTHS = (1, 63, 2048, 2049, 5_000_001)

@@ -13,7 +13,7 @@ from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distan
 from tests.support.numerics.harness import Driver, Tenant, code, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, ErrorCode
-from workers.model.grouped_segments import can_group
+from workers.model.fused_runs import training_runs
 
 pytestmark = pytest.mark.gpu
 
@@ -38,19 +38,17 @@ def test_bf16_on_the_gpu_is_fp32_on_the_cpu_to_rounding(even_model: Path, exact:
 def test_bf16_is_the_default_on_a_gpu(even_qwen3: Path) -> None:
     base_model = on_gpu(even_qwen3).engine.base_model
     assert base_model.dtype == torch.bfloat16
-    assert (base_model.current.fuse is not None) == can_group(
-        torch.device("cuda"), torch.bfloat16, base_model.group_shapes
-    )
+    assert base_model.current.fuse is training_runs
+    assert base_model.training_layers is not None
     assert on_gpu(even_qwen3, exact=True).engine.base_model.current.fuse is None
 
 
-def test_grouped_matmul_agrees_with_one_product_per_segment(even_model: Path) -> None:
-    grouped, one_by_one = on_gpu(even_model), on_gpu(even_model)
-    if grouped.engine.base_model.current.fuse is None:
-        pytest.skip("this GPU has no grouped matmul in one kernel")
+def test_our_kernels_agree_with_one_product_per_segment(even_model: Path) -> None:
+    fused, one_by_one = on_gpu(even_model), on_gpu(even_model)
     one_by_one.engine.base_model.current.fuse = None
+    one_by_one.engine.base_model.training_layers = None
     expected = observe(Driver(even_model), SMOOTH)
-    together, apart = (distance(observe(driver, SMOOTH), expected) for driver in (grouped, one_by_one))
+    together, apart = (distance(observe(driver, SMOOTH), expected) for driver in (fused, one_by_one))
     assert together.gradients < 2 * apart.gradients
 
 

@@ -5,5 +5,5 @@ with the `delta_rule`, and the layers that a pass is made of (`segments.Segment`
 `frozen_products`, `segments`, `grouped_segments`, `expert_products`. Inside: `files` of a model, `families`,
 `replacement`, `gated_delta`, `library_delta`, `experts`, `expert_groups`, `clamped_gate`, `fused_modules`,
 `gpu_attention`, `fixed_order`; `sampling_layers`, `forward_runs`, and our own kernels: `gpu_operations`,
-`adapter_kernels`.
+`adapter_kernels`, `layer_operations`, `layer_kernels`.
 """

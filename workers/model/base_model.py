@@ -28,28 +28,27 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.delta_rule import DeltaShape
+from workers.model.expert_groups import can_group
 from workers.model.experts import choices_of_probe
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
-from workers.model.forward_runs import can_run_forward, forward_runs
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
+from workers.model.fused_runs import can_run, forward_runs, training_runs
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.gpu_operations import has_kernels
-from workers.model.grouped_segments import can_group, group_segments
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
@@ -64,9 +63,12 @@ from workers.model.pretrained import (
     max_rank,
     max_seq_len,
 )
+from workers.model.recomputation import Recomputation
 from workers.model.replacement import adapted_modules, decoder_layers, replace_layers
-from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections, has_form
+from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections
 from workers.model.segments import Segment
+from workers.model.training_layers import TrainingLayers, can_train
+from workers.model.usual_layers import UsualModel, has_form
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +132,16 @@ class BaseModel:
         self.has_sinks = self._attention.has_sinks
         """Whether any layer attends with sinks."""
         self.sampling_layers: SamplingLayers | None = None
-        """The decoder layers in few kernels; None: the model or the device has none, and its modules compute."""
-        self._has_kernels = not exact and can_run_forward(self.device, dtype)
+        """The decoder layers in few kernels, for passes whose `attend` takes projections; None: the model or the device
+        has none, and its modules compute."""
+        self.training_layers: TrainingLayers | None = None
+        """The same for all other passes."""
+        self._has_kernels = not exact and can_run(self.device, dtype)
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
-            self.sampling_layers = SamplingLayers(model)
+            usual = UsualModel(model)
+            self.sampling_layers = SamplingLayers(usual)
+            if can_train(usual):
+                self.training_layers = TrainingLayers(usual, self.current, self.num_heads)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
@@ -142,12 +150,12 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        can_fuse = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
-        self.current.use(numerics, group_segments if can_fuse else None, forward_runs if self._has_kernels else None)
+        self.current.use(numerics, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
         for group in self.groups:
             group.use(numerics)
-        for layer in self.expert_layers:
-            layer.use(numerics)
+        for layer in self.expert_layers[:1]:
+            is_grouped = self._has_kernels and can_group(self.device, layer.shapes)
+            layer.shared.use(numerics, is_grouped=is_grouped)
 
     @torch.no_grad()
     def probe(self) -> None:
@@ -165,8 +173,15 @@ class BaseModel:
             recur = self.recur_packed(lengths)
             return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
 
-        with choices_of_probe(self.expert_layers, probe.choices, self.dtype):
-            probe.check(logits_of, self.dtype)
+        if self.training_layers is not None:
+            try:
+                probe.check(logits_of, self.dtype)
+            except UnsupportedModelError as error:
+                logger.warning("%s trains by transformers' modules, which is slower: %s", self.name, error)
+                self.training_layers = None
+        if self.training_layers is None:
+            with choices_of_probe(self.expert_layers, probe.choices, self.dtype):
+                probe.check(logits_of, self.dtype)
         if self.sampling_layers is not None:
             try:
                 probe.check(partial(logits_of, is_projected=True), self.dtype)
@@ -193,9 +208,9 @@ class BaseModel:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64.
 
         They are times the `logit_scale`, so that every unembedding of them, adapters included, gives scaled logits.
-        Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it. Without
-        gradients, an `attend` that takes projections has the `sampling_layers`, if there are any, and no padding.
-        `recur` is the linear attention of a hybrid, and sees the padding too.
+        Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it. With
+        `training_layers` there is no padding, and with an `attend` that takes projections and `sampling_layers`, which
+        have no gradients. `recur` is the linear attention of a hybrid, and sees the padding too.
         With gradients enabled, `backward` adds every adapter's gradient to its row; it must run before the next
         forward. With `recompute` it runs every layer again, so that only the layers' inputs stay in memory meanwhile;
         the bits are the same.
@@ -203,6 +218,8 @@ class BaseModel:
         self.current.begin(segments, recur)
         if self.sampling_layers is not None and isinstance(attend, AttendsProjected):
             return self._scaled(self.sampling_layers.forward(tokens, positions, self.current.routing, attend))
+        if self.training_layers is not None:
+            return self._scaled(self.training_layers.forward(tokens, positions, attend, recompute=recompute))
         num_rows = tokens.shape[0]
         padding = self.pad_rows(num_rows) - num_rows
         if padding:
@@ -303,56 +320,3 @@ class BaseModel:
             is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
             has_tied_unembedding=has_tied_unembedding(self.model),
         )
-
-
-class Recomputation:
-    """Wraps the forwards of a model's decoder layers. One per base model; used by one thread."""
-
-    def __init__(self, layers: Iterable[nn.Module], current: CurrentPass) -> None:
-        self._is_on = False
-        self._current = current
-        for layer in layers:
-            layer.forward = partial(self._run, layer.forward)
-
-    def switch(self, *, on: bool) -> None:
-        """Choose whether the layers of the next forward with gradients keep only their input."""
-        self._is_on = on
-
-    def _run(self, layer: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer in its place, as transformers calls it: hidden states (1, T, D) -> hidden states (1, T, D)."""
-
-        def run(hidden: Tensor) -> Tensor:
-            out = layer(hidden, *args, **kwargs)
-            if not isinstance(out, Tensor):
-                raise ValueError("the model's decoder layers return more than hidden states, which is not supported")
-            return out
-
-        if self._is_on and torch.is_grad_enabled():
-            out: Tensor = _LayerFunction.apply(  # type: ignore[no-untyped-call]
-                hidden, self._current.anchor, run, self._current
-            )
-            return out
-        return run(hidden)
-
-
-class _LayerFunction(torch.autograd.Function):
-    """A layer as one operation of autograd, which keeps only its input (1, T, D)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[[Tensor], Tensor], current: CurrentPass
-    ) -> Tensor:
-        del anchor  # see `CurrentPass.anchor`
-        ctx.save_for_backward(hidden)
-        ctx.run, ctx.current, ctx.routing = run, current, current.routing
-        return run(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
-        assert ctx.current.routing is ctx.routing, "another forward ran before this backward"
-        (hidden,) = ctx.saved_tensors
-        again = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
-        with torch.enable_grad():
-            out = ctx.run(again)
-        torch.autograd.backward(out, dout)
-        return again.grad, None, None, None

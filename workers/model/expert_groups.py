@@ -7,7 +7,8 @@ without padding. What an adapter adds is one grouped product of its own rows, so
 Does not depend on the bank, on models, or on the formulas of a layer (`expert_products`).
 
 Main invariant: a group of a grouped matmul has the rows that one adapter sends to one expert, and a sum over rows never
-leaves it. As in `grouped_segments`, an adapter's bits are not those that it has solo; exact mode does without.
+leaves it. The kernel may divide its work by all groups together, so an adapter's bits are not those that it has solo;
+exact mode does without.
 
 Dimensions: T rows of the pass, k experts of a row, E experts, F values of a row, A adapters of a part, N choices of a
 part's rows.
@@ -27,6 +28,19 @@ from torch.nn import functional as F
 from workers.host.uploads import on_device
 from workers.model.expert_products import Part, parts_of, summed_choices
 from workers.model.segments import Routing, Segment
+from workers.rows import GroupShape
+
+VALUES_MULTIPLE = 8
+"""The kernel needs rows that are multiples of 16 bytes apart, which are so many values in bf16."""
+MAJOR_CAPABILITIES = (9, 10)
+"""Compute capabilities of GPUs on which grouped matmul of bf16 is one kernel. On others the library loops and waits."""
+
+
+def can_group(device: torch.device, shapes: Sequence[GroupShape]) -> bool:
+    """Return whether grouped matmul is one kernel for experts of these shapes in bf16 on a GPU."""
+    widths = [width for shape in shapes for width in (shape.d_in, *shape.d_outs)]
+    is_supported = torch.cuda.get_device_capability(device)[0] in MAJOR_CAPABILITIES
+    return is_supported and all(width % VALUES_MULTIPLE == 0 for width in widths)
 
 
 class GroupedDispatch:

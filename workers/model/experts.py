@@ -119,15 +119,16 @@ class ExpertPass:
         self.current = current
         self.rows_min = EXPERT_ROWS
         """See `Numerics.expert_rows`."""
+        self.is_grouped = False
+        """Whether adapters' products are grouped matmuls, whose rows are sorted on the device."""
         self.given: GivenChoices | None = None
         """In place of the routers' choices."""
         self._segments: WeakKeyDictionary[Routing, SegmentsOfExperts] = WeakKeyDictionary()
         """Of the pass; gone with its routing, or it would keep slabs of the bank in memory."""
 
-    @property
-    def is_grouped(self) -> bool:
-        """Whether adapters' products are grouped matmuls, whose rows are sorted on the device."""
-        return self.current.fuse is not None
+    def use(self, numerics: Numerics, *, is_grouped: bool) -> None:
+        """Compute all layers' experts this way from now on."""
+        self.rows_min, self.is_grouped = numerics.expert_rows, is_grouped
 
     def dispatch(self, choices: Tensor, num_experts: int) -> Dispatching:
         """Return where rows go that have chosen these experts (T, k)."""
@@ -189,10 +190,6 @@ class Experts(nn.Module):
         )
         self.shared = shared
         self._layer = ExpertLayer(self.weights, first, first + 1)
-
-    def use(self, numerics: Numerics) -> None:
-        """Pad the rows of all layers' experts this way from now on."""
-        self.shared.rows_min = numerics.expert_rows
 
     def forward(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Return (T, D) of hidden states (T, D), chosen experts and their weights (T, k), as transformers calls it."""

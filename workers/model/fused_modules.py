@@ -14,6 +14,7 @@ Dimensions: T rows (of a norm: all leading dimensions), D features, H heads, E h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -78,6 +79,17 @@ class LibraryRmsNorm(nn.Module):
         """Return (..., D) for x (..., D)."""
         assert isinstance(self.weight, Tensor)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of a layer's query and key heads."""
+
+    query: Tensor
+    """(E,)"""
+    key: Tensor
+    """(E,)"""
+    eps: float
 
 
 def fuse_rms_norms(model: nn.Module) -> int:

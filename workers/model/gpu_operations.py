@@ -3,8 +3,8 @@
 Each is one launch of a kernel in Triton. Depends on no model; defining the operations imports no Triton, the first
 launch does.
 
-Dimensions: T rows of the pass, L tiles, S adapters, D inputs, F outputs, R padded rank of an adapter, G linears of a
-group (1 to 3), M the largest G * R, P parts of a sum over D.
+Dimensions: T rows of the pass, L tiles, N segments, S adapters, D inputs, F outputs, R padded rank of an adapter, G
+linears of a group (1 to 3), M the largest G * R, P parts of a sum over D.
 """
 
 from __future__ import annotations
@@ -21,27 +21,61 @@ import torch
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "tinkerpool"
-TILE_ROWS = 16
-"""Rows of a tile at most: the fewest that a product on tensor cores has."""
-SHRINK_COLUMNS, EXPAND_COLUMNS = 32, 64
-"""Columns of a program."""
+TILE_ROWS, TRAINING_TILE_ROWS = 16, 64
+"""Rows of a tile at most: the fewest that a product on tensor cores has, for the few rows of a decode step; and more,
+where adapters have many rows, so that their matrices are read less often."""
+GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
+"""Of a gradient, those of a program."""
 
 SHRINK = (
-    "shrink(Tensor(a!) xa, Tensor x, Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int num_linears)"
+    "shrink(Tensor(a!) xa, Tensor x, Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int num_linears, "
+    "int tile_rows)"
 )
 """Set xa (P, T, M), fp32, to scaling x A^T of each row's adapter, each part over some of D, from x (T, D).
 
 `addresses` (S, 4) int64: of A (G * R, D) and of each B^T (R, F), in the dtype of x; 0: not adapted, and nothing is
-written. `tiles` (L, 3) int32: first row, number of rows, adapter. `ranks` (S,) int32: R; `scalings` (S,) fp32.
+written. `tiles` (L, 3) int32: first row, number of rows, at most `tile_rows`, adapter. `ranks` (S,) int32: R;
+`scalings` (S,) fp32.
 """
 EXPAND = (
-    "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks)"
+    "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks, "
+    "int tile_rows)"
 )
 """Add to y_i (T, F) the product of the sum of xa's parts with B_i^T; the others as in `SHRINK`."""
+SHRINK_OUTPUTS = (
+    "shrink_outputs(Tensor(a!) dxa, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor addresses, Tensor tiles, "
+    "Tensor ranks, Tensor scalings, int tile_rows)"
+)
+"""Set dxa (T, M), fp32, to scaling dy_i B_i of each row's adapter, from dy_i (T, F); the others as in `SHRINK`."""
+EXPAND_INPUTS = (
+    "expand_inputs(Tensor(a!) dx, Tensor dxa, Tensor addresses, Tensor tiles, Tensor ranks, int num_linears, "
+    "int tile_rows)"
+)
+"""Add dxa A to dx (T, D); the others as in `SHRINK`."""
+ADD_GRADIENTS = (
+    "add_gradients(Tensor x, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor xa, Tensor dxa, Tensor gradients, "
+    "Tensor segments, Tensor firsts, Tensor ranks)"
+)
+"""Add dxa^T x to the gradients of A, and xa_i^T dy_i to those of B_i^T, over the rows of each adapter in their order.
+
+x (T, D), dy_i (T, F), xa (1, T, M) and dxa (T, M) as in `SHRINK` and `SHRINK_OUTPUTS`. `gradients` (S, 4) int64: the
+addresses of those of A and of each B^T, fp32; 0: not adapted. `segments` (N, 2) int32: first row and number of rows, by
+adapter, then by row; `firsts` (S + 1,) int32: the first segment of each adapter, and their number.
+"""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 defined: dict[str, str] = {}
 """The module of each operation, which has a function of the same name that launches it."""
+
+
+def shrink_columns(width: int, tile_rows: int) -> int:
+    """Return the columns of a program of `SHRINK`: few where there are few rows, so that there are many programs."""
+    return 32 if tile_rows == TILE_ROWS else min(128, max(16, 1 << (width - 1).bit_length()))
+
+
+def expand_columns(tile_rows: int) -> int:
+    """Return the columns of a program of `EXPAND`, likewise."""
+    return 64 if tile_rows == TILE_ROWS else 128
 
 
 def has_triton() -> bool:
@@ -62,6 +96,7 @@ def can_launch(device: torch.device) -> bool:
             numbers[:1],
             floats[:1],
             1,
+            TILE_ROWS,
         )
     except Exception as error:  # noqa: BLE001 (whatever it is: without the kernels there is a slower way)
         logger.warning("the GPU runs without kernels of our own, which is slower: %s", error)
@@ -94,4 +129,4 @@ def define(module: str, *schemas: str) -> None:
         _LIBRARY.impl(name, lambda *_: None, "Meta")
 
 
-define("workers.model.adapter_kernels", SHRINK, EXPAND)
+define("workers.model.adapter_kernels", SHRINK, EXPAND, SHRINK_OUTPUTS, EXPAND_INPUTS, ADD_GRADIENTS)

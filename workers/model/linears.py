@@ -45,9 +45,9 @@ class CurrentPass:
         self.sum_max: int | None = None
         """See `Numerics`."""
         self.fuse: Fuse | None = None
-        """`grouped_segments.group_segments` if the device has such a kernel."""
+        """`fused_runs.training_runs` if the device has such kernels."""
         self.fuse_forward: Fuse | None = None
-        """`forward_runs.forward_runs` if the device has such kernels: for passes without a backward."""
+        """`fused_runs.forward_runs` if the device has such kernels: for passes without a backward."""
         self.routing = Routing((), self.rows_min)
         self.recur: Recur | None = None
         """The linear attention of the pass; None: the model has none."""
@@ -78,7 +78,7 @@ class CurrentPass:
 
     def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
         """Return how these segments are computed; without a gradient there are more ways."""
-        fuse = self.fuse if needs_grad else self.fuse_forward or self.fuse
+        fuse = self.fuse if needs_grad else self.fuse_forward
         return Routing(
             segments,
             self.rows_min,

@@ -5,9 +5,10 @@ For a row x of segment s:  y += scaling_s (x A_s^T) B_s^T.
 Does not depend on the bank, on models or on losses.
 
 Main invariants: without fused runs, the products of a segment depend only on that segment's rows, their number and its
-adapter; it has the same bits as a matrix of its own or as one of a batch, which `selftest.row_invariance` tries. With
-fused runs, that holds to rounding. A run's adapters are rows of one slab at rising slots, and an adapter is in a run
-once. So an adapter's gradient is added in the order of its segments.
+adapter; it has the same bits as a matrix of its own or as one of a batch, which `selftest.row_invariance` tries. The
+adapters of a run are rows of one slab at rising slots, and an adapter is in a run once. So an adapter's gradient is
+added in the order of its segments. A fused run sums over the rows of all segments of an adapter, in their order, and
+adds once.
 
 Dimensions: T rows of the pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G linears
 in a group.
@@ -38,7 +39,7 @@ class Segment:
 
 
 class SegmentRun(Protocol):
-    """Segments whose products are computed together: `Run`, `ShortRun` or `grouped_segments.GroupedRun`."""
+    """Segments whose products are computed together: `Run`, `ShortRun`, `fused_runs.TrainingRun` or `ForwardRun`."""
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Any:
         """Add the adapters' part to ys (T, F), from x (T, D); return what `backward` needs.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from workers.contract.capacity import num_blocks_for
 from workers.model.base_model import BaseModel
-from workers.model.forward_runs import AdapterTables, ForwardRun, padded
+from workers.model.fused_runs import AdapterTables, ForwardRun, padded
 from workers.model.segments import Routing, Segment
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.pages import (

@@ -22,7 +22,6 @@ from torch import Tensor
 from workers.model.base_model import BaseModel
 from workers.model.experts import SHARED_GATE
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
-from workers.model.grouped_segments import VALUES_MULTIPLE
 from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
@@ -111,6 +110,8 @@ ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
 EXTRA_ROWS = (1, 5, 9)
 MOVES = (1, 8, 37)
+ALIGNED_VALUES = 8
+"""Rows of bf16 that are multiples of so many values begin at multiples of 16 bytes."""
 """By how many rows a trial of exact mode moves the same rows down in a block."""
 
 
@@ -133,7 +134,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     keeps = keeps and expert_rows is not None
     if numerics.block_rows is not None:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
-        is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % VALUES_MULTIPLE == 0
+        is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % ALIGNED_VALUES == 0
         if not (keeps and is_aligned and are_blocks_invariant(weights, numerics.block_rows)):
             raise UnsupportedModelError(
                 "exact mode is not possible with this model on this device: in products of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import train
 from workers.model import expert_products, experts
 from workers.model.base_model import BaseModel
-from workers.model.expert_groups import GroupedDispatch, GroupedSegments
+from workers.model.expert_groups import GroupedDispatch, GroupedSegments, can_group
 from workers.model.expert_products import (
     Dispatch,
     Dispatching,
@@ -29,7 +30,7 @@ from workers.model.expert_products import (
 from workers.model.experts import GivenChoices
 from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Routing, Segment
-from workers.rows import AdapterViews, RowLayout
+from workers.rows import AdapterViews, GroupShape, RowLayout
 from workers.selftest import expert_invariance
 from workers.selftest.expert_invariance import find_expert_rows
 
@@ -230,6 +231,20 @@ class Layer:
         with torch.no_grad():
             out, kept = self.layer.forward(self.x, self.weights, dispatch, of_pass)
             return [grad, out, *self.layer.backward(self.x, self.weights, kept, self.dout)]
+
+
+def test_only_gpus_with_the_kernel_use_grouped_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allowed(capability: tuple[int, int], d_out: int = 64) -> bool:
+        report: Callable[..., tuple[int, int]] = lambda *_: capability  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_capability", report)  # of GPUs that are not here
+        shape = GroupShape(index=0, kind="mlp", names=("a",), d_in=64, d_outs=(d_out,), num_Bs=4)
+        return can_group(torch.device("cuda"), [shape])
+
+    assert allowed((9, 0))
+    assert allowed((10, 0))
+    assert not allowed((8, 0))
+    assert not allowed((12, 0))
+    assert not allowed((9, 0), d_out=258)
 
 
 def test_the_segments_of_a_pass_that_has_ended_keep_no_adapter_in_memory(mixture: Path) -> None:

@@ -16,8 +16,9 @@ from tests.support.numerics.samplers import Sampling, make_sampler, request
 from tests.support.numerics.slow_pages import slow_pages
 from workers.model import base_model
 from workers.model.base_model import BaseModel
-from workers.model.forward_runs import forward_runs
-from workers.model.sampling_layers import SamplingLayers, SplitProjections, has_form
+from workers.model.fused_runs import forward_runs
+from workers.model.sampling_layers import SamplingLayers, SplitProjections
+from workers.model.usual_layers import UsualModel, has_form
 from workers.sampling.attention.pages import PagedAttention
 
 pytestmark = pytest.mark.usefixtures("own_base_models")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_base_models")
 def with_layers(model: BaseModel) -> BaseModel:
     """Give a model on a CPU the layers that a GPU has."""
     assert has_form(model.model, model.head_dim)
-    model.sampling_layers = SamplingLayers(model.model)
+    model.sampling_layers = SamplingLayers(UsualModel(model.model))
     model.use(model.numerics)
     return model
 
@@ -78,7 +79,7 @@ def test_a_model_that_multiplies_its_sums_samples_by_its_modules(
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     # patched: a CPU has no kernels, and the probe needs none
-    monkeypatch.setattr(base_model, "can_run_forward", lambda *_: True)
+    monkeypatch.setattr(base_model, "can_run", lambda *_: True)
     usual, other = BaseModel(qwen3), BaseModel(tmp_path)
     assert other.sampling_layers is not None
     for model in (usual, other):

@@ -15,8 +15,9 @@ from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.messages import SampledSequence, SampleRequest
-from workers.model.forward_runs import forward_runs
+from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers
+from workers.model.usual_layers import UsualModel
 from workers.sampling import step_graphs
 from workers.sampling.kv_cache import PagedCache
 from workers.sampling.step_graphs import GraphStep, StepGraphs, is_same
@@ -50,7 +51,7 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     by_blocks.publish("a", "b")
     expected = by_blocks.sequences(*wanted())
     model = driver.engine.base_model
-    model.sampling_layers = SamplingLayers(model.model)
+    model.sampling_layers = SamplingLayers(UsualModel(model.model))
     model.use(model.numerics)
     model.current.fuse_forward = forward_runs
     sampler = make_sampler(driver, 400, slow_pages)

@@ -7,28 +7,77 @@ Dimensions as in `workers.model.gpu_operations`.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from tests.support.fake_cuda.costs import Call, Cost, declare, num_bytes
-from workers.model.gpu_operations import EXPAND_COLUMNS, NAMESPACE, SHRINK_COLUMNS, TILE_ROWS
+from workers.model.gpu_operations import (
+    GRADIENT_COLUMNS,
+    GRADIENT_ROWS,
+    NAMESPACE,
+    expand_columns,
+    shrink_columns,
+)
+
+
+def _linears(call: Call, name: str) -> list[Tensor]:
+    """Return the tensors of one to three linears."""
+    return [tensor for tensor in (call.argument(f"{name}{number}") for number in range(3)) if tensor is not None]
 
 
 def _shrunk(call: Call) -> Cost:
     """Each block of columns reads all rows, each tile its adapter's A."""
     xa, x, tiles = call.argument("xa"), call.argument("x"), call.argument("tiles")
-    num_blocks = -(-xa.shape[2] // SHRINK_COLUMNS)
+    num_blocks = -(-xa.shape[2] // shrink_columns(xa.shape[2], call.argument("tile_rows")))
     matrix = xa.shape[2] * x.shape[1] * x.element_size()
-    flops = 2.0 * len(tiles) * TILE_ROWS * x.shape[1] * xa.shape[2]
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * x.shape[1] * xa.shape[2]
     return Cost(1, num_blocks * num_bytes(x) + len(tiles) * matrix + num_bytes(xa), flops)
 
 
 def _expanded(call: Call) -> Cost:
     """Each block of columns reads its linear's part of all rows of xa, each tile its adapter's B."""
-    xa, tiles = call.argument("xa"), call.argument("tiles")
-    ys = [y for y in (call.argument(f"y{number}") for number in range(3)) if y is not None]
-    num_blocks = sum(-(-y.shape[1] // EXPAND_COLUMNS) for y in ys)
+    xa, tiles, ys = call.argument("xa"), call.argument("tiles"), _linears(call, "y")
+    num_blocks = sum(-(-y.shape[1] // expand_columns(call.argument("tile_rows"))) for y in ys)
     rank, num_columns = xa.shape[2] // len(ys), sum(y.shape[1] for y in ys)
     matrices = len(tiles) * rank * num_columns * ys[0].element_size()
     read = num_blocks * num_bytes(xa) // len(ys) + matrices
-    return Cost(1, read + 2 * sum(map(num_bytes, ys)), 2.0 * len(tiles) * TILE_ROWS * rank * num_columns)
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * rank * num_columns
+    return Cost(1, read + 2 * sum(map(num_bytes, ys)), flops)
+
+
+def _shrunk_outputs(call: Call) -> Cost:
+    """Every linear's rows are read once, by each tile its adapter's B."""
+    dxa, tiles, dys = call.argument("dxa"), call.argument("tiles"), _linears(call, "dy")
+    rank, num_columns = dxa.shape[1] // len(dys), sum(dy.shape[1] for dy in dys)
+    matrices = len(tiles) * rank * num_columns * dys[0].element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * rank * num_columns
+    return Cost(1, sum(map(num_bytes, dys)) + matrices + num_bytes(dxa), flops)
+
+
+def _expanded_inputs(call: Call) -> Cost:
+    """Each block of columns reads all rows of dxa, each tile its adapter's A."""
+    dx, dxa, tiles = call.argument("dx"), call.argument("dxa"), call.argument("tiles")
+    num_blocks = -(-dx.shape[1] // expand_columns(call.argument("tile_rows")))
+    matrices = len(tiles) * dxa.shape[1] * dx.shape[1] * dx.element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * dxa.shape[1] * dx.shape[1]
+    return Cost(1, num_blocks * num_bytes(dxa) + matrices + 2 * num_bytes(dx), flops)
+
+
+def _added_gradients(call: Call) -> Cost:
+    """A block of a gradient reads the rows of both sides; gradients are read and written."""
+    x, dxa, dys, num_adapters = (
+        call.argument("x"),
+        call.argument("dxa"),
+        _linears(call, "dy"),
+        len(call.argument("ranks")),
+    )
+    read, num_values = 0, 0
+    rank = dxa.shape[1] // len(dys)
+    for right, height in ((x, dxa.shape[1]), *((dy, rank) for dy in dys)):
+        left = len(dxa) * height * dxa.element_size()
+        read += -(-height // GRADIENT_ROWS) * num_bytes(right) + -(-right.shape[1] // GRADIENT_COLUMNS) * left
+        num_values += num_adapters * height * right.shape[1]
+    flops = 2.0 * len(dxa) * num_values / num_adapters
+    return Cost(1, read + 2 * num_values * dxa.element_size(), flops)
 
 
 def _rotated(call: Call) -> Cost:
@@ -46,6 +95,46 @@ def _joined(call: Call) -> Cost:
     """Two results and their sums are read."""
     return Cost(1, sum(map(num_bytes, (call.argument(name) for name in
                                        ("out", "first", "first_sums", "second", "second_sums")))))  # fmt: skip
+
+
+def _once_a_row(call: Call) -> int:
+    """Return the bytes that each row reads once: its angles, and the weights of heads if there are norms."""
+    cos, sin, *weights = (call.argument(name) for name in ("cos", "sin", "query_weight", "key_weight"))
+    return (
+        num_bytes(cos) + num_bytes(sin) + len(cos) * sum(num_bytes(weight) for weight in weights if weight is not None)
+    )
+
+
+def _heads_rotated(call: Call) -> Cost:
+    """Queries and keys are read, and written."""
+    out = call.argument("out")
+    return Cost(1, 2 * num_bytes(out) + _once_a_row(call))
+
+
+def _heads_rotated_backward(call: Call) -> Cost:
+    """Gradients are read, and queries and keys if there are norms; the gradient of all is written."""
+    dquery, dkey, dvalue = (call.argument(name) for name in ("dquery", "dkey", "dvalue"))
+    read = num_bytes(dquery) + num_bytes(dkey)
+    normed = 0 if call.argument("query_weight") is None else read
+    return Cost(1, read + num_bytes(dvalue) + normed + num_bytes(call.argument("dprojected")) + _once_a_row(call))
+
+
+def _moved_once(call: Call) -> Cost:
+    """Every operand is read or written once."""
+    return Cost(1, sum(num_bytes(operand) for operand in call.args))
+
+
+def _norm_added_backward(call: Call) -> Cost:
+    """What is added to is read and written; each row reads the weight."""
+    dhidden, weight = call.argument("dhidden"), call.argument("weight")
+    inverse = num_bytes(call.argument("inverse"))
+    return Cost(1, 4 * num_bytes(dhidden) + len(dhidden) * num_bytes(weight) + inverse)
+
+
+def _added_and_normalised(call: Call) -> Cost:
+    """Two rows are read and two written; each row reads the weight."""
+    total, weight = call.argument("total"), call.argument("weight")
+    return Cost(1, 4 * num_bytes(total) + len(total) * num_bytes(weight) + num_bytes(call.argument("inverse")))
 
 
 def _squared(call: Call) -> Cost:
@@ -66,5 +155,16 @@ declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kerne
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::expand_inputs", _expanded_inputs, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_gradients", _added_gradients, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kernels.py: a program a row")
+declare(
+    f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
+)
+for _name in ("gate", "gate_backward"):
+    declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_kernels.py: a program a row")
+declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")
 declare(f"{NAMESPACE}::adamw_squares", _squared, "workers/training/adamw_kernels.py: its grid")
 declare(f"{NAMESPACE}::adamw_update", _updated, "workers/training/adamw_kernels.py: its grid")

@@ -18,27 +18,45 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels
+from workers.model import adapter_kernels, layer_kernels
 from workers.sampling.attention import page_kernels
 from workers.training import adamw_kernels
 from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "scalings", "first_sums", "second_sums", "squares", "results", "numbers"}
-INT32, INT64 = {"tiles", "ranks"}, {"addresses", "slots", "rows"}
-NUMBERS = {"num_rows", "num_next", "blocks0", "blocks1", "width"}
+FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
+INT32, INT64 = {"tiles", "ranks", "segments", "firsts"}, {"addresses", "gradients", "slots", "rows"}
+NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield every kernel, with its constants, and the warps of a program unless they are Triton's default."""
+    """Yield every kernel, with its constants; `num_warps` is 4 where it is not named."""
     yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
+    for columns in (16, 128):
+        yield adapter_kernels._shrink, {"G": 3, "ROWS": 64, "COLUMNS": columns, "DEPTH": 32}
+    for rank in (16, 128):
+        yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
+        yield adapter_kernels._shrink_outputs, {"ROWS": 64, "RANK": rank, "DEPTH": 32}
+    yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
+    yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
+    for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
+        sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
+        for has_norms in (False, True):
+            yield layer_kernels._rotate_heads, sizes | {"HAS_NORMS": has_norms}
+            yield layer_kernels._rotate_heads_backward, sizes | {"HAS_NORMS": has_norms}
+    for kernel in (layer_kernels._gate, layer_kernels._gate_backward):
+        yield kernel, {"F": 12288, "COLUMNS": layer_kernels.GATE_COLUMNS}
+    for width in (1024, 16384):
+        num_warps = layer_kernels.norm_warps(width)
+        for norm in (layer_kernels._add_norm, layer_kernels._norm_add_backward):
+            yield norm, {"D": width, "WIDTH": width, "num_warps": num_warps}
     of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
     yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}
     yield adamw_kernels._update, of_steps | {"BLOCK": adamw_kernels.UPDATE_BLOCK}
@@ -58,16 +76,15 @@ def type_of(name: str) -> str:
 
 def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel; return its bytes of spilled registers and of shared memory."""
-    options = {name: constants[name] for name in ("num_warps",) if name in constants}
-    constants = {name: value for name, value in constants.items() if name not in options}
     types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if name not in constants and name not in NUMBERS and name != "eps"
     }
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=H100, options=options)
+    constexprs = {name: value for name, value in constants.items() if name in types}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=aligned)
+    made = triton.compile(source, target=H100, options={"num_warps": constants.get("num_warps", 4)})
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

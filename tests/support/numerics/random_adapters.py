@@ -1,4 +1,4 @@
-"""Random adapters in slabs, rows for them, and their products one by one in fp32."""
+"""Random adapters in slabs, with gradients, rows for them, and their products one by one in fp32."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.contract.adapted_modules import ModuleKind
-from workers.model.segments import Segment, forward_segments
-from workers.rows import AdapterViews, GroupShape, RowLayout
+from workers.model.segments import Segment, backward_segments, forward_segments
+from workers.rows import AdapterViews, GroupShape, GroupViews, RowLayout
 
 NUM_ROWS, D_IN = 60, 200
 SHAPES = (
@@ -33,7 +33,7 @@ class Slab:
         layout = RowLayout(SHAPES, rank, kinds)
         generator = torch.Generator().manual_seed(rank)
         flat = torch.randn(num_rows, layout.num_values, generator=generator).to(device, dtype)
-        slab = layout.views(flat, None)
+        slab = layout.views(flat, torch.zeros(flat.shape, device=device))
         return cls(
             [
                 AdapterViews(slab, tuple(view and view.row(slot) for view in slab), slot, 0.5 + slot)
@@ -65,6 +65,30 @@ def one_by_one(segments: Sequence[Segment], group: int, x: Tensor, ys: Sequence[
     for segment in segments:
         views, rows = segment.adapter.groups[group], slice(segment.start, segment.stop)
         if views is not None:
-            wide = type(views)(A=views.A.float(), Bs=tuple(B.float() for B in views.Bs), A_grad=None, B_grads=())
-            forward_segments(x[rows].float(), [out[rows] for out in outs], wide, segment.adapter.scaling)
+            forward_segments(x[rows].float(), [out[rows] for out in outs], _wide(views), segment.adapter.scaling)
     return outs
+
+
+def gradients_one_by_one(
+    segments: Sequence[Segment], group: int, x: Tensor, dys: Sequence[Tensor], dx: Tensor
+) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """Return dx with what adapters add to it, and by `id` of each adapter the gradients of A and of every B^T.
+
+    In fp32, segment by segment.
+    """
+    total, of_adapter = dx.float().clone(), dict[int, list[Tensor]]()
+    for segment in segments:
+        views, rows = segment.adapter.groups[group], slice(segment.start, segment.stop)
+        if views is not None:
+            wide, scaling = _wide(views), segment.adapter.scaling
+            own, douts = x[rows].float(), [dy[rows].float() for dy in dys]
+            xa = forward_segments(own, [torch.zeros_like(dout) for dout in douts], wide, scaling)
+            dA, dBs = backward_segments(own, douts, total[rows], xa, wide, scaling)
+            sums = of_adapter.setdefault(id(segment.adapter), [torch.zeros_like(each) for each in (dA, *dBs)])
+            for sum_of_one, added in zip(sums, (dA, *dBs), strict=True):
+                sum_of_one.add_(added)
+    return total, of_adapter
+
+
+def _wide(views: GroupViews) -> GroupViews:
+    return GroupViews(A=views.A.float(), Bs=tuple(B.float() for B in views.Bs), A_grad=None, B_grads=())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.model.sampling_layers import HeadNorms, Projected
+from workers.model.fused_modules import HeadNorms
+from workers.model.sampling_layers import Projected
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.pages import StepTables, make_tables
 from workers.sampling.attention.step import PromptChunk
@@ -24,7 +25,7 @@ class _Shape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    num_layers: int = 1
+    num_attention_layers: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""The elementwise chains of a decoder layer by kernels of our own, against operations of torch in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.numerics.random_layers import (
+    RandomHeads,
+    gated_by_kernels,
+    gated_by_operations,
+    norm_by_kernels,
+    norm_by_operations,
+    random_gate,
+    random_norm,
+)
+
+pytestmark = pytest.mark.gpu
+
+NUM_ROWS = 300
+BF16 = 2.0**-8
+"""Relative tolerance: one rounding to 8 bits."""
+
+
+@pytest.mark.parametrize(("counts", "head_dim"), [((16, 8), 128), ((3, 1), 80), ((18, 9), 256)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads_and_their_gradients_are_those_of_separate_operations(
+    counts: tuple[int, int], head_dim: int, *, has_norms: bool
+) -> None:
+    heads = RandomHeads.of(NUM_ROWS, counts, head_dim, torch.bfloat16, has_norms=has_norms, device="cuda")
+    for mine, right in zip(heads.by_kernels(), heads.by_operations(), strict=True):
+        torch.testing.assert_close(mine.float(), right, rtol=BF16, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [100, 3072, 5000])
+def test_a_gate_and_an_added_norm_are_those_of_separate_operations(width: int) -> None:
+    gate = random_gate(NUM_ROWS, width, torch.bfloat16, "cuda")
+    norm = random_norm(NUM_ROWS, width, torch.bfloat16, "cuda")
+    total, *normed = norm_by_kernels(*norm)
+    assert torch.equal(total, norm[0] + norm[1])
+    actual = [*gated_by_kernels(*gate), *normed]
+    expected = [*gated_by_operations(*gate), *norm_by_operations(total, *norm[2:])]
+    for mine, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine.float(), right, rtol=BF16, atol=1e-5)

@@ -1,0 +1,136 @@
+"""Decoder layers of the usual form: what `sampling_layers` and `training_layers` compute in few kernels.
+
+The form is that of Llama, Qwen 2 and 3, Mistral and SmolLM2: norm, attention, sum, norm, gated MLP, sum. Linears that
+read one input are one product: their weights are one tensor, of which the modules' own are views from then on.
+
+Depends on the names that transformers gives to modules, not on their classes: a model of another kind with these names
+gives other numbers, which the probe finds when the model is loaded.
+
+Main invariant: a row of a product depends only on that row and its segment's adapter.
+
+Dimensions: T rows of the pass, D inputs, F outputs of all linears of a group, E head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.fused_modules import FusedRmsNorm, HeadNorms, LibraryRmsNorm
+from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
+from workers.model.segments import Routing
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+class Projection:
+    """The linears of a group as one product, with their adapters."""
+
+    def __init__(self, modules: Sequence[MultiLoraLinear]) -> None:
+        """Join the weights of all linears of a group."""
+        self._group: LinearGroup = modules[0].group
+        self._weight = self._group.join(modules)  # (F, D)
+        biases: list[Tensor | None] = [module.bias for module in modules]
+        self._bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            filled = [
+                self._weight.new_zeros(module.out_features) if bias is None else bias
+                for module, bias in zip(modules, biases, strict=True)
+            ]
+            self._bias = torch.cat(filled)
+
+    def of(self, x: Tensor, routing: Routing) -> tuple[Tensor, Kept]:
+        """Return (T, F) for x (T, D), and the values for `backward`."""
+        weight_t = self._weight.t()
+        y = x @ weight_t if self._bias is None else torch.addmm(self._bias, x, weight_t)
+        return y, self._group.adapt(x, self._of_each(y), routing)
+
+    def add_to(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
+        """Add to hidden (T, F) in place, from x (T, D)."""
+        hidden.addmm_(x, self._weight.t())
+        if self._bias is not None:
+            hidden.add_(self._bias)
+        self._group.adapt(x, [hidden], routing)
+
+    def backward(self, x: Tensor, kept: Kept, dy: Tensor, *, needs_dx: bool) -> Tensor | None:
+        """Add to the adapters' gradients; return the gradient of x (T, D), if it is needed, from dy (T, F)."""
+        dx = dy @ self._weight if needs_dx else None
+        for run, part in kept:
+            run.backward(self._group.shape.index, part, x, self._of_each(dy), dx)
+        return dx
+
+    def _of_each(self, y: Tensor) -> list[Tensor]:
+        """Return the columns of each linear."""
+        return list(y.split(self._group.shape.d_outs, 1))
+
+
+class UsualLayer:
+    """One decoder layer."""
+
+    def __init__(self, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.norms = module.input_layernorm, module.post_attention_layernorm
+        self.heads = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = Projection([attention.o_proj])
+        self.gated = Projection([mlp.gate_proj, mlp.up_proj])
+        self.down = Projection([mlp.down_proj])
+        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.scaling = float(attention.scaling)
+        self.head_norms = None
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm, attention.k_norm
+            self.head_norms = HeadNorms(query.weight, key.weight, query.eps)
+
+
+class UsualModel:
+    """All decoder layers of a model, and what is before and behind them."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a model of the form; see `has_form`."""
+        self._embed, self._rotary, self.norm = model.model.embed_tokens, model.model.rotary_emb, model.model.norm
+        self.layers = [UsualLayer(module) for module in model.model.layers]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first hidden states (T, D) of token ids and positions (T,), int64, cosines and sines (T, E)."""
+        hidden: Tensor = self._embed(tokens)
+        cos, sin = (part.squeeze(0) for part in self._rotary(hidden.unsqueeze(0), positions.unsqueeze(0)))
+        return hidden, cos, sin
+
+
+def has_form(model: Any, head_dim: int) -> bool:
+    """Return whether the modules of a model, whose layers were replaced, have the names and kinds of the form.
+
+    Not for a model with sliding windows or sinks.
+    """
+    inner = getattr(model, "model", None)
+    if inner is None or not all(hasattr(inner, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        return False
+    return all(_is_usual(layer, head_dim) for layer in inner.layers)
+
+
+def _is_usual(layer: nn.Module, head_dim: int) -> bool:
+    if _names(layer) != LAYER_PARTS:
+        return False
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    norms = {"q_norm", "k_norm"} & _names(attention)
+    linears = [getattr(attention, name, None) for name in ATTENTION_PARTS]
+    linears += [getattr(mlp, name, None) for name in MLP_PARTS]
+    return (
+        _names(attention) - norms == ATTENTION_PARTS
+        and len(norms) in {0, 2}
+        and all(isinstance(getattr(attention, name), FusedRmsNorm | LibraryRmsNorm) for name in norms)
+        and all(getattr(attention, name).weight.shape == (head_dim,) for name in norms)
+        and len({getattr(attention, name).eps for name in norms}) <= 1
+        and _names(mlp) - {"act_fn"} == MLP_PARTS
+        and all(isinstance(linear, MultiLoraLinear) for linear in linears)
+    )
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
