@@ -11,6 +11,7 @@ PROTOS_READY := .venv-protos/.installed
 PROMETHEUS := build/prometheus/usr/bin/prometheus
 SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
 COOKBOOK_VERSION := 0.6.1
+TRITON := .venv/beside/triton-3.9.0
 BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
@@ -68,7 +69,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
+.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count kernels sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -106,6 +107,11 @@ bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (IT
 
 gpu-count: $(READY) ## count what the engine takes on a GPU, without one, in minutes: kernels, traffic, waits (ARGS="--models 0.6b")
 	@$(BIN)/python -m scripts.bench.gpu_count $(ARGS)
+
+# Triton is beside .venv, for torch compiles with it where it is installed. Linux alone.
+kernels: $(READY) $(TRITON)/.installed ## run the GPU's kernels in Triton's interpreter, and compile them for an H100, in minutes
+	@PYTHONPATH=$(TRITON) $(PYTEST) -n $(TEST_FAST_PROCESSES) \
+	    $$(grep -rlE --include='test_*.py' 'interpret\(\)|importorskip\("triton' tests) $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))

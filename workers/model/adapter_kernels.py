@@ -9,8 +9,9 @@ it keeps ten bits.
 Does not depend on runs, the bank or models.
 
 Main invariants: a program reads the rows and the matrices of one adapter. The order of a row's sums depends on D, F
-and the padded ranks only, so a row's bits do not depend on the other rows of a pass; that of a gradient's sums depends
-on the adapter's own rows.
+and the padded ranks only, so a row's bits do not depend on the other rows of a pass. A gradient is summed over each
+segment, and the sums are added in the order of the adapter's segments: so it does not matter which of them are in one
+pass.
 
 Dimensions: T rows of the pass, N rows of a tile, L tiles, S adapters, D inputs, F outputs, R padded rank of an adapter,
 G linears, M the largest G * R, P parts of D.
@@ -38,6 +39,8 @@ RANK_DEPTH = 32
 """Of the ranks of all linears, what one product of `expand_inputs` sums."""
 GRADIENT_DEPTH = 32
 """Rows that one product of a gradient sums."""
+GRADIENT_WARPS = 8
+"""Of a program: with four, the sums of a gradient and of a segment would not fit into registers."""
 ALIGNED_BYTES = tl.constexpr(16)
 """Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
 RANK_MIN = 16
@@ -184,9 +187,10 @@ def _add_gradients(
     xa, dxa, xa_stride, gradients, segments, firsts, ranks,
     G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add left^T right to some rows and columns of one gradient of an adapter. Grid: adapters, columns, rows.
+    """Add left^T right of each segment, in order, to some rows and columns of one gradient of an adapter.
 
-    The columns are of A (`blocks` of them) and of the B^T of each linear, one after another.
+    Grid: adapters, columns, rows. The columns are of A (`blocks` of them) and of the B^T of each linear, one after
+    another.
     """
     adapter, block = tl.program_id(0), tl.program_id(1)
     rank = tl.load(ranks + adapter)
@@ -204,9 +208,12 @@ def _add_gradients(
     own_rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if (address != 0) & (tl.program_id(2) * ROWS < height):
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        is_own, is_column = own_rows < height, columns < width
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        mask = (own_rows < height)[:, None] & (columns < width)[None, :]
+        gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED_BYTES)
+        out = gradient + own_rows[:, None].to(tl.int64) * width + columns[None, :]
+        sums = tl.load(out, mask=mask, other=0.0)
         for segment in range(tl.load(firsts + adapter), tl.load(firsts + adapter + 1)):
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
             start, count = tl.load(segments + 2 * segment), tl.load(segments + 2 * segment + 1)
             for first in range(0, count, DEPTH):
                 number = first + tl.arange(0, DEPTH)
@@ -214,19 +221,17 @@ def _add_gradients(
                 is_row = number < count
                 lefts = tl.load(
                     left + rows[None, :] * xa_stride + first_column + own_rows[:, None],
-                    mask=is_row[None, :] & is_own[:, None],
+                    mask=is_row[None, :] & (own_rows < height)[:, None],
                     other=0.0,
                 )
                 rights = tl.load(
                     right + rows[:, None] * right_stride + columns[None, :],
-                    mask=is_row[:, None] & is_column[None, :],
+                    mask=is_row[:, None] & (columns < width)[None, :],
                     other=0.0,
                 )
                 total += tl.dot(lefts, rights.to(tl.float32))
-        gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED_BYTES)
-        out = gradient + own_rows[:, None].to(tl.int64) * width + columns[None, :]
-        mask = is_own[:, None] & is_column[None, :]
-        tl.store(out, tl.load(out, mask=mask, other=0.0) + total, mask=mask)
+            sums += total
+        tl.store(out, sums, mask=mask)
 
 
 def shrink(
@@ -321,7 +326,7 @@ def add_gradients(
     _add_gradients[len(ranks), sum(blocks), triton.cdiv(dxa.shape[1], GRADIENT_ROWS)](
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
         xa, dxa, dxa.stride(0), gradients, segments, firsts, ranks,
-        G=len(dys), ROWS=GRADIENT_ROWS, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
+        G=len(dys), ROWS=GRADIENT_ROWS, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH, num_warps=GRADIENT_WARPS,
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@ in the backward.
 
 Does not depend on models or the bank.
 
-Main invariants: an adapter's results depend only on its rows and its matrices, and its gradients on its rows in their
-order. Addresses are those of slabs at the beginning of the pass, so slabs must not move while it runs.
+Main invariants: an adapter's results depend only on its rows and its matrices, and a segment's part of its gradients on
+that segment. Addresses are those of slabs at the beginning of the pass, so slabs must not move while it runs.
 
 Dimensions: T rows of the pass, N segments, L tiles, S adapters, D inputs, F outputs, R padded rank, G linears in a
 group, M the largest G * R, P parts of a sum over D.

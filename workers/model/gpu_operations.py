@@ -56,7 +56,7 @@ ADD_GRADIENTS = (
     "add_gradients(Tensor x, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor xa, Tensor dxa, Tensor gradients, "
     "Tensor segments, Tensor firsts, Tensor ranks)"
 )
-"""Add dxa^T x to the gradients of A, and xa_i^T dy_i to those of B_i^T, over the rows of each adapter in their order.
+"""Add dxa^T x to the gradients of A, and xa_i^T dy_i to those of B_i^T, segment by segment of each adapter in order.
 
 x (T, D), dy_i (T, F), xa (1, T, M) and dxa (T, M) as in `SHRINK` and `SHRINK_OUTPUTS`. `gradients` (S, 4) int64: the
 addresses of those of A and of each B^T, fp32; 0: not adapted. `segments` (N, 2) int32: first row and number of rows, by

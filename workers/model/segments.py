@@ -7,8 +7,7 @@ Does not depend on the bank, on models or on losses.
 Main invariants: without fused runs, the products of a segment depend only on that segment's rows, their number and its
 adapter; it has the same bits as a matrix of its own or as one of a batch, which `selftest.row_invariance` tries. The
 adapters of a run are rows of one slab at rising slots, and an adapter is in a run once. So an adapter's gradient is
-added in the order of its segments. A fused run sums over the rows of all segments of an adapter, in their order, and
-adds once.
+added in the order of its segments.
 
 Dimensions: T rows of the pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G linears
 in a group.

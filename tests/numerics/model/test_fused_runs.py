@@ -89,12 +89,24 @@ def test_gradients_of_adapters_of_any_rank_and_slab_are_their_own(group: int, dt
 
 def test_gradients_are_added_to_those_of_earlier_passes() -> None:
     interpret()
-    segments, (x, dys) = segments_of(torch.float32), operands(0, torch.float32)
+    segments, (x, dys) = segments_of(torch.float32)[:4], operands(0, torch.float32)  # one of each adapter
     backward(segments, 0, x, dys)
     once = gradients_of(segments, 0)
     backward(segments, 0, x, dys)
     for key, own in gradients_of(segments, 0).items():
         assert all(torch.equal(twice, 2 * first) for twice, first in zip(own, once[key], strict=True))
+
+
+def test_segments_add_the_same_bits_in_one_pass_as_in_one_after_another() -> None:
+    interpret()
+    x, dys = operands(0, torch.bfloat16)
+    together, apart = segments_of(torch.bfloat16), segments_of(torch.bfloat16)
+    backward(together, 0, x, dys)
+    for segment in apart:
+        backward([segment], 0, x, dys)
+    for segment, other in zip(together, apart, strict=True):
+        pairs = zip(gradients_of([segment], 0).values(), gradients_of([other], 0).values(), strict=True)
+        assert all(torch.equal(one, two) for own, theirs in pairs for one, two in zip(own, theirs, strict=True))
 
 
 def test_an_adapter_has_the_same_gradients_whatever_else_is_in_the_pass() -> None:

@@ -42,7 +42,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
         yield adapter_kernels._shrink_outputs, {"ROWS": 64, "RANK": rank, "DEPTH": 32}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
-    yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
+    yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 8}
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
