@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,16 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
 from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
+from workers.bank.entries import RowNorms
+from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.fused_runs import ForwardRun, TrainingRun
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
+from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import rule_of_library
 from workers.model.sampling_layers import AttendsProjected, SplitProjections
 from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
@@ -26,6 +32,7 @@ from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.selftest.library_delta import problem_of
 from workers.selftest.loading import load_base_model
 from workers.selftest.row_invariance import are_blocks_invariant
+from workers.training.optim import NonFiniteStepError, StepNorms, adamw_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -205,6 +212,50 @@ def test_the_gradients_of_adapters_of_any_rank_are_their_own(group: int) -> None
             assert views.A_grad is not None
             for gradient, right in zip((views.A_grad, *views.B_grads), gradients[id(segment.adapter)], strict=True):
                 assert close(gradient, right)
+
+
+STEP_LENGTHS = (1, 63, 2048, 2049, 5_000_001)
+"""The last in parts of several blocks."""
+
+
+def test_optimizer_steps_are_those_of_torch_and_have_the_same_bits_alone_and_with_copies() -> None:
+    assert has_kernels(torch.device("cuda", 0))
+    rows, solo, kept = (make_rows(STEP_LENGTHS, device="cuda") for _ in range(3))
+    for number in range(3):
+        steps = steps_of(rows, num_steps=1 + number)
+        expected = [by_torch(step) for step in steps]
+        outcomes = adamw_steps(steps)
+        for step, norms, right in zip(steps, outcomes, expected, strict=True):
+            assert_stepped(step, norms, right)
+        alone = [adamw_steps([step])[0] for step in steps_of(solo, num_steps=1 + number)]
+        for row in kept:
+            row.norms = RowNorms(math.inf, math.inf)  # so that nothing is known of the new weights
+        with_copies = adamw_steps(steps_of(kept, num_steps=1 + number))
+        assert outcomes == alone == with_copies
+        for own, others in zip(rows, zip(solo, kept, strict=True), strict=True):
+            assert all(is_same(state(own), state(other)) for other in others)
+            for row in (own, *others):
+                assert row.grad is not None
+                row.grad.copy_(torch.linspace(-2, 3, len(row.grad)))
+
+
+@pytest.mark.parametrize(("gradient", "learning_rate"), [(torch.nan, 0.1), (1.0, 3e38)])
+def test_optimizer_step_that_is_not_finite_changes_no_weights_and_no_neighbour(
+    gradient: float, learning_rate: float
+) -> None:
+    rows, sound = (make_rows(STEP_LENGTHS, device="cuda") for _ in range(2))
+    assert rows[4].grad is not None
+    rows[4].grad[4_999_999] = gradient
+    before, steps = state(rows[4]), steps_of(rows)
+    steps[4] = replace(steps[4], params=AdamParams(learning_rate=learning_rate))
+    outcomes, expected = adamw_steps(steps), adamw_steps(steps_of(sound))
+    assert isinstance(outcomes[4], NonFiniteStepError)
+    assert is_same(state(rows[4])[:3], before[:3])
+    assert not rows[4].grad.any()
+    for index in range(4):
+        assert isinstance(outcomes[index], StepNorms)
+        assert outcomes[index] == expected[index]
+        assert is_same(state(rows[index]), state(sound[index]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -32,6 +32,14 @@ class Kind(NamedTuple):
     """Whether they have moments and gradients; False: rows of sampler versions."""
 
 
+class RowNorms(NamedTuple):
+    """Euclidean norms of a row's values."""
+
+    weights: float
+    exp_avg: float
+    """Of the first moment; infinite if nothing is known of it."""
+
+
 @dataclass(slots=True)
 class Row:
     """A bank slot: contiguous vectors (P,), fp32, and the views of them that the layers use."""
@@ -46,10 +54,13 @@ class Row:
     """Views for the layers, as a `Segment` takes them."""
     compute: Tensor | None = None
     """The weights (P,) in the base model's dtype, if that is not fp32."""
+    norms: RowNorms | None = None
+    """As an optimizer step has left them; None: something else has written weights or moments since."""
     _transfer: Transfer | None = None
 
     def refresh(self) -> None:
-        """Copy the weights to `compute`; every writer of weights calls this afterwards."""
+        """Copy the weights to `compute`; every writer of weights or moments calls this afterwards."""
+        self.norms = None
         if self.compute is not None:
             self.compute.copy_(self.weights)
 
@@ -291,8 +302,9 @@ class Entry:
         return vectors
 
     def occupy(self, row: Row) -> None:
-        """Take a row that holds the entry's values from now on."""
+        """Take a row that holds the entry's values from now on, and were written into it before."""
         row.groups.occupy(self.spec)
+        row.norms = None
         self.row, self.host = row, None
 
     def move(self, slab: Slab) -> None:

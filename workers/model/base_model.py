@@ -48,6 +48,7 @@ from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.fused_runs import can_run, forward_runs, training_runs
 from workers.model.gpu_attention import attend_packed_for
+from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
@@ -315,6 +316,7 @@ class BaseModel:
                 numerics,
                 self.device,
                 self.dtype,
+                has_kernels=has_kernels(self.device),
                 linear_attention="" if self.library_rule is None else f"{PACKAGE} {VERSION}",
                 is_thread_count_invariant=is_thread_count_invariant,
                 are_samples_batch_invariant=are_samples_batch_invariant,

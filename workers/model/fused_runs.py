@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.host.uploads import on_device
-from workers.model.gpu_operations import TILE_ROWS, TRAINING_TILE_ROWS, can_launch, has_triton
+from workers.model.gpu_operations import TILE_ROWS, TRAINING_TILE_ROWS, has_kernels
 from workers.model.segments import Segment, SegmentRun
 from workers.rows import AdapterViews, GroupViews
 
@@ -32,7 +32,7 @@ NUM_PARTS = 4
 
 def can_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels run on this device for a model in this dtype."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and has_triton() and can_launch(device)
+    return dtype == torch.bfloat16 and has_kernels(device)
 
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -101,6 +102,12 @@ def can_launch(device: torch.device) -> bool:
         logger.warning("the GPU runs without kernels of our own, which is slower: %s", error)
         return False
     return True
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Return whether a device runs kernels of our own. Decided once for each process, because bits depend on it."""
+    return device.type == "cuda" and has_triton() and can_launch(device)
 
 
 def launcher(name: str) -> Callable[..., None]:

@@ -2,5 +2,5 @@
 
 Public, for the engine: `items.ItemRunner`, `passes.PassRunner` and `copies.AdapterCopies`. For trials also `memory`,
 `passes.Request` and `optim`. Inside: `progress` (the fence), `logits` or `device_logits`, with `block_scores` or
-`kernel_scores` and its `loss_kernels`, `losses`, `phase_times`.
+`kernel_scores` and its `loss_kernels`, `losses`, `adamw_launches` with `adamw_kernels`, `phase_times`.
 """

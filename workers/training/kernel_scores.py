@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.host.uploads import on_device
-from workers.model.gpu_operations import can_launch, define, has_triton
+from workers.model.gpu_operations import define, has_kernels
 from workers.training.block_scores import Block, PassResults, count_clipped
 from workers.training.logits import Part
 from workers.training.losses import Terms
@@ -57,7 +57,7 @@ TARGETS_AT_ONCE = 32
 
 def can_score(device: torch.device) -> bool:
     """Return whether the kernels run on this device."""
-    return device.type == "cuda" and has_triton() and can_launch(device)
+    return has_kernels(device)
 
 
 class KernelScores:

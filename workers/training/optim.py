@@ -1,7 +1,7 @@
 """AdamW on adapters' rows, with each step's own hyperparameters: one fused call over contiguous vectors.
 
 Depends on vectors of numbers; not on their adapter or model. `adamw_step` steps one row and returns its norms;
-`adamw_steps` steps many rows and waits for the device once.
+`adamw_steps` steps many rows and waits for the device once, on a GPU with two launches of our own (`adamw_launches`).
 
 Main invariant: a step reads and writes one row alone, and its bits depend on that row's length and values alone. If the
 gradient or the new weights are not finite, nothing is written: an adapter's state is always finite.
@@ -12,15 +12,17 @@ Dimensions: P values of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.bank.entries import Row
+from workers.bank.entries import Row, RowNorms
 from workers.contract.messages import AdamParams
 from workers.host.allocator import is_out_of_memory
+from workers.model.gpu_operations import has_kernels
+from workers.training.adamw_launches import LaunchedNorms, launch
 
 KEPT_BYTES_MAX = 4 << 30
 """Most bytes of copies of rows, which are kept until their steps have succeeded. A single row may exceed it."""
@@ -74,6 +76,49 @@ def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
     The same definition as `adamw_step`, and the same promise: a step whose outcome is an error (NonFiniteStepError, or
     out of memory) has changed no weights or moments. Compute copies of weights are updated too.
     """
+    if steps and has_kernels(steps[0].row.weights.device):
+        return _launched(steps)
+    return _with_copies(steps, _steps_together)
+
+
+def _launched(steps: Sequence[Step]) -> list[StepNorms | Exception]:
+    """Take steps by two launches; those whose new weights might not be finite by two more, with copies."""
+    found = _launch(steps, is_checked=True)
+    assert not any(math.isnan(norms.weights) for norms in found), "a checked step writes numbers alone"
+    outcomes = [_outcome(norms.gradient, norms.update, norms.weights) for norms in found]
+    unsure = [index for index, norms in enumerate(found) if math.isfinite(norms.gradient) and math.isinf(norms.weights)]
+    for index, outcome in zip(
+        unsure, _with_copies([steps[index] for index in unsure], _launched_unchecked), strict=True
+    ):
+        outcomes[index] = outcome
+    return outcomes
+
+
+def _launched_unchecked(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[StepNorms | Exception]:
+    """Take steps whose new weights may not be finite; then undo them."""
+    found = _launch(steps, is_checked=False)
+    for step, before, norms in zip(steps, kept, found, strict=True):
+        if not math.isfinite(norms.weights):
+            before.restore(step.row)
+    return [_outcome(norms.gradient, norms.update, norms.weights) for norms in found]
+
+
+def _launch(steps: Sequence[Step], *, is_checked: bool) -> list[LaunchedNorms]:
+    """Take steps by two launches; note the norms of rows that were stepped, and drop gradients that are not finite."""
+    rows = [step.row for step in steps]
+    found = launch(rows, [step.params for step in steps], [step.num_steps for step in steps], is_checked=is_checked)
+    for row, norms in zip(rows, found, strict=True):
+        if not math.isfinite(norms.gradient):
+            _state(row)[3].zero_()
+        elif math.isfinite(norms.weights):
+            row.norms = RowNorms(norms.weights, norms.exp_avg)
+    return found
+
+
+def _with_copies(
+    steps: Sequence[Step], take: Callable[[Sequence[Step], Sequence[_Kept]], list[StepNorms | Exception]]
+) -> list[StepNorms | Exception]:
+    """Take steps, as many at a time as may be kept, by a function that gets copies of their rows."""
     outcomes: list[StepNorms | Exception] = []
     for together in _within_memory(steps):
         try:
@@ -83,7 +128,7 @@ def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
                 raise
             outcomes += [error] * len(together)
         else:
-            outcomes += _steps_together(together, kept)
+            outcomes += take(together, kept)
     return outcomes
 
 
@@ -93,6 +138,12 @@ class _Kept:
     def __init__(self, row: Row) -> None:
         self.state = [vector.clone() for vector in _state(row)[:3]]
         self.change = torch.empty_like(row.weights)
+
+    def restore(self, row: Row) -> None:
+        """Write weights and moments back."""
+        for vector, old in zip(_state(row)[:3], self.state, strict=True):
+            vector.copy_(old)
+        row.refresh()
 
 
 def _within_memory(steps: Sequence[Step]) -> Iterator[list[Step]]:
@@ -129,19 +180,21 @@ def _steps_together(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[StepNo
         norms.append(torch.stack((gradient_norm, update, adapter)))
     outcomes: list[StepNorms | Exception] = []
     for step, state, before, three in zip(steps, states, kept, torch.stack(norms).tolist(), strict=True):
-        gradient_norm, update, adapter = three
-        if not math.isfinite(gradient_norm):
-            outcomes.append(NonFiniteStepError(f"the gradient's norm is {gradient_norm}"))
-        elif not math.isfinite(adapter):
-            outcomes.append(NonFiniteStepError(f"the norm of the weights would be {adapter}"))
-        else:
-            outcomes.append(StepNorms(gradient=gradient_norm, update=update, adapter=adapter))
+        outcomes.append(_outcome(*three))
         if isinstance(outcomes[-1], NonFiniteStepError):
-            for vector, old in zip(state[:3], before.state, strict=True):
-                vector.copy_(old)
+            before.restore(step.row)
         state[3].zero_()
         step.row.refresh()
     return outcomes
+
+
+def _outcome(gradient: float, update: float, adapter: float) -> StepNorms | Exception:
+    """Return the outcome of a step with these norms."""
+    if not math.isfinite(gradient):
+        return NonFiniteStepError(f"the gradient's norm is {gradient}")
+    if not math.isfinite(adapter):
+        return NonFiniteStepError(f"the norm of the weights would be {adapter}")
+    return StepNorms(gradient=gradient, update=update, adapter=adapter)
 
 
 def _state(row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,6 +227,7 @@ def adamw_step(row: Row, params: AdamParams, num_steps: int) -> StepNorms:
             vector.copy_(old)
         raise NonFiniteStepError(f"the norm of the weights would be {adapter_norm}")
     gradient.zero_()
+    row.refresh()
     return StepNorms(gradient=norm, update=_norm(before[0].sub_(weights)), adapter=adapter_norm)
 
 

@@ -155,13 +155,14 @@ def row_of(model: str, case: str, counts: Counts, **more: Any) -> Row:
 def training(model: str, load: Case, **settings: Any) -> tuple[Counts, Counts]:
     """Count a step's passes and its optimizer steps.
 
-    All adapters are resident before. If the bank does not hold all of them, they are loaded and evicted in the step.
+    All adapters are resident before, and have taken a step. If the bank does not hold all of them, they are loaded and
+    evicted in the step.
     """
     with engine_of(model, num_slots=max(16, load.num_tenants), **settings) as (engine, counting):
         with patch.object(sides, "TrainingEngine", lambda _: engine):
             side = sides.Fused(engine.settings, load, RANK)
         if engine.bank.fits(side.keys):
-            engine.bank.acquire(side.keys)
+            side.run_steps()
         with counting.stretch() as passes, noting_kept(counting, passes):
             side.run_passes()
         with counting.stretch() as steps:

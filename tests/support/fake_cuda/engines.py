@@ -16,11 +16,10 @@ from workers.bank import transfers
 from workers.contract.messages import AdapterCosts
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
-from workers.model import base_model, fused_runs
+from workers.model import base_model, gpu_operations
 from workers.model.base_model import BaseModel
 from workers.model.pretrained import Probe
 from workers.rows import RowLayout
-from workers.training import kernel_scores
 
 MAX_SEQ_LEN = 32_768
 
@@ -63,8 +62,7 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(patch.object(base_model, name, stand_in))
         # transformers leaves out waits where it takes a tensor for one that is traced, as it does fake ones.
         stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
-        stack.enter_context(patch.object(fused_runs, "has_triton", lambda: True))
-        stack.enter_context(patch.object(kernel_scores, "has_triton", lambda: True))
+        stack.enter_context(patch.object(gpu_operations, "has_triton", lambda: True))
         stack.enter_context(patch.object(engine, "measured_costs", lambda _: AdapterCosts()))
         stack.enter_context(patch.object(Probe, "of", lambda *_: None))
         stack.enter_context(patch.object(RowLayout, "initial_weights", lambda self, _: torch.empty(self.num_values)))

@@ -175,6 +175,22 @@ def _differentiated(call: Call) -> Cost:
 declare(f"{NAMESPACE}::score_targets", _scored, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_losses", _summed, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::differentiate_logits", _differentiated, "workers/training/loss_kernels.py: its grid")
+
+
+def _squared(call: Call) -> Cost:
+    """Gradients are read, and three more vectors of rows whose norms are not known."""
+    squares, num_values, num_unknown = (call.argument(name) for name in ("squares", "num_values", "num_unknown"))
+    return Cost(1, 4 * num_values + 12 * num_unknown + squares[:, 0].numel() * squares.element_size())
+
+
+def _updated(call: Call) -> Cost:
+    """Four vectors are read and written, copies written; every part reads the sums of squares of all of its row."""
+    squares, results = call.argument("squares"), call.argument("results")
+    sums = squares[:, 0].numel() * squares.shape[2] * squares.element_size()
+    moved = 32 * call.argument("num_values") + 2 * call.argument("num_copied")
+    return Cost(1, moved + sums + num_bytes(results))
+
+
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
@@ -191,3 +207,5 @@ for _name in ("gate", "gate_backward"):
     declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_kernels.py: a program a row")
 declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")
+declare(f"{NAMESPACE}::adamw_squares", _squared, "workers/training/adamw_kernels.py: its grid")
+declare(f"{NAMESPACE}::adamw_update", _updated, "workers/training/adamw_kernels.py: its grid")

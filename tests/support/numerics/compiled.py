@@ -20,27 +20,17 @@ from triton.compiler import ASTSource
 
 from workers.model import adapter_kernels, layer_kernels, product_kernels
 from workers.sampling.attention import page_kernels
-from workers.training import loss_kernels
+from workers.training import adamw_kernels, loss_kernels
+from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {
-    "xa",
-    "dxa",
-    "scalings",
-    "first_sums",
-    "second_sums",
-    "inverse",
-    "logprobs",
-    "norms",
-    "scales",
-    "slopes",
-    "losses",
-}
+FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
+FP32 |= {"logprobs", "norms", "scales", "slopes", "losses"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends"}
-INT64 = {"addresses", "gradients", "slots"}
-NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "first_value", "num_values"}
+INT64 = {"addresses", "gradients", "slots", "rows"}
+NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
@@ -77,6 +67,9 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     for kernel in (loss_kernels._score_targets, loss_kernels._differentiate_logits):
         yield kernel, {"COLUMNS": loss_kernels.COLUMNS, "TARGETS": TARGETS_AT_ONCE, "num_warps": loss_kernels.NUM_WARPS}
     yield loss_kernels._add_losses, {"VALUES": loss_kernels.VALUES}
+    of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
+    yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}
+    yield adamw_kernels._update, of_steps | {"BLOCK": adamw_kernels.UPDATE_BLOCK}
 
 
 def is_number(name: str) -> bool:

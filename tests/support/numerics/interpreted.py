@@ -20,7 +20,7 @@ from tests.support.fake_cuda.costs import RULES, Call
 from workers.model import layer_operations  # noqa: F401 (defines operations)
 from workers.model.gpu_operations import NAMESPACE, defined, launcher
 from workers.sampling.attention import pages  # noqa: F401 (defines operations)
-from workers.training import kernel_scores  # noqa: F401 (defines operations)
+from workers.training import adamw_launches, kernel_scores  # noqa: F401 (define operations)
 
 _LIBRARIES: list[torch.library.Library] = []
 
