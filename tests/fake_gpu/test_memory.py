@@ -35,5 +35,4 @@ def assert_estimated(fake_gpu: FakeCudaProcess, name: str, load: Case, settings:
     scenario = "tests.support.fake_cuda.scenarios:memory_of_a_pass"
     peak, estimate, buffers = fake_gpu.call(scenario, name, load, **settings)
     assert peak <= estimate - buffers
-    # With few layers to recompute, logits and a layer's backward weigh most; they never exist at once.
-    assert estimate <= (1.7 if "recompute" in settings else 1.5) * (peak + buffers)
+    assert estimate <= 1.5 * (peak + buffers)

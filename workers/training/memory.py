@@ -117,25 +117,30 @@ class PassMemory:
         # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
         besides = load.num_tokens * FULL_BYTES * (4 * self._head_dim + 8 + 8 * load.num_targets)
         kept_experts, experts = self._expert_bytes(load, backward=False)
+        logits_bytes, fixed_bytes = self._logits_bytes(load), self._gradient_bytes(load)
+        if not self._is_deferred:  # its loss keeps a block; others have none while layers run
+            logits_bytes, fixed_bytes = 0, fixed_bytes + logits_bytes
         forward_peak = besides + max(
             token_bytes * max((2 + self._activation) * self._mlp, 6 * self._queries),
             self._delta_bytes(load, backward=False),
             experts,
+            logits_bytes,
         )
         forward_peak += token_bytes * 6 * self._hidden
-        peak = forward_peak + self._fixed_bytes(load)
+        peak = forward_peak + fixed_bytes
         if backward:
-            kept = self._kept_values(load.rank)
+            kept, of_layer = self._kept_values(load.rank), max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
+            kept_bytes, again_bytes = token_bytes * kept + kept_experts * self._num_expert_layers, 0
             if recompute:
-                kept = -(-kept // self._num_layers) + self._num_layers * self._hidden
-            of_layer = max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
+                kept_bytes = token_bytes * self._num_layers * self._hidden
+                again_bytes = token_bytes * -(-kept // self._num_layers) + kept_experts * min(
+                    1, self._num_expert_layers
+                )
             # The backward of a layer holds on top, with the last hidden states, their gradient, and its own gradients:
             experts = self._expert_bytes(load, backward=True)[1]
-            transient = token_bytes * 6 * self._hidden + max(
-                token_bytes * of_layer, self._delta_bytes(load, backward=True), experts
-            )
-            kept_experts *= min(1, self._num_expert_layers) if recompute else self._num_expert_layers
-            peak = besides + token_bytes * kept + kept_experts + transient + self._fixed_bytes(load)
+            layer_bytes = max(token_bytes * of_layer, self._delta_bytes(load, backward=True), experts)
+            transient = token_bytes * 6 * self._hidden + max(again_bytes + layer_bytes, logits_bytes)
+            peak = besides + kept_bytes + transient + fixed_bytes
             peak += self._attend.buffer_bytes(load.num_tokens, load.num_sequences, self._num_heads, self._head_dim)
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
         return max(peak, forward_peak + making_masks) + kept_masks
@@ -196,12 +201,10 @@ class PassMemory:
         counts = COUNT_BYTES * num_chosen * num_experts if self._experts.shared.is_grouped else 0
         return kept, kept + max(self._value_bytes * values, counts)
 
-    def _fixed_bytes(self, load: Load) -> int:
-        """Return the bytes that do not depend on the number of tokens.
+    def _logits_bytes(self, load: Load) -> int:
+        """Return the bytes of a block of logits, of what adapters add to it, and of its log-probabilities in fp32.
 
-        Blocks of logits, gradients of A and B of the widest linears of every adapter, and copies of pending gradients.
-        The blocks are logits, what adapters add to them, and log-probabilities in fp32. Kernels of our own do without
-        the last.
+        Kernels of our own do without the last.
         """
         if self._is_deferred:
             num_rows = device_logits.block_rows_of(self._vocab_size, has_kernels=self._has_kernels)
@@ -212,9 +215,11 @@ class PassMemory:
             value_bytes = (1 + self._adds_at_once) * self._value_bytes
         else:
             value_bytes = FULL_BYTES + 2 * self._value_bytes
-        logits_bytes = value_bytes * num_rows * self._vocab_size
-        gradients = 2 * load.num_adapters * load.rank * self._widest + load.pending_values
-        return logits_bytes + FULL_BYTES * gradients
+        return value_bytes * num_rows * self._vocab_size
+
+    def _gradient_bytes(self, load: Load) -> int:
+        """Return the bytes of gradients of A and B of the widest linears of every adapter, and of pending gradients."""
+        return FULL_BYTES * (2 * load.num_adapters * load.rank * self._widest + load.pending_values)
 
     def _mask_bytes(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the masks of sliding windows while the pass runs, and while they are made."""
