@@ -78,7 +78,10 @@ class PassMemory:
         """Of an activation."""
         self._is_deferred = base_model.is_deferred
         self._has_kernels = can_score(base_model.device)
-        self._adds_at_once = base_model.current.can_batch or base_model.current.fuse is not None
+        self._is_fused = base_model.current.fuse is not None
+        """Whether adapters and their gradients are added by kernels of our own, without tensors of theirs, and x A^T is
+        kept in fp32."""
+        self._adds_at_once = base_model.current.can_batch and not self._is_fused
         """Whether what adapters add to an output is a tensor of its own; otherwise it is added by products."""
         of_experts = {shape.index for layer in base_model.expert_layers for shape in layer.shapes}
         inner = [shape for shape in shapes[:-1] if shape.index not in of_experts]
@@ -161,7 +164,7 @@ class PassMemory:
             + self._num_layers * self._activation * self._mlp
             + self._num_attention_layers * (4 if self._delta is None else 8) * self._queries
             + further_norms * self._hidden
-            + self._num_linears * rank
+            + self._num_linears * rank * (FULL_BYTES // self._value_bytes if self._is_fused else 1)
         )
 
     def _delta_bytes(self, load: Load, *, backward: bool) -> int:
@@ -219,7 +222,8 @@ class PassMemory:
 
     def _gradient_bytes(self, load: Load) -> int:
         """Return the bytes of gradients of A and B of the widest linears of every adapter, and of pending gradients."""
-        return FULL_BYTES * (2 * load.num_adapters * load.rank * self._widest + load.pending_values)
+        num_values = 0 if self._is_fused else 2 * load.num_adapters * load.rank * self._widest
+        return FULL_BYTES * (num_values + load.pending_values)
 
     def _mask_bytes(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the masks of sliding windows while the pass runs, and while they are made."""
