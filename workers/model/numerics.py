@@ -62,7 +62,7 @@ def fingerprint(
     """Return the arithmetic of this process as text: equal texts, equal bits. `dtype` is the base model's.
 
     `linear_attention`: the library that computes it in passes, with its version; empty: none. `has_kernels`: whether
-    optimizer steps are launches of our own.
+    adapters, losses and optimizer steps are computed by kernels of our own.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if numerics.is_tiled:
@@ -86,7 +86,7 @@ def fingerprint(
     if not are_samples_batch_invariant:
         parts.append("samples depend on their neighbours")
     if has_kernels:
-        parts.append("optimizer steps by our own kernels")
+        parts.append("kernels of our own")
     if linear_attention:
         parts.append(f"linear attention by {linear_attention}")
     if dtype != torch.float32:
