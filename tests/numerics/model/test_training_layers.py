@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
@@ -51,6 +53,27 @@ def test_kernels_train_as_the_modules_do(model_directories: dict[str, Path], arc
     path = model_directories[architecture]
     expected = observe(Driver(path), FEW)
     apart = distance(observe(fused(path, recompute=recompute), FEW), expected)
+    assert apart.logprobs < 1e-4
+    assert apart.gradients < 1e-4
+
+
+def test_kernels_train_as_the_modules_do_where_linears_have_biases(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    expected = observe(Driver(tmp_path), FEW)
+    apart = distance(observe(fused(tmp_path), FEW), expected)
     assert apart.logprobs < 1e-4
     assert apart.gradients < 1e-4
 
