@@ -80,6 +80,7 @@ def test_a_model_that_multiplies_its_sums_samples_by_its_modules(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     # patched: a CPU has no kernels, and the probe needs none
     monkeypatch.setattr(base_model, "can_run", lambda *_: True)
+    monkeypatch.setattr(base_model, "can_train", lambda *_: False)
     usual, other = BaseModel(qwen3), BaseModel(tmp_path)
     assert other.sampling_layers is not None
     for model in (usual, other):
