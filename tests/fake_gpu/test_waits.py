@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.support.fake_cuda.processes import FakeCudaProcess
 
+FILE = re.compile(r"[a-z_]+\.py")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
+
+
+def waits_of(lines: Counter[str]) -> Counter[str]:
+    """Return how often each file waits, without the comparison of a graph that was just captured with its step."""
+    waits: Counter[str] = Counter()
+    for line, number in lines.items():
+        waits.update({FILE.findall(line)[0]: number})
+    del waits["step_graphs.py"]
+    return waits
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}], ids=str)
@@ -19,8 +31,17 @@ def test_a_decode_step_waits_for_its_tokens_alone(fake_gpu: FakeCudaProcess, set
     """
     steps = fake_gpu.call("tests.support.fake_cuda.scenarios:steps_in_which_samples_join", **settings)
     for counts in steps:
-        of_drawing = {text: number for text, number in counts.waits.items() if "device_drawing.py" in text}
-        assert sum(of_drawing.values()) <= 1, of_drawing
-        of_first_tokens = [text for text in counts.waits if text not in of_drawing and "step_graphs.py" not in text]
-        assert all("workers/sampling/sequences.py" in text for text in of_first_tokens), of_first_tokens
-    assert not steps[-1].waits.keys() & steps[0].waits.keys(), "the last step begins no request"
+        assert waits_of(counts.waits) <= Counter({"device_drawing.py": 1})
+    assert waits_of(steps[0].waits) == {"device_drawing.py": 1}, "first tokens are drawn in the step of their prompt"
+
+
+def test_a_step_with_prompts_brings_their_log_probabilities_in_one_copy_each(fake_gpu: FakeCudaProcess) -> None:
+    """They are of fewer rows than are held at once."""
+    counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_prompt_logprobs", 3)
+    assert waits_of(counts.waits) == {"device_drawing.py": 1, "prompts.py": 3}
+    assert counts.to_host_bytes < 2 * 1024
+
+
+def test_sequences_that_get_their_slots_late_begin_in_the_drawing_of_a_step(fake_gpu: FakeCudaProcess) -> None:
+    counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_late_slots")
+    assert waits_of(counts.waits) == {"device_drawing.py": 1}

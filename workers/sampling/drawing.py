@@ -12,6 +12,7 @@ Dimensions: N rows, V vocabulary, k kept tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,24 +85,31 @@ def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> 
     return Distribution(logits, params).pick(number)
 
 
-def draw_rows(logits: NDArray[np.float32], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
-    """Return a token for each row of logits (N, V), by its own parameters and number; equal to `draw` row by row."""
-    tokens = [0] * len(logits)
+def draw_rows(
+    logits: NDArray[np.float32], params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
+) -> list[int]:
+    """Return a token for each number, row by row of logits (N, V), which have their own parameters and numbers.
+
+    Equal to `draw` of each row and number.
+    """
+    tokens: list[list[int]] = [[] for _ in numbers]
     by_temperature: dict[float, list[int]] = {}
-    for place, own in enumerate(params):
-        if own.temperature and (0 < own.top_k < logits.shape[1] or own.top_p < 1):
-            tokens[place] = draw(logits[place], own, numbers[place])
-        else:
+    for place, (own, of_row) in enumerate(zip(params, numbers, strict=True)):
+        is_filtered = own.temperature and (0 < own.top_k < logits.shape[1] or own.top_p < 1)
+        if len(of_row) == 1 and not is_filtered:
             by_temperature.setdefault(own.temperature, []).append(place)
+        elif of_row:
+            distribution = Distribution(logits[place], own)
+            tokens[place] = [distribution.pick(number) for number in of_row]
     num_rows = max(1, BLOCK_VALUES // logits.shape[1])
     for temperature, places in by_temperature.items():
         for start in range(0, len(places), num_rows):
             block = places[start : start + num_rows]
             for place, token in zip(
-                block, _drawn(logits[block], temperature, [numbers[p] for p in block]), strict=True
+                block, _drawn(logits[block], temperature, [numbers[p][0] for p in block]), strict=True
             ):
-                tokens[place] = token
-    return tokens
+                tokens[place] = [token]
+    return list(chain.from_iterable(tokens))
 
 
 def _drawn(logits: NDArray[np.float32], temperature: float, numbers: Sequence[float]) -> list[int]:

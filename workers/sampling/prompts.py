@@ -20,7 +20,15 @@ from torch import Tensor
 
 from workers.contract.capacity import num_blocks_for
 from workers.contract.messages import SampleRequest, TokenLogprobs
-from workers.sampling.drawing import ALTERNATIVES, Distribution, check_finite, likeliest, uniforms
+from workers.host.uploads import on_device
+from workers.sampling.drawing import (
+    ALTERNATIVES,
+    Distribution,
+    NonFiniteLogitsError,
+    check_finite,
+    likeliest,
+    uniforms,
+)
 from workers.sampling.kv_cache import Prefix, PromptBlocks
 
 
@@ -158,24 +166,20 @@ class PromptOutputs:
         Raises NonFiniteLogitsError.
         """
         stop = row + len(logits)
-        values = logits.cpu().numpy()
-        check_finite(values)
         logprobs = logits.log_softmax(-1)
         begin = max(row, self._begin - 1)
+        own = self._request.prompt[row + 1 : stop + 1, None]
+        targets = own[:, :0] if self._request.prompt_targets is None else self._request.prompt_targets[row:stop]
+        picked = _picked(logits, logprobs, np.hstack((own, np.maximum(targets, 0))))
         if self.logprobs is not None and begin < stop:
-            own = self._request.prompt[begin + 1 : stop + 1]
-            self.logprobs[begin + 1 : stop + 1] = _picked(logprobs[begin - row :], own[:, None])[:, 0]
-        if self.topk is not None:
-            for position in range(begin, stop):
-                of_position = logprobs[position - row].cpu().numpy()
-                picked = likeliest(of_position, self.topk.token_ids.shape[1])
-                _put(self.topk, position + 1, picked, of_position)
+            self.logprobs[begin + 1 : stop + 1] = picked[begin - row :, 0]
         if self.targets is not None:
-            assert self._request.prompt_targets is not None
-            wanted = self._request.prompt_targets[row:stop]
-            self.targets[row:stop] = np.where(wanted < 0, 0, _picked(logprobs, np.maximum(wanted, 0)))
+            self.targets[row:stop] = np.where(targets < 0, 0, picked[:, 1:])
+        if self.topk is not None and begin < stop:
+            for position, of_position in enumerate(logprobs[begin - row :].cpu().numpy(), begin + 1):
+                _put(self.topk, position, likeliest(of_position, self.topk.token_ids.shape[1]), of_position)
         if self.alternatives is not None:
-            self._draw(self.alternatives, row, values, logprobs.cpu().numpy())
+            self._draw(self.alternatives, row, logits.cpu().numpy(), logprobs.cpu().numpy())
 
     def _draw(self, drawn: TokenLogprobs, row: int, logits: NDArray[np.float32], logprobs: NDArray[np.float32]) -> None:
         count = drawn.token_ids.shape[1]
@@ -200,9 +204,16 @@ def _put(into: TokenLogprobs, row: int, tokens: NDArray[np.intp], logprobs: NDAr
     into.logprobs[row] = logprobs[tokens]
 
 
-def _picked(logprobs: Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the log-probabilities (N, k) of tokens (N, k), from (N, V)."""
-    picked: NDArray[np.float32] = (
-        logprobs.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logprobs.device)).cpu().numpy()
-    )
-    return picked
+def _picked(logits: Tensor, logprobs: Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the log-probabilities (N, k) of tokens (N, k), from (N, V); from a device, in one copy.
+
+    Raises NonFiniteLogitsError if logits (N, V) are not finite.
+    """
+    picked = logprobs.gather(1, on_device(tokens, logprobs.device, torch.int64))  # (N, k)
+    if logits.is_cpu:
+        check_finite(logits.numpy())
+        return picked.numpy()
+    found = torch.cat((picked.flatten(), logits.isfinite().all().view(1))).cpu().numpy()
+    if not found[-1]:
+        raise NonFiniteLogitsError
+    return found[:-1].reshape(tokens.shape)

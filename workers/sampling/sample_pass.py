@@ -102,10 +102,16 @@ class LogitsRows:
         """The logits (N, V) in host memory; on a CPU it is theirs."""
         return self.logits.cpu().numpy()
 
-    def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each row's token; if there is one row, of all these tokens."""
-        picked = on_device(tokens, self.logprobs.device).unsqueeze(1)  # (N, 1)
-        return self.logprobs.expand(len(tokens), -1).gather(1, picked).squeeze(1).tolist()
+    def logprobs_of(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token in its row."""
+        return self.logprobs[rows, tokens].tolist()
+
+    @staticmethod
+    def joined(parts: Sequence[LogitsRows]) -> LogitsRows:
+        """Return the rows of all parts, in their order; does not copy if there is one part."""
+        if len(parts) == 1:
+            return parts[0]
+        return LogitsRows(torch.cat([part.logits for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def pick(self, rows: Sequence[int]) -> LogitsRows:
         """Return rows in another order; does not copy if they are all rows in order."""

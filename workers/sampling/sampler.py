@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, groupby
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,7 +30,6 @@ from workers.contract.messages import (
     SampleEvent,
     SampleRequest,
     SampleResult,
-    SamplingParams,
 )
 from workers.contract.settings import CACHE_SHARE
 from workers.host.free_memory import MemoryShare
@@ -89,6 +89,27 @@ class _Prefill:
 
 
 _Work = _Decode | _Prefill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """The next tokens of sequences of one request, which they had before the pass or begin with it."""
+
+    active: ActiveRequest
+    sequences: Sequence[ActiveSequence]
+    logits: LogitsRows
+    rows: slice
+    """Of `logits`: one per sequence, or one that all of them begin with."""
+
+    @property
+    def row_indices(self) -> range:
+        """The same rows."""
+        return range(self.rows.start, self.rows.stop)
+
+    def numbers(self) -> list[list[float]]:
+        """Return the random numbers by which each of the rows is drawn."""
+        numbers = self.active.next_numbers(self.sequences)
+        return [numbers] if len(self.row_indices) == 1 else [[number] for number in numbers]
 
 
 class Sampler:
@@ -193,8 +214,8 @@ class Sampler:
         stops = self._prefill.plan(is_decoding=bool(decodes))
         for works in self._groups([*decodes, *(_Prefill(*planned) for planned in stops.items())]):
             self._advance(works)
-        for active in [active for active in self.slots.running if active.can_begin]:
-            self._run_or_fail(active, active.begin)
+        # Sequences of which another one of their request left its slot in this step.
+        self._draw([_late(active) for active in self.slots.running if active.can_begin])
         self._promise_blocks()
         events, self._events = self._events, []
         return events
@@ -311,49 +332,55 @@ class Sampler:
         )
 
     def _apply(self, works: Sequence[_Work], outcome: Outcome) -> None:
-        """Record how far prompts are, and draw the next token of all running sequences at once."""
-        drawing: list[tuple[ActiveRequest, slice]] = []
+        """Record how far prompts are; draw the next token of all sequences, running or about to begin, at once."""
+        drawing: list[_Draw] = []
         for work, rows in zip(works, outcome.rows_of, strict=True):
             active = work.active
             if isinstance(work, _Decode):
                 assert rows is not None
+                assert outcome.logits is not None
                 self.slots.moved(active)
-                drawing.append((active, rows))
+                drawing.append(_Draw(active, list(active.sequences), outcome.logits, rows))
                 continue
             self._prefill.advance(active, work.stop)
-            if rows is not None and outcome.logits is not None:
-                active.prompt_computed(outcome.logits.some(rows).copy())
             if active.failure is not None:
                 self._end(active, item_error(active.failure))
-        if drawing:
-            assert outcome.logits is not None
-            self._draw(drawing, outcome.logits)
+            elif rows is not None and outcome.logits is not None:
+                active.prompt_computed(outcome.logits.some(rows))
+                drawing.append(_Draw(active, active.begin(), outcome.logits, rows))
+        self._draw([*drawing, *(_late(work.active) for work in works if work.active.can_begin)])
 
-    def _draw(self, drawing: Sequence[tuple[ActiveRequest, slice]], logits: LogitsRows) -> None:
+    def _draw(self, drawing: Sequence[_Draw]) -> None:
         """Draw the next token of every sequence of some requests; if that fails, of one request at a time."""
-        params = [active.request.params for active, _ in drawing for _ in active.sequences]
-        own = logits.pick([row for _, rows in drawing for row in range(rows.start, rows.stop)])
+        drawing = [draw for draw in drawing if not draw.active.is_over]
+        if not drawing:
+            return
         try:
-            numbers = [number for active, _ in drawing for number in active.next_numbers()]
-            tokens, logprobs = _drawn(own, params, numbers)
+            numbers = [draw.numbers() for draw in drawing]
+            tokens, logprobs = _drawn(drawing, list(chain.from_iterable(numbers)))
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             if len(drawing) == 1:
-                active = drawing[0][0]
+                active = drawing[0].active
                 self._end(active, logged_error(active.request.op_id, error))
                 return
             for one in drawing:
-                self._draw([one], logits)
+                self._draw([one])
             return
         stop = 0
-        for active, _ in drawing:
-            start, stop = stop, stop + len(active.sequences)
-            drawn = slice(start, stop)
-            self._run_or_fail(active, partial(active.append, tokens[drawn], logprobs[drawn], own, start))
+        for draw, of_draw in zip(drawing, numbers, strict=True):
+            start, stop = stop, stop + sum(map(len, of_draw))
+            drawn = tokens[start:stop], logprobs[start:stop]
+            self._run_or_fail(draw.active, partial(draw.active.append, draw.sequences, *drawn, draw.logits, draw.rows))
 
     def _run_or_fail(
         self, active: ActiveRequest, change: Callable[[], tuple[list[SampleEvent], list[ActiveSequence]]]
     ) -> None:
-        """Apply a change to a request; take its events and ended sequences. If it raises, the request fails."""
+        """Apply a change to a request unless it is over; take its events and ended sequences.
+
+        If the change raises, the request fails.
+        """
+        if active.is_over:
+            return
         try:
             events, ended = change()
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
@@ -380,12 +407,27 @@ class Sampler:
         self.blocks.drop_orphans()
 
 
-def _drawn(
-    rows: LogitsRows, params: Sequence[SamplingParams], numbers: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Return a token for each row and its log-probability. Raises NonFiniteLogitsError."""
+def _late(active: ActiveRequest) -> _Draw:
+    """Begin sequences that had no slot when their prompt was computed."""
+    first = active.first
+    assert first is not None
+    return _Draw(active, active.begin(), first, slice(0, 1))
+
+
+def _drawn(drawing: Sequence[_Draw], numbers: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
+    """Return a token for each number of each row, and its log-probability. Raises NonFiniteLogitsError."""
+    params = [draw.active.request.params for draw in drawing for _ in draw.row_indices]
+    rows = _rows(drawing)
     if not rows.logits.is_cpu:
         return device_drawing.draw_rows(rows.logits, rows.logprobs, params, numbers)
     check_finite(rows.values)
     tokens = draw_rows(rows.values, params, numbers)
-    return tokens, rows.logprobs_of(tokens)
+    return tokens, rows.logprobs_of([row for row, of_row in enumerate(numbers) for _ in of_row], tokens)
+
+
+def _rows(drawing: Sequence[_Draw]) -> LogitsRows:
+    """Return the rows of all draws, in their order."""
+    parts = [list(draws) for _, draws in groupby(drawing, key=lambda draw: id(draw.logits))]
+    return LogitsRows.joined(
+        [draws[0].logits.pick([row for draw in draws for row in draw.row_indices]) for draws in parts]
+    )

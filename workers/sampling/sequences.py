@@ -32,7 +32,7 @@ from workers.contract.messages import (
     TokenLogprobs,
 )
 from workers.sampling.delta_states import StateOwner
-from workers.sampling.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
+from workers.sampling.drawing import NonFiniteLogitsError, likeliest, uniforms
 from workers.sampling.kv_cache import SequenceBlocks
 from workers.sampling.prompts import Prompt, PromptOutputs
 from workers.sampling.sample_pass import LogitsRows
@@ -141,8 +141,8 @@ class ActiveRequest:
         self.is_over = False
         self.failure: NonFiniteLogitsError | None = None
         """Set when the prompt's logits are not finite: the request fails after the pass, which others share."""
-        self._first: LogitsRows | None = None
-        """The row (1, V) that every sequence's first token is drawn from; until the last sequence has begun."""
+        self.first: LogitsRows | None = None
+        """The row (1, V) that the first tokens of sequences without a slot are drawn from; until the last has begun."""
         self._stop_strings = stop_strings
         self._vocab_size = vocab_size
         self._finished: list[SampledSequence | None] = [None] * request.num_samples
@@ -180,8 +180,8 @@ class ActiveRequest:
 
     @property
     def can_begin(self) -> bool:
-        """Whether a sequence can begin: the prompt is computed, and there is a slot."""
-        return self._first is not None and self.num_free_slots > 0
+        """Whether a sequence that had no slot when the prompt was computed has one now."""
+        return self.first is not None and self.num_free_slots > 0
 
     @property
     def num_sampled(self) -> int:
@@ -206,7 +206,7 @@ class ActiveRequest:
         self.engine_s += engine_s
         if self._began_s is None:
             self._began_s = began_s
-        if self._first is None and not self.num_begun:
+        if not self.num_begun:
             self._prefilled_s = ended_s
         self._ended_s = ended_s
 
@@ -222,53 +222,42 @@ class ActiveRequest:
             self.failure = error.with_traceback(None)  # a traceback would keep the pass's tensors in memory
 
     def prompt_computed(self, first: LogitsRows) -> None:
-        """Take the logits (1, V) of the prompt's last position."""
-        self._first = first
+        """Take the logits (1, V) of the prompt's last position; keep a copy for sequences that have no slot yet."""
+        if self.num_waiting:
+            self.first = first.copy()
 
-    def begin(self) -> tuple[list[SampleEvent], list[ActiveSequence]]:
-        """Begin a sequence in every free slot and draw its first token; return events, and sequences that ended."""
-        assert self._first is not None
+    def begin(self) -> list[ActiveSequence]:
+        """Begin a sequence in every free slot; return these sequences."""
         begun = [ActiveSequence(self.num_begun + number, self._block_tokens) for number in range(self.num_free_slots)]
         self.num_begun += len(begun)
         self.sequences += begun
-        first = self._first
         if self.num_begun == self.request.num_samples:
-            self._first = None
-        logits = first.values
-        check_finite(logits)
+            self.first = None
+        return begun
+
+    def next_numbers(self, sequences: Sequence[ActiveSequence]) -> list[float]:
+        """Return the random number of each sequence's next token; none if the request wants no token."""
         params = self.request.params
         if params.max_tokens == 0:
-            return [], [self._finish(sequence, StopReason.LENGTH) for sequence in begun]
-        distribution = Distribution(logits[0], params)
-        tokens = [distribution.pick(number) for number in self._numbers(begun)]
-        return self._append(begun, tokens, first.logprobs_of(tokens), first, [0] * len(begun))
-
-    def next_numbers(self) -> list[float]:
-        """Return the random number of the next token of every running sequence."""
-        return self._numbers(self.sequences)
-
-    def append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], rows: LogitsRows, first_row: int
-    ) -> tuple[list[SampleEvent], list[ActiveSequence]]:
-        """Append a drawn token to every running sequence; return events, and sequences that ended.
-
-        `first_row` is the index in `rows` of the first sequence's logits; the others follow.
-        """
-        return self._append(self.sequences, tokens, logprobs, rows, range(first_row, first_row + len(tokens)))
-
-    def _numbers(self, sequences: Sequence[ActiveSequence]) -> list[float]:
-        params = self.request.params
+            return []
         return [0.0 if params.temperature == 0 else sequence.next_number(params.seed) for sequence in sequences]
 
-    def _append(
+    def append(
         self,
         sequences: Sequence[ActiveSequence],
         tokens: Sequence[int],
         logprobs: Sequence[float],
-        rows: LogitsRows,
-        row_of: Sequence[int],
+        logits: LogitsRows,
+        rows: slice,
     ) -> tuple[list[SampleEvent], list[ActiveSequence]]:
+        """Append a drawn token to each of some running sequences; return events, and sequences that ended.
+
+        `rows` of `logits` gave the tokens: one row per sequence, or one that all of them begin with. A request that
+        wants no token has none, and its sequences end.
+        """
         request = self.request
+        if request.params.max_tokens == 0:
+            return [], [self._finish(sequence, StopReason.LENGTH) for sequence in sequences]
         events: list[SampleEvent] = []
         reasons: list[tuple[ActiveSequence, StopReason]] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
@@ -282,13 +271,12 @@ class ActiveRequest:
             if reason is not None:
                 reasons.append((sequence, reason))
         if request.topk_sample_logprobs:
-            self._note_likeliest(sequences, rows, row_of)
+            self._note_likeliest(sequences, logits.some(rows))
         return events, [self._finish(*ended) for ended in reasons]
 
-    def _note_likeliest(self, sequences: Sequence[ActiveSequence], rows: LogitsRows, row_of: Sequence[int]) -> None:
-        logprobs = rows.logprobs.cpu().numpy()  # (N, V)
-        for row, sequence in zip(row_of, sequences, strict=True):
-            own = logprobs[row]
+    def _note_likeliest(self, sequences: Sequence[ActiveSequence], rows: LogitsRows) -> None:
+        logprobs = rows.logprobs.cpu().numpy()  # (S, V), or (1, V) for all
+        for own, sequence in zip(np.broadcast_to(logprobs, (len(sequences), self._vocab_size)), sequences, strict=True):
             tokens = likeliest(own, self.request.topk_sample_logprobs)
             sequence.topk.append((tokens, own[tokens]))
 

@@ -117,12 +117,14 @@ def test_adapters_of_no_experts_take_no_launch(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("has_backward", [True, False])
-def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts(layer: Layer, *, has_backward: bool) -> None:
-    num_rows = 64  # a tile for each adapter and expert
+@pytest.mark.parametrize("num_rows", [2, 64])  # to few of the experts, and to all
+def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts(
+    layer: Layer, num_rows: int, *, has_backward: bool
+) -> None:
     layer.x, layer.dout, layer.weights = layer.x[:num_rows], layer.dout[:num_rows], layer.weights[:num_rows]
     layer.choices = layer.choices[:num_rows]
     with metered() as moved:
-        layer.added([(0, 0, 32), (1, 32, 64)], has_backward=has_backward)
+        layer.added([(0, 0, num_rows // 2), (1, num_rows // 2, num_rows)], has_backward=has_backward)
     assert moved.num_launches == moved.num_counted == (12 if has_backward else 4)
     assert moved.num_bytes == pytest.approx(moved.num_counted_bytes, rel=0.05)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +25,10 @@ from tests.support.numerics.samplers import (
     sampling,
 )
 from workers.contract.contents import whole
-from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, StopReason, TokenEvent
+from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, SamplingParams, StopReason, TokenEvent
+from workers.sampling import sampler as sampler_module
+from workers.sampling.drawing import draw_rows
+from workers.sampling.sequences import StopStrings
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +157,36 @@ def test_more_sequences_than_slots_wait_and_get_the_same_tokens(each_kind: Path)
         assert s.sampler.slots.num_granted <= 3
     assert_same_bits(s.result("many").sequences, wide)
     assert s.result("behind").error is None
+
+
+@pytest.mark.parametrize("what", ["drawing", "text"])
+def test_a_request_that_fails_in_the_step_of_a_late_first_token_fails_once(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Patches what draws, and what decodes: no request makes them fail for its running sequences only."""
+    s = sampling(qwen3, num_sequences_max=4)
+    (solo,) = s.sequences(request("solo"))
+    s.sampler.start_sample(request("short", num_samples=2, max_tokens=3))
+    s.sampler.start_sample(request("failing", seed=8, num_samples=2, stream=True, stop_strings=("never",)))
+    for _ in range(3):
+        s.step()
+    assert s.result("short").error is None
+    s.sampler.start_sample(request("kept"))
+
+    def drawing(logits: Any, params: Sequence[SamplingParams], numbers: Any) -> list[int]:
+        if any(own.seed == 8 for own in params):
+            raise MemoryError
+        return draw_rows(logits, params, numbers)
+
+    if what == "drawing":
+        monkeypatch.setattr(sampler_module, "draw_rows", drawing)
+    else:
+        monkeypatch.setattr(StopStrings, "is_completed", Mock(side_effect=MemoryError))
+    s.step()
+    assert s.result("failing").error is not None
+    assert {event.sequence_index for event in s.events if isinstance(event, TokenEvent)} == {0}
+    s.run()
+    assert_same_bits(s.result("kept").sequences, solo)
 
 
 def test_more_versions_than_bank_slots_are_sampled_together(each_kind: Path) -> None:

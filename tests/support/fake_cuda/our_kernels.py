@@ -83,13 +83,18 @@ def _added_gradients(call: Call) -> Cost:
     return Cost(1, read + 2 * num_values * dxa.element_size(), flops)
 
 
+PROGRAM_BYTES = 24
+"""What a program of experts reads to find its rows and its matrix, also if there are none."""
+
+
 def _expanded_to_experts(call: Call) -> Cost:
     """Each block of columns reads its matrix's part of all rows of xa, each group its matrix once."""
     ys, xa, rows, lasts = _linears(call, "y", 2), call.argument("xa"), call.argument("rows"), call.argument("lasts")
     num_blocks, (num_parts, _, width) = -(-ys[0].shape[1] // EXPERT_COLUMNS), xa.shape
     matrices = min(len(rows), lasts.numel() // 2) * width * ys[0].shape[1] * ys[0].element_size()
     read = num_blocks * (len(ys) * num_bytes(rows) + num_parts * len(rows) * width * xa.element_size()) + matrices
-    return Cost(1, read + 2 * sum(map(num_bytes, ys)), 2.0 * len(rows) * width * ys[0].shape[1])
+    programs = PROGRAM_BYTES * num_blocks * len(ys) * lasts.numel() // 2
+    return Cost(1, read + programs + 2 * sum(map(num_bytes, ys)), 2.0 * len(rows) * width * ys[0].shape[1])
 
 
 def _shrunk_of_experts(call: Call) -> Cost:
@@ -97,7 +102,8 @@ def _shrunk_of_experts(call: Call) -> Cost:
     xa, ys, lasts = call.argument("xa"), _linears(call, "y", 2), call.argument("lasts")
     matrices = min(len(xa), lasts.numel() // 2) * xa.shape[1] * ys[0].shape[1] * ys[0].element_size()
     flops = 2.0 * xa.numel() * ys[0].shape[1]
-    return Cost(1, sum(map(num_bytes, ys)) + matrices + num_bytes(xa), flops)
+    programs = PROGRAM_BYTES * len(ys) * lasts.numel() // 2
+    return Cost(1, sum(map(num_bytes, ys)) + matrices + programs + num_bytes(xa), flops)
 
 
 def _added_expert_gradients(call: Call) -> Cost:
@@ -109,7 +115,8 @@ def _added_expert_gradients(call: Call) -> Cost:
     of_rows = num_bytes(rows) + (0 if weights is None else num_bytes(weights))
     lefts = num_blocks * (len(rows) * width * xa.element_size() + len(dys) * num_times * of_rows)
     num_values = min(len(rows), len(call.argument("lasts")) * len(ranks)) * width * num_columns
-    read = num_times * sum(map(num_bytes, dys)) + lefts
+    programs = PROGRAM_BYTES * num_times * num_blocks * len(dys) * call.argument("lasts").numel() // 2
+    read = num_times * sum(map(num_bytes, dys)) + lefts + programs
     return Cost(1, read + 2 * num_values * xa.element_size(), 2.0 * len(rows) * width * num_columns)
 
 
@@ -243,3 +250,19 @@ declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_ke
 declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")
 declare(f"{NAMESPACE}::adamw_squares", _squared, "workers/training/adamw_kernels.py: its grid")
 declare(f"{NAMESPACE}::adamw_update", _updated, "workers/training/adamw_kernels.py: its grid")
+
+
+def _slots_stepped(call: Call) -> Cost:
+    """A value head reads its state and its key head's inputs. States and inputs of key heads are written once."""
+    history, states, value = call.argument("history"), call.argument("states"), call.argument("value")
+    num_seqs = len(call.argument("rows"))
+    _, heads, per_key, key_dim, value_dim = states.shape
+    num_heads, size, num_before = heads * per_key, value.element_size(), history.shape[1]
+    channels, written = num_heads * (2 * key_dim + value_dim), history.shape[2]
+    convolved = channels * (num_before + 1) * (size + 4) + written * num_before * size
+    others = num_heads * (value_dim * (2 * size + 4) + 2 * size + 2 * 4 + 3 * 8)
+    moved = 2 * num_heads * key_dim * value_dim * 4
+    return Cost(1, num_seqs * (convolved + others + moved), 8.0 * num_seqs * num_heads * key_dim * value_dim)
+
+
+declare(f"{NAMESPACE}::step_slots", _slots_stepped, "workers/sampling/delta_kernels.py: a program a value head")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
 
+import workers.engine
 from scripts.bench.gpu import sides
 from scripts.bench.gpu.cases import Case, random_data
 from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, REDUCED_SHAPES, decoding, engine_of, passes, training
@@ -20,12 +22,16 @@ from workers.contract.messages import (
     Batch,
     Datum,
     PassItem,
+    SampleEvent,
     SampleRequest,
     SampleResult,
     SamplerVersion,
     SamplingParams,
+    TokenEvent,
 )
+from workers.engine import TrainingEngine
 from workers.rows import RowLayout
+from workers.sampling.sampler import SamplerLimits
 from workers.training import device_logits
 from workers.training.memory import Load, PassMemory
 
@@ -56,6 +62,45 @@ def steps_in_which_samples_join(**settings: Any) -> list[Counts]:
             assert not [event for event in events if isinstance(event, SampleResult) and event.error]
         assert not engine.can_decode()
         return steps
+
+
+def step_with_prompt_logprobs(num_requests: int) -> Counts:
+    """Return the counts of a step with the prompts of so many requests, which want log-probabilities of their tokens.
+
+    They fit into one call of `PromptOutputs.note` each.
+    """
+    with engine_of("tiny", cache_bytes_max=1 << 30) as (engine, counting):
+        for number in range(num_requests):
+            _start(engine, f"s{number}", 40, prompt_logprobs=True, prompt_targets=np.ones((39, 2), np.int32))
+        with counting.stretch() as counts:
+            names = {event.op_id for event in engine.decode_step() if isinstance(event, TokenEvent)}
+        assert len(names) == num_requests
+        return counts
+
+
+def step_with_late_slots() -> Counts:
+    """Return the counts of the step in which a running request's last sample gets the slot of another request."""
+    limits = partial(SamplerLimits, num_sequences_max=4)
+    with patch.object(workers.engine, "SamplerLimits", limits), engine_of("tiny") as (engine, counting):
+        _start(engine, "a", 40, num_samples=2, params=SamplingParams(max_tokens=3, seed=1))
+        _start(engine, "b", 40, num_samples=3)
+        for _ in range(3):
+            assert _drawing(engine.decode_step(), "b") == {0, 1}
+        with counting.stretch() as counts:
+            assert _drawing(engine.decode_step(), "b") == {0, 1, 2}
+        return counts
+
+
+def _drawing(events: Sequence[SampleEvent], name: str) -> set[int]:
+    """Return the sequences of a request that drew a token."""
+    return {event.sequence_index for event in events if isinstance(event, TokenEvent) and event.op_id == name}
+
+
+def _start(engine: TrainingEngine, name: str, num_tokens: int, **changes: Any) -> None:
+    """Begin a request on the base model; it streams its tokens."""
+    numbers: dict[str, Any] = {"num_samples": 1, "params": SamplingParams(max_tokens=8, seed=1), "stream": True}
+    prompt, version = np.arange(num_tokens, dtype=np.int32), SamplerVersion(key="")
+    engine.start_sample(SampleRequest(op_id=name, scope=name, version=version, prompt=prompt, **numbers | changes))
 
 
 def memory_of_a_pass(name: str, load: Case, **settings: Any) -> tuple[int, int, int]:
@@ -190,3 +235,9 @@ def bank_of(name: str, ranks: Sequence[int]) -> tuple[int, int, int]:
             engine.bank.acquire([key])
         assert torch.cuda.mem_get_info()[0] == free_bytes - engine.bank.device_bytes
         return free_bytes, engine.bank.device_bytes, engine.bank.num_resident
+
+
+def operations_of_an_exact_pass() -> set[str]:
+    """Return the operations of a pass in exact mode that launch kernels; those of our own have a namespace."""
+    counts, _ = training("tiny", Case(3, 2, 16), exact=True)
+    return set(counts.by_operation)

@@ -29,7 +29,14 @@ SETTINGS: list[dict[str, Any]] = [
 def drawn(
     logits: np.ndarray[Any, np.dtype[np.float32]], params: list[SamplingParams], numbers: list[float]
 ) -> tuple[list[int], list[float]]:
-    """Draw as a device does."""
+    """Draw a token of each row as a device does."""
+    return drawn_by(logits, params, [[number] for number in numbers])
+
+
+def drawn_by(
+    logits: np.ndarray[Any, np.dtype[np.float32]], params: list[SamplingParams], numbers: list[list[float]]
+) -> tuple[list[int], list[float]]:
+    """Draw as a device does, by any numbers of each row."""
     rows = torch.from_numpy(logits)
     return device_drawing.draw_rows(rows, rows.log_softmax(-1), params, numbers)
 
@@ -42,7 +49,7 @@ def test_rows_are_drawn_as_on_a_cpu(seed: int, vocab_size: int, levels: int) -> 
     logits = (rng.integers(0, levels, (len(params), vocab_size)) * (10 / levels)).astype(np.float32)
     numbers = rng.random(len(params)).tolist()
     tokens, logprobs = drawn(logits, params, numbers)
-    assert tokens == drawing.draw_rows(logits, params, numbers)
+    assert tokens == drawing.draw_rows(logits, params, [[number] for number in numbers])
     expected = torch.from_numpy(logits).log_softmax(-1)[torch.arange(len(params)), tokens]
     assert logprobs == expected.tolist()
 
@@ -53,7 +60,7 @@ def test_the_lowest_ids_are_kept_of_different_logits_with_equal_weights(top_k: i
     logits = np.array([[1e-25, -5, 2e-25, 3e-25, 1.0, 4e-25]], np.float32)
     params = [SamplingParams(max_tokens=1, top_k=1 + top_k)]
     for number in np.linspace(0, 0.999, 40):
-        assert drawn(logits, params, [number])[0] == drawing.draw_rows(logits, params, [number])
+        assert drawn(logits, params, [number])[0] == drawing.draw_rows(logits, params, [[number]])
 
 
 def test_a_row_is_drawn_as_solo_among_others() -> None:
@@ -65,12 +72,38 @@ def test_a_row_is_drawn_as_solo_among_others() -> None:
         assert drawn(logits[row : row + 1], params[row : row + 1], numbers[row : row + 1])[0] == [token]
 
 
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from([2, 97, 2048]))
+def test_first_tokens_of_a_prompt_are_drawn_as_on_a_cpu_beside_next_tokens(seed: int, vocab_size: int) -> None:
+    """Many sequences begin with the row of their prompt; a request without tokens has a row and no number."""
+    rng = np.random.default_rng(seed)
+    params = [SamplingParams(max_tokens=1, **changes) for changes in SETTINGS]
+    logits = rng.normal(size=(len(params), vocab_size)).astype(np.float32)
+    numbers = [rng.random(count).tolist() for count in rng.permutation([0, 0, 1, 1, 1, 2, 3, 5, 9])]
+    tokens, logprobs = drawn_by(logits, params, numbers)
+    assert tokens == drawing.draw_rows(logits, params, numbers)
+    rows = np.repeat(np.arange(len(params)), list(map(len, numbers)))
+    assert logprobs == torch.from_numpy(logits).log_softmax(-1)[rows, tokens].tolist()
+
+
+def test_every_first_token_of_a_row_is_drawn_as_solo() -> None:
+    rng = np.random.default_rng(3)
+    params = [SamplingParams(max_tokens=1, **changes) for changes in SETTINGS]
+    logits = rng.normal(size=(len(params), 97)).astype(np.float32)
+    numbers = [rng.random(1 + place % 4).tolist() for place in range(len(params))]
+    solo = [
+        drawn(logits[row : row + 1], params[row : row + 1], [number])[0][0]
+        for row, of_row in enumerate(numbers)
+        for number in of_row
+    ]
+    assert drawn_by(logits, params, numbers)[0] == solo
+
+
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_numbers_at_the_ends_pick_kept_tokens(number: float) -> None:
     logits = np.array([[-np.float32(200), 1, 0, -200]], np.float32).repeat(2, axis=0)
     params = [SamplingParams(max_tokens=1, temperature=0.1), SamplingParams(max_tokens=1, temperature=0.1, top_k=2)]
     tokens, _ = drawn(logits, params, [number] * 2)
-    assert tokens == drawing.draw_rows(logits, params, [number] * 2)
+    assert tokens == drawing.draw_rows(logits, params, [[number]] * 2)
     assert set(tokens) <= {1, 2}
 
 
@@ -81,3 +114,10 @@ def test_logits_that_are_not_finite_are_refused(bad: float, changes: dict[str, A
     logits[1, 96] = bad
     with pytest.raises(drawing.NonFiniteLogitsError, match="infinite or not a number"):
         drawn(logits, [SamplingParams(max_tokens=1, **changes)] * 2, [0.5, 0.999])
+
+
+@pytest.mark.parametrize("numbers", [[[0.5], []], [[], []]])
+def test_logits_of_a_request_without_tokens_are_refused_too(numbers: list[list[float]]) -> None:
+    logits = np.array([[0, 1], [0, np.nan]], np.float32)
+    with pytest.raises(drawing.NonFiniteLogitsError):
+        drawn_by(logits, [SamplingParams(max_tokens=1), SamplingParams(max_tokens=0)], numbers)

@@ -158,7 +158,7 @@ def test_rows_are_drawn_as_each_one_solo(changes: dict[str, Any], vocab_size: in
     logits = rng.standard_normal((7, vocab_size)).astype(np.float32)
     numbers = rng.random(7).tolist()
     solo = [draw(row, params(**changes), number) for row, number in zip(logits, numbers, strict=True)]
-    assert draw_rows(logits, [params(**changes)] * 7, numbers) == solo
+    assert draw_rows(logits, [params(**changes)] * 7, [[number] for number in numbers]) == solo
 
 
 def test_rows_with_parameters_of_their_own_are_drawn_as_each_one_solo() -> None:
@@ -167,6 +167,15 @@ def test_rows_with_parameters_of_their_own_are_drawn_as_each_one_solo() -> None:
     logits = rng.standard_normal((len(own), 300)).astype(np.float32)
     numbers = rng.random(len(own)).tolist()
     solo = [draw(*drawing) for drawing in zip(logits, own, numbers, strict=True)]
+    assert draw_rows(logits, own, [[number] for number in numbers]) == solo
+
+
+def test_every_number_of_a_row_is_drawn_as_solo_and_a_row_without_one_gives_no_token() -> None:
+    rng = np.random.default_rng(3)
+    own = [params(temperature=t, top_k=k) for t in (0.0, 0.7) for k in (-1, 5)] * 2
+    logits = rng.standard_normal((len(own), 300)).astype(np.float32)
+    numbers = [rng.random(place % 4).tolist() for place in range(len(own))]
+    solo = [draw(row, by, number) for row, by, of_row in zip(logits, own, numbers, strict=True) for number in of_row]
     assert draw_rows(logits, own, numbers) == solo
 
 
