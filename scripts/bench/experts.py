@@ -32,7 +32,8 @@ from scripts.bench.common import (
 )
 from scripts.bench.models import MIXTURE, Case, Model, add_model_options, open_models
 from scripts.bench.sides.training import Fused
-from workers.model.expert_products import Dispatch, ExpertLayer, ExpertSegments
+from workers.model.expert_products import Dispatch, ExpertLayer
+from workers.model.expert_shares import ExpertSegments
 from workers.model.segments import Routing, Segment
 from workers.rows import AdapterViews, RowLayout
 

@@ -1,17 +1,19 @@
-"""Where rows of a pass go among experts, found on a GPU: nothing is read back, and no launch is one expert's.
+"""Where rows of a pass go among experts, found on a GPU, and what adapters add there, by kernels of our own: nothing is
+read back, and no launch is one expert's or one adapter's.
 
-The counterparts of `Dispatch`, `ExpertSegments` and `Shares` for a device with grouped matmul. A row's place follows
-from counts: of all choices in row order, each expert's are numbered. So the rows are in the same order as on a CPU,
-without padding. What an adapter adds is one grouped product of its own rows, sorted by expert.
+The counterparts of `Dispatch` and `expert_shares` for a device with grouped matmul. A row's place follows from counts:
+of all choices in row order, each expert's are numbered. So the rows are in the same order as on a CPU, without padding,
+and those that a segment sends to an expert, a *group*, are adjacent: two counts of the expert say where.
 
-Does not depend on the bank, on models, or on the formulas of a layer (`expert_products`).
+Defining the operations imports no Triton (`gpu_operations`). Does not depend on the bank, on models, or on the formulas
+of a layer (`expert_products`).
 
-Main invariant: a group of a grouped matmul has the rows that one adapter sends to one expert, and a sum over rows never
-leaves it. The kernel may divide its work by all groups together, so an adapter's bits are not those that it has solo;
-exact mode does without.
+Main invariant: what an adapter adds to a row depends on that row, its expert and the adapter, and a sum over rows never
+leaves a group. Grouped matmul may divide its work by all groups together, so an adapter's bits are not those that it
+has solo; exact mode does without.
 
-Dimensions: T rows of the pass, k experts of a row, E experts, F values of a row, A adapters of a part, N choices of a
-part's rows.
+Dimensions: T rows of the pass, k experts of a row, P their T k choices, sorted by expert, D hidden size, F inner size,
+E experts, N segments, S adapters, R padded rank, G matrices of an adapter and expert (1 or 2), M the largest G * R.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from workers.host.uploads import on_device
-from workers.model.expert_products import Part, parts_of, summed_choices
+from workers.model.expert_products import ExpertLayer, summed_choices
+from workers.model.fused_runs import FusedRun, TrainingRun, adapters_of
+from workers.model.gpu_operations import define
 from workers.model.segments import Routing, Segment
 from workers.rows import GroupShape
 
@@ -34,6 +37,36 @@ VALUES_MULTIPLE = 8
 """The kernel needs rows that are multiples of 16 bytes apart, which are so many values in bf16."""
 MAJOR_CAPABILITIES = (9, 10)
 """Compute capabilities of GPUs on which grouped matmul of bf16 is one kernel. On others the library loops and waits."""
+COLUMNS = 64
+"""Of a program of `EXPAND_EXPERTS` and of `ADD_EXPERT_GRADIENTS`."""
+
+EXPAND_EXPERTS = (
+    "expand_experts(Tensor(a!) y0, Tensor(b!)? y1, Tensor xa, Tensor rows, Tensor addresses, Tensor lasts, "
+    "Tensor owners, Tensor ranks, int tile_rows)"
+)
+"""Add to y_i (P, F) the product of xa's row of the pass with M_i[e] (R, F), of each row's adapter and expert.
+
+xa (parts, T, M), fp32, is summed over its parts. `rows` (P,): of the pass. `addresses` (S, G) int64, rows maybe with
+gaps: of each M_i (E R, F) in the dtype of y; 0: not adapted, and nothing is written. `lasts` (E, N, 2) int32: the row
+before each group's first, and its last. `owners` (N,) int32: each segment's adapter. `ranks` (S,) int32: R. Strides of
+y0 and y1 are equal, of rows and columns.
+"""
+SHRINK_EXPERTS = (
+    "shrink_experts(Tensor(a!) xa, Tensor y0, Tensor? y1, Tensor addresses, Tensor lasts, Tensor owners, Tensor ranks, "
+    "Tensor scalings, int tile_rows)"
+)
+"""Set xa (P, M), fp32, to scaling y_i M_i[e]^T, from y_i (P, F); `scalings` (S,) fp32; the others as in
+`EXPAND_EXPERTS`."""
+ADD_EXPERT_GRADIENTS = (
+    "add_expert_gradients(Tensor dy0, Tensor? dy1, Tensor xa, Tensor rows, Tensor? row_weights, Tensor gradients, "
+    "Tensor lasts, Tensor firsts, Tensor ranks)"
+)
+"""Add the sum of w xa_i^T dy_i over the rows of each adapter and expert to the gradient of M_i[e], fp32.
+
+dy_i (P, F), xa (T, M) fp32; w (P, 1) is `row_weights`, or 1. `gradients` as `addresses` in `EXPAND_EXPERTS`. Segments
+are sorted by adapter, then by row; `firsts` (S + 1,) int32: the first one of each adapter, and their number.
+"""
+define("workers.model.expert_kernels", EXPAND_EXPERTS, SHRINK_EXPERTS, ADD_EXPERT_GRADIENTS)
 
 
 def can_group(device: torch.device, shapes: Sequence[GroupShape]) -> bool:
@@ -58,9 +91,10 @@ class GroupedDispatch:
         counts = counted[:, -1]
         self.ends = counts.cumsum(0, dtype=torch.int32)
         """(E,) the row after the last of each expert."""
-        self.ranks = counted.gather(0, self.experts.unsqueeze(0)).squeeze(0)
-        """(T k,) of each choice among its expert's, from 1."""
-        places = self.ranks + (self.ends - counts - 1)[self.experts]
+        self.befores = self.ends - counts - 1
+        """(E,) the row before the first of each expert."""
+        ranks = counted.gather(0, self.experts.unsqueeze(0)).squeeze(0)  # from 1
+        places = ranks + self.befores[self.experts]
         self.places = places.view(choices.shape)
         """(T, k) where each row's choices are."""
         self.sources = torch.empty_like(places)
@@ -79,90 +113,62 @@ class GroupedDispatch:
         return summed_choices(self.places, values, weights)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The choices of one adapter's rows, among those of its part."""
-
-    begin: int
-    stop: int
-    slot: int
-    """Of the adapter in its slab."""
-
-
-@dataclass(slots=True)
-class GroupedShares:
-    """Implements `expert_products.Sharing`: the choices of all rows of a part, by adapter, then by expert."""
-
-    part: int
-    groups: Sequence[_Group]
-    ends: Tensor
-    """(A, E) int32: in each adapter's choices the one after the last of each expert."""
-    rows: Tensor
-    """(N,) where the choices are among all rows of experts."""
-    rows_of_pass: Tensor
-    """(N,)"""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """See `expert_products.Sharing`."""
-        return tensor.index_select(0, self.rows)
-
-    def of_pass(self, tensor: Tensor) -> Tensor:
-        """See `expert_products.Sharing`."""
-        return tensor.index_select(0, self.rows_of_pass)
-
-    def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
-        """See `expert_products.Sharing`."""
-        products, values = [], _adjacent(values)
-        for group, ends in zip(self.groups, self.ends, strict=True):
-            matrices = slab_matrices[group.slot].unflatten(0, (num_experts, -1))
-            matrices = matrices.transpose(1, 2) if is_transposed else matrices
-            products.append(F.grouped_mm(values[group.begin : group.stop], matrices, offs=ends))
-        return products[0] if len(products) == 1 else torch.cat(products)
-
-    def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
-        """See `expert_products.Sharing`."""
-        right = _adjacent(right)
-        for group, ends in zip(self.groups, self.ends, strict=True):
-            own = slice(group.begin, group.stop)
-            product = F.grouped_mm(left[own].t(), right[own], offs=ends)
-            slab_gradients[group.slot].unflatten(0, (num_experts, -1)).add_(product)
-
-    def add_rows(self, target: Tensor, values: Tensor) -> None:
-        """See `expert_products.Sharing`."""
-        target.index_add_(0, self.rows, values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The choices of a part's rows, on the device, for all layers."""
-
-    groups: Sequence[_Group]
-    choices: Tensor
-    """(N,) of the T k choices of the pass, in row order."""
-    adapters: Tensor
-    """(N,) whose they are."""
-    begins: Tensor
-    """(A,) int32, the first of each adapter's among the N."""
-    edges: Tensor
-    """(2, A) the last choice before each adapter's, or any if there is none, and its own last one."""
-    is_first: Tensor
-    """(A,) whether there is none before."""
-
-
 class GroupedSegments:
-    """The segments of a pass whose adapters adapt the experts."""
+    """Implements `expert_products.AdaptersOfPass` on a device."""
 
-    def __init__(self, routing: Routing, num_choices: int, gate_up: int, down: int) -> None:
-        """Take the segments of a pass whose rows choose so many experts, and the groups of a layer."""
-        merged = _merged(routing.segments)
-        self.parts = parts_of(Routing((), 1), merged, gate_up, down)
-        self._places = [_places(part, num_choices) for part in self.parts]
+    def __init__(self, routing: Routing, num_choices: int, gate_up: int) -> None:
+        """Take the segments of a pass whose rows choose so many experts, and a group that stands for all experts."""
+        self._segments: _Segments | None = None
+        for run in routing.runs:  # one, or none without segments
+            assert isinstance(run, FusedRun), "kernels of our own compute all segments"
+            if run.is_adapted[gate_up]:
+                self._segments = _segments(run, routing.segments, num_choices)
 
-    def shares(self, dispatch: GroupedDispatch) -> list[GroupedShares]:
-        """Return what the adapters send to the experts, part by part; called once, it drops the dispatch's counts."""
+    def of_layer(self, layer: ExpertLayer, dispatch: GroupedDispatch) -> GroupsOfLayer | None:
+        """See `expert_products.AdaptersOfPass`; drops the dispatch's counts."""
         counted, dispatch.counted = dispatch.counted, None
-        assert counted is not None, "the shares of this dispatch were made already"
-        return [_shares(number, places, dispatch, counted) for number, places in enumerate(self._places)]
+        assert counted is not None, "the groups of this dispatch were found already"
+        segments = self._segments
+        if segments is None:
+            return None
+        of_edges = counted.index_select(1, segments.edges)  # (E, 2 N)
+        lasts = torch.addcmul(dispatch.befores.unsqueeze(1), of_edges, segments.is_counted)
+        return GroupsOfLayer(layer, dispatch, segments, lasts.unflatten(1, (-1, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """The segments of a pass on the device, for all layers: by adapter, then by row, adjacent ones as one."""
+
+    run: FusedRun
+    """Of their adapters."""
+    edges: Tensor
+    """(2 N,) the last choice before each segment's first, or any if there is none, and its last."""
+    is_counted: Tensor
+    """(2 N,) int32: 0 where there is no choice before a segment's first."""
+    owners: Tensor
+    """(N,) int32: each segment's adapter."""
+    firsts: Tensor
+    """(S + 1,) int32: the first segment of each adapter, and their number."""
+
+
+def _segments(run: FusedRun, segments: Sequence[Segment], num_choices: int) -> _Segments:
+    number_of = {id(adapter): number for number, adapter in enumerate(adapters_of(segments))}
+    merged = sorted(_merged(segments), key=lambda segment: number_of[id(segment.adapter)])
+    starts, stops = (
+        num_choices * np.array([getattr(segment, name) for segment in merged]) for name in ("start", "stop")
+    )
+    owners = np.array([number_of[id(segment.adapter)] for segment in merged])
+    edges = np.stack([np.maximum(starts, 1), stops], axis=1) - 1
+    is_counted = np.stack([starts > 0, stops > 0], axis=1)
+    firsts, device = np.searchsorted(owners, np.arange(len(number_of) + 1)), segments[0].adapter.device
+    return _Segments(
+        run=run,
+        edges=on_device(edges.reshape(-1), device),
+        is_counted=on_device(is_counted.reshape(-1), device, torch.int32),
+        owners=on_device(owners, device, torch.int32),
+        firsts=on_device(firsts, device, torch.int32),
+    )
 
 
 def _merged(segments: Sequence[Segment]) -> list[Segment]:
@@ -176,42 +182,79 @@ def _merged(segments: Sequence[Segment]) -> list[Segment]:
     return merged
 
 
-def _places(part: Part, num_choices: int) -> _Places:
-    starts = np.array([segment.start for segment in part.segments]) * num_choices
-    lengths = np.array([segment.stop - segment.start for segment in part.segments]) * num_choices
-    begins = np.cumsum(lengths) - lengths
-    adapters = np.repeat(np.arange(len(lengths)), lengths)
-    choices = np.arange(lengths.sum()) + (starts - begins)[adapters]
-    groups = [
-        _Group(begin, begin + length, segment.adapter.slot)
-        for begin, length, segment in zip(begins.tolist(), lengths.tolist(), part.segments, strict=True)
-    ]
-    device = part.segments[0].adapter.device
-    edges = np.stack([np.maximum(starts - 1, 0), starts + lengths - 1])
-    return _Places(
-        groups=groups,
-        choices=on_device(choices, device),
-        adapters=on_device(adapters, device),
-        begins=on_device(begins, device, torch.int32),
-        edges=on_device(edges, device),
-        is_first=on_device(starts == 0, device),
-    )
+class GroupsOfLayer:
+    """Implements `expert_products.AdaptersOfLayer`: launches as many kernels whatever the adapters."""
+
+    def __init__(self, layer: ExpertLayer, dispatch: GroupedDispatch, segments: _Segments, lasts: Tensor) -> None:
+        """Take `lasts` (E, N, 2): see `EXPAND_EXPERTS`."""
+        self._layer, self._dispatch, self._segments, self._lasts = layer, dispatch, segments, lasts
+        self._run = segments.run
+        self._shrunk: Tensor
+        """s x A13^T (parts, T, M), fp32."""
+        self._summed: Tensor
+        """s times the sum of w_j h_j A2^T (1, T, R), fp32."""
+
+    def add_to_gates(self, x: Tensor, gates: Tensor) -> None:
+        """See `expert_products.AdaptersOfLayer`."""
+        self._shrunk = self._run.shrunk(self._layer.gate_up, x, 2)
+        self._expand(self._layer.weights.halves(gates), self._shrunk, self._outer_matrices(self._run.tables.addresses))
+
+    def add_to_output(self, hidden: Tensor, weights: Tensor, out: Tensor) -> None:
+        """See `expert_products.AdaptersOfLayer`."""
+        inner = self._shrink([hidden], self._inner_matrices(self._run.tables.addresses))
+        self._summed = self._dispatch.sum_choices(inner, weights).unsqueeze(0)
+        self._run.expand(self._layer.down, self._summed, [out])
+
+    def backward_output(self, dout: Tensor, hidden: Tensor, row_weights: Tensor, dweighted: Tensor) -> None:
+        """See `expert_products.AdaptersOfLayer`."""
+        run, down = self._training_run, self._layer.down
+        dinner = run.shrunk_outputs(down, [dout])  # (T, R)
+        run.add_gradients(down, dout[:, :0], [dout], self._summed, dinner)  # of B2 alone
+        self._expand([dweighted], dinner.unsqueeze(0), self._inner_matrices(run.tables.addresses))
+        self._add_gradients([hidden], dinner, row_weights, self._inner_matrices(run.gradients))
+
+    def backward_gates(self, x: Tensor, dgates: Tensor, dx: Tensor) -> None:
+        """See `expert_products.AdaptersOfLayer`."""
+        run, gate_up, halves = self._training_run, self._layer.gate_up, self._layer.weights.halves(dgates)
+        self._add_gradients(halves, self._shrunk[0], None, self._outer_matrices(run.gradients))
+        dshrunk = self._dispatch.sum_choices(self._shrink(halves, self._outer_matrices(run.tables.addresses)))  # (T, M)
+        run.add_gradients(gate_up, x, [x[:, :0], x[:, :0]], self._shrunk, dshrunk)  # of A13 alone
+        run.expand_inputs(gate_up, dx, dshrunk, 2)
+
+    @property
+    def _training_run(self) -> TrainingRun:
+        assert isinstance(self._run, TrainingRun), "a pass without a backward"
+        return self._run
+
+    def _inner_matrices(self, addresses: Tensor) -> Tensor:
+        """Return the addresses (S, 1) of A2, or of its gradients, of (groups, S, 4)."""
+        return addresses[self._layer.down, :, :1]
+
+    def _outer_matrices(self, addresses: Tensor) -> Tensor:
+        """Return the addresses (S, 2) of B1 and B3, or of their gradients, of (groups, S, 4)."""
+        return addresses[self._layer.gate_up, :, 1:3]
+
+    def _expand(self, ys: Sequence[Tensor], xa: Tensor, addresses: Tensor) -> None:
+        own, tables = self._segments, self._run.tables
+        torch.ops.tinkerpool.expand_experts(
+            *_two(ys), xa, self._dispatch.rows, addresses, self._lasts, own.owners, tables.ranks, self._run.tile_rows
+        )
+
+    def _shrink(self, ys: Sequence[Tensor], addresses: Tensor) -> Tensor:
+        """Return s y_i M_i[e]^T (P, M)."""
+        own, tables = self._segments, self._run.tables
+        xa = ys[0].new_empty(len(ys[0]), len(ys) * tables.rank_max, dtype=torch.float32)
+        torch.ops.tinkerpool.shrink_experts(
+            xa, *_two(ys), addresses, self._lasts, own.owners, tables.ranks, tables.scalings, self._run.tile_rows
+        )
+        return xa
+
+    def _add_gradients(self, dys: Sequence[Tensor], xa: Tensor, row_weights: Tensor | None, gradients: Tensor) -> None:
+        ranks = self._run.tables.ranks
+        torch.ops.tinkerpool.add_expert_gradients(
+            *_two(dys), xa, self._dispatch.rows, row_weights, gradients, self._lasts, self._segments.firsts, ranks
+        )
 
 
-def _shares(part: int, places: _Places, dispatch: GroupedDispatch, counted: Tensor) -> GroupedShares:
-    before, upto = counted.index_select(1, places.edges.view(-1)).view(len(counted), 2, -1).unbind(1)  # (E, A)
-    before = before.masked_fill(places.is_first, 0)
-    counts = (upto - before).t()  # (A, E)
-    ends = counts.cumsum(1, dtype=torch.int32)
-    # A choice's place: behind its adapter's choices of lower experts, by its rank among the adapter's of its expert.
-    shifts = ends - counts - before.t() + (places.begins - 1).unsqueeze(1)
-    experts = dispatch.experts.index_select(0, places.choices)
-    own = dispatch.ranks.index_select(0, places.choices) + shifts[places.adapters, experts]
-    rows = torch.empty_like(own)
-    rows[own] = dispatch.places.view(-1).index_select(0, places.choices)
-    return GroupedShares(part, places.groups, ends, rows, dispatch.rows.index_select(0, rows))
-
-
-def _adjacent(rows: Tensor) -> Tensor:
-    """Return rows whose columns are adjacent; where gates are interleaved, they are every other column."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+def _two(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    return [*tensors, None][:2]

@@ -24,15 +24,15 @@ from workers.contract.adapted_modules import JoinedRows
 from workers.model.clamped_gate import gate_of
 from workers.model.expert_groups import GroupedDispatch, GroupedSegments
 from workers.model.expert_products import (
+    AdaptersOfPass,
     Dispatch,
     Dispatching,
     ExpertFunction,
     ExpertLayer,
-    ExpertSegments,
     ExpertWeights,
-    SegmentsOfExperts,
     each_choice,
 )
+from workers.model.expert_shares import ExpertSegments
 from workers.model.families import alternatives
 from workers.model.linears import CurrentPass
 from workers.model.numerics import EXPERT_ROWS, Numerics
@@ -120,10 +120,10 @@ class ExpertPass:
         self.rows_min = EXPERT_ROWS
         """See `Numerics.expert_rows`."""
         self.is_grouped = False
-        """Whether adapters' products are grouped matmuls, whose rows are sorted on the device."""
+        """Whether rows are sorted on the device, and kernels of our own add what adapters add there."""
         self.given: GivenChoices | None = None
         """In place of the routers' choices."""
-        self._segments: WeakKeyDictionary[Routing, SegmentsOfExperts] = WeakKeyDictionary()
+        self._segments: WeakKeyDictionary[Routing, AdaptersOfPass] = WeakKeyDictionary()
         """Of the pass; gone with its routing, or it would keep slabs of the bank in memory."""
 
     def use(self, numerics: Numerics, *, is_grouped: bool) -> None:
@@ -136,13 +136,13 @@ class ExpertPass:
             return GroupedDispatch(choices, num_experts)
         return Dispatch(each_choice(choices), num_experts, self.rows_min, choices.device)
 
-    def segments(self, choices: Tensor, gate_up: int, down: int) -> SegmentsOfExperts:
+    def segments(self, choices: Tensor, gate_up: int, down: int) -> AdaptersOfPass:
         """Return the segments of the pass, whose rows have made choices (T, k); the groups are those of any layer."""
         routing = self.current.routing
         if routing not in self._segments:
             num_rows, num_choices = choices.shape
             self._segments[routing] = (
-                GroupedSegments(routing, num_choices, gate_up, down)
+                GroupedSegments(routing, num_choices, gate_up)
                 if self.is_grouped
                 else ExpertSegments(routing, num_rows, gate_up, down)
             )

@@ -12,9 +12,10 @@ group, M the largest G * R, P parts of a sum over D.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class AdapterTables(Generic[T]):
     @staticmethod
     def of(segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS) -> AdapterTables[NDArray[Any]]:
         """Return the tables of segments of a pass, of a model with so many groups of linears."""
-        adapters = _adapters(segments)
+        adapters = adapters_of(segments)
         number_of = {id(adapter): number for number, adapter in enumerate(adapters)}
         tiles = [
             (start, min(tile_rows, segment.stop - start), number_of[id(segment.adapter)])
@@ -91,13 +92,47 @@ def padded(tables: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: in
     )
 
 
-class ForwardRun:
-    """Implements `segments.SegmentRun`, without a backward: segments anywhere in the pass, of any adapters."""
+class FusedRun(ABC):
+    """Implements `segments.SegmentRun`: segments anywhere in the pass, of any adapters."""
+
+    tile_rows: ClassVar[int]
+    """See `gpu_operations.SHRINK`."""
+    num_parts: ClassVar[int]
+    """Of sums over D."""
 
     def __init__(self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool]) -> None:
         """Take tables on the device; `is_adapted`: whether any adapter adapts each group."""
-        self._tables = tables
-        self._is_adapted = is_adapted
+        self.tables = tables
+        self.is_adapted = is_adapted
+
+    @abstractmethod
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Any:
+        """See `SegmentRun`; the columns of x and ys are adjacent."""
+
+    @abstractmethod
+    def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """See `SegmentRun`."""
+
+    def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
+        """Return scaling x A^T (parts, T, M), fp32, from x (T, D)."""
+        addresses, tables = self.of_group(group), self.tables
+        xa = x.new_empty(self.num_parts, len(x), num_linears * tables.rank_max, dtype=torch.float32)
+        torch.ops.tinkerpool.shrink(xa, x, *addresses, tables.scalings, num_linears, self.tile_rows)
+        return xa
+
+    def expand(self, group: int, xa: Tensor, ys: Sequence[Tensor]) -> None:
+        """Add the sum of the parts of xa times B_i^T to ys[i] (T, F)."""
+        torch.ops.tinkerpool.expand(*_three(ys), xa, *self.of_group(group), self.tile_rows)
+
+    def of_group(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the addresses of a group, with tiles and ranks."""
+        return self.tables.addresses[group], self.tables.tiles, self.tables.ranks
+
+
+class ForwardRun(FusedRun):
+    """A run without a backward."""
+
+    tile_rows, num_parts = TILE_ROWS, NUM_PARTS
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> ForwardRun:
@@ -107,36 +142,32 @@ class ForwardRun:
         return cls(made.on(adapter.device), [bool(own.any()) for own in made.addresses])
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
-        """Add scaling x A_i^T B_i^T to ys[i] (T, F), from x (T, D); the columns of x and ys are adjacent."""
-        if not self._is_adapted[group]:
-            return
-        tables = self._tables
-        adapters = tables.addresses[group], tables.tiles, tables.ranks
-        xa = x.new_empty(NUM_PARTS, len(x), len(ys) * tables.rank_max, dtype=torch.float32)
-        torch.ops.tinkerpool.shrink(xa, x, *adapters, tables.scalings, len(ys), TILE_ROWS)
-        torch.ops.tinkerpool.expand(*_three(ys), xa, *adapters, TILE_ROWS)
+        """See `FusedRun`."""
+        if self.is_adapted[group]:
+            self.expand(group, self.shrunk(group, x, len(ys)), ys)
 
     def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """Never called: `forward` keeps nothing."""
         raise NotImplementedError
 
 
-class TrainingRun:
-    """Implements `segments.SegmentRun`: segments anywhere in the pass, of any adapters; those of one in row order."""
+class TrainingRun(FusedRun):
+    """A run with a backward; the segments of an adapter are in row order."""
+
+    tile_rows, num_parts = TRAINING_TILE_ROWS, 1
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """Make the tables of segments, and send them to the adapters' device."""
-        adapters, device = _adapters(segments), segments[0].adapter.device
+        adapters, device = adapters_of(segments), segments[0].adapter.device
         num_groups = len(adapters[0].slab)
         made = AdapterTables.of(segments, num_groups, TRAINING_TILE_ROWS)
+        super().__init__(made.on(device), [bool(own.any()) for own in made.addresses])
         of_adapter: dict[int, list[tuple[int, int]]] = {id(adapter): [] for adapter in adapters}
         for segment in segments:
             of_adapter[id(segment.adapter)].append((segment.start, segment.stop - segment.start))
         firsts = np.cumsum([0, *map(len, of_adapter.values())])
         gradients, _ = _addresses(adapters, num_groups, of_gradients=True)
-        self._tables = made.on(device)
-        self._is_adapted = [bool(own.any()) for own in made.addresses]
-        self._gradients = on_device(gradients, device)
+        self.gradients = on_device(gradients, device)
         """(groups, S, 4) int64: addresses of the gradients."""
         rows = np.array([rows for own in of_adapter.values() for rows in own], np.int32)
         self._segments = on_device(rows, device)
@@ -145,31 +176,37 @@ class TrainingRun:
         """(S + 1,): the first segment of each adapter."""
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
-        """See `SegmentRun`; returns the scaled x A^T (1, T, M), fp32. The columns of x and ys are adjacent."""
-        if not self._is_adapted[group]:
+        """See `FusedRun`; returns the scaled x A^T (1, T, M), fp32."""
+        if not self.is_adapted[group]:
             return None
-        adapters, scalings = self._of(group)
-        xa = x.new_empty(1, len(x), len(ys) * self._tables.rank_max, dtype=torch.float32)
-        torch.ops.tinkerpool.shrink(xa, x, *adapters, scalings, len(ys), TRAINING_TILE_ROWS)
-        torch.ops.tinkerpool.expand(*_three(ys), xa, *adapters, TRAINING_TILE_ROWS)
+        xa = self.shrunk(group, x, len(ys))
+        self.expand(group, xa, ys)
         return xa
 
     def backward(self, group: int, kept: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """See `SegmentRun`."""
-        adapters, scalings = self._of(group)
         dys = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
-        dxa = torch.empty_like(kept[0])
-        torch.ops.tinkerpool.shrink_outputs(dxa, *_three(dys), *adapters, scalings, TRAINING_TILE_ROWS)
-        torch.ops.tinkerpool.add_gradients(
-            x, *_three(dys), kept, dxa, self._gradients[group], self._segments, self._firsts, self._tables.ranks
-        )
+        dxa = self.shrunk_outputs(group, dys)
+        self.add_gradients(group, x, dys, kept, dxa)
         if dx is not None:
-            torch.ops.tinkerpool.expand_inputs(dx, dxa, *adapters, len(dys), TRAINING_TILE_ROWS)
+            self.expand_inputs(group, dx, dxa, len(dys))
 
-    def _of(self, group: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return the addresses of a group with tiles and ranks, and the scalings."""
-        tables = self._tables
-        return (tables.addresses[group], tables.tiles, tables.ranks), tables.scalings
+    def shrunk_outputs(self, group: int, dys: Sequence[Tensor]) -> Tensor:
+        """Return scaling dy_i B_i (T, M), fp32, from dys[i] (T, F)."""
+        tables = self.tables
+        dxa = dys[0].new_empty(len(dys[0]), len(dys) * tables.rank_max, dtype=torch.float32)
+        torch.ops.tinkerpool.shrink_outputs(dxa, *_three(dys), *self.of_group(group), tables.scalings, self.tile_rows)
+        return dxa
+
+    def add_gradients(self, group: int, x: Tensor, dys: Sequence[Tensor], xa: Tensor, dxa: Tensor) -> None:
+        """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0."""
+        torch.ops.tinkerpool.add_gradients(
+            x, *_three(dys), xa, dxa, self.gradients[group], self._segments, self._firsts, self.tables.ranks
+        )
+
+    def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
+        """Add dxa A to dx (T, D)."""
+        torch.ops.tinkerpool.expand_inputs(dx, dxa, *self.of_group(group), num_linears, self.tile_rows)
 
 
 def forward_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
@@ -186,7 +223,7 @@ def _three(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return [*tensors, None, None][:3]
 
 
-def _adapters(segments: Sequence[Segment]) -> list[AdapterViews]:
+def adapters_of(segments: Sequence[Segment]) -> list[AdapterViews]:
     """Return the adapters of segments, in the order in which they appear."""
     return list({id(segment.adapter): segment.adapter for segment in segments}.values())
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from workers.model.base_model import BaseModel
-from workers.model.expert_products import Dispatch, ExpertLayer, ExpertSegments
+from workers.model.expert_products import Dispatch, ExpertLayer
+from workers.model.expert_shares import ExpertSegments
 from workers.model.experts import Experts
 from workers.model.numerics import EXPERT_ROWS
 from workers.model.segments import Routing, Segment

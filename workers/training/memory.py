@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.contract.settings import Recompute
 from workers.host.free_memory import MemoryShare
-from workers.model import expert_products, packed_delta
+from workers.model import expert_products, expert_shares, packed_delta
 from workers.model.base_model import BaseModel
 from workers.model.clamped_gate import HELD_VALUES, ClampedGate
 from workers.model.pretrained import activation_of
@@ -191,9 +191,7 @@ class PassMemory:
         rows_min = max(self._experts.shared.rows_min, expert_products.ROWS_MULTIPLE)
         num_rows = num_chosen + min(num_chosen, num_experts) * (rows_min - 1)
         num_shares = min(num_chosen, num_experts * load.num_adapters)
-        share_rows = (
-            num_chosen * (1 + 1 / expert_products.SHARES_PER_DOUBLING) + expert_products.SHARE_ROWS * num_shares
-        )
+        share_rows = num_chosen * (1 + 1 / expert_shares.SHARES_PER_DOUBLING) + expert_shares.SHARE_ROWS * num_shares
         kept = self._value_bytes * (num_rows * 2 * inner + load.num_tokens * 3 * load.rank)
         kept += INDEX_BYTES * (2 * num_rows + 4 * int(share_rows))
         of_shares = int(share_rows) * (inner + 4 * load.rank) + 2 * num_shares * load.rank * inner

@@ -62,9 +62,6 @@ LOGITS_IN_MEMORY = (
     "gradient 0.47, and the adapter of the unembedding, which does both too, 1.0"
 )
 NO_RULE_KERNEL = "what the rule computes goes through memory from one operation of torch to the next"
-NO_EXPERT_KERNEL = (
-    "each adapter has grouped products of its own; a kernel that reaches matrices by address is not written"
-)
 
 
 def _sampling(
@@ -126,10 +123,10 @@ BUDGETS: tuple[Budget, ...] = (
     _training(HYBRID, PASSES, "bytes", "GB", 60, 75, GB, reason=NO_RULE_KERNEL),
     _sampling(MIXTURE, DECODE, "layer_kernels", "kernels a layer", 60, 58),
     _sampling(MIXTURE, DECODE, "waits", "waits", 1, 1),
-    _sampling(MIXTURE, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 70, 140, reason=NO_EXPERT_KERNEL),
+    _sampling(MIXTURE, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 70, 70),
     _sampling(MIXTURE, DECODE_ADAPTERS, "waits", "waits", 1, 1),
     _sampling(MIXTURE, DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 1, KIB),
-    _training(MIXTURE, PASSES, "layer_kernels", "kernels a layer", 400, 387),
+    _training(MIXTURE, PASSES, "layer_kernels", "kernels a layer", 400, 130),
     _training(MIXTURE, PASSES, "waits", "waits", 2, 2),
-    _training(MIXTURE, PASSES, "bytes", "GB", 60, 42, GB),
+    _training(MIXTURE, PASSES, "bytes", "GB", 60, 39, GB),
 )

@@ -14,27 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.mini_model import Architecture, build_mini_model
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.support.numerics.random_experts import NUM_ROWS, Layer
 from tests.support.numerics.tenants import train
-from workers.model import expert_products, experts
-from workers.model.base_model import BaseModel
-from workers.model.expert_groups import GroupedDispatch, GroupedSegments, can_group
-from workers.model.expert_products import (
-    Dispatch,
-    Dispatching,
-    ExpertLayer,
-    ExpertSegments,
-    Ints,
-    SegmentsOfExperts,
-    share_rows,
-)
+from workers.model import expert_shares, experts
+from workers.model.expert_groups import can_group
+from workers.model.expert_products import Ints
+from workers.model.expert_shares import share_rows
 from workers.model.experts import GivenChoices
 from workers.model.pretrained import UnsupportedModelError
-from workers.model.segments import Routing, Segment
-from workers.rows import AdapterViews, GroupShape, RowLayout
+from workers.rows import GroupShape
 from workers.selftest import expert_invariance
 from workers.selftest.expert_invariance import find_expert_rows
 
-RANK, NUM_ROWS = 8, 1700
 DATA = make_data("cross_entropy", [200, 120])
 
 
@@ -126,8 +117,8 @@ def test_matrices_that_are_adjacent_in_memory_give_the_bits_of_copied_ones(
     layer = Layer(Driver(mixture).engine.base_model)
     segments = [(0, 0, 40), (1, 40, 200), (0, 200, NUM_ROWS)]
     in_place = layer.results(segments)
-    monkeypatch.setattr(expert_products, "STRETCH_SHARES", 1 << 30)
-    for one, other in zip(layer.results(segments), in_place, strict=True):
+    monkeypatch.setattr(expert_shares, "STRETCH_SHARES", 1 << 30)
+    for one, other in zip(layer.results(segments).all, in_place.all, strict=True):
         assert torch.equal(one, other)
 
 
@@ -153,84 +144,6 @@ def test_gradients_of_a_share_do_not_depend_on_the_longest_share_beside_it(mixtu
     for length in (17, 129, 500):
         alone = layer.gradient([(0, 0, length)])
         assert torch.equal(layer.gradient([(0, 0, length), (1, length, NUM_ROWS)]), alone)
-
-
-@pytest.mark.parametrize(
-    "segments",
-    [
-        [],
-        [(0, 0, NUM_ROWS)],
-        [(1, 1, 2)],
-        [(0, 3, 40), (1, 60, 200), (0, 200, 290), (0, 290, 500)],  # rows of none, and adjacent rows of one
-    ],
-    ids=str,
-)
-def test_rows_that_a_device_sorts_have_the_results_of_those_that_the_host_sorts(
-    mixture: Path, segments: list[tuple[int, int, int]]
-) -> None:
-    layer = Layer(Driver(mixture).engine.base_model)
-    expected, actual = layer.results(segments), layer.results(segments, is_grouped=True)
-    for one, other in zip(actual, expected, strict=True):
-        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
-
-
-def test_a_row_that_is_not_finite_reaches_no_other_adapter_on_a_device(mixture: Path) -> None:
-    layer = Layer(Driver(mixture).engine.base_model)
-    segments = [(0, 0, 40), (1, 40, 200)]
-    clean = layer.results(segments, is_grouped=True)
-    layer.x[40:200], layer.dout[40:200] = float("nan"), float("inf")
-    spoiled = layer.results(segments, is_grouped=True)
-    assert torch.equal(spoiled[0][0], clean[0][0])
-    assert spoiled[0][1].isnan().any()
-    for one, other in zip(spoiled[1:], clean[1:], strict=True):
-        assert torch.equal(one[:40], other[:40])
-        assert torch.equal(one[200:], other[200:])
-
-
-def test_the_counts_of_experts_and_choices_are_dropped_before_the_backward() -> None:
-    """They are as large as all experts times all choices, and a pass would keep those of each layer."""
-    dispatch = GroupedDispatch(torch.zeros(9, 2, dtype=torch.int64), 4)
-    assert GroupedSegments(Routing((), 16), 2, 0, 1).shares(dispatch) == []
-    assert dispatch.counted is None
-
-
-class Layer:
-    """The first layer of experts of a model, with two adapters and random rows, each of which goes to two experts."""
-
-    def __init__(self, model: BaseModel) -> None:
-        of_layer = model.expert_layers[0]
-        generator = torch.Generator().manual_seed(3)
-        self.layout = RowLayout(of_layer.shapes, RANK, ("mlp",))
-        self.values = torch.randn(2, self.layout.num_values, generator=generator)
-        self.layer = ExpertLayer(of_layer.weights, 0, 1)
-        self.x, self.dout = torch.randn(2, NUM_ROWS, model.hidden_size, generator=generator)
-        self.weights, choices = torch.rand(NUM_ROWS, of_layer.num_experts, generator=generator).topk(2)
-        self.choices = choices.numpy()
-        self.num_experts = of_layer.num_experts
-
-    def gradient(self, segments: list[tuple[int, int, int]]) -> Tensor:
-        """Return the gradient (P,) of the first adapter, from segments of a slot, from a row to a row."""
-        return self.results(segments)[0][0]
-
-    def results(self, segments: list[tuple[int, int, int]], *, is_grouped: bool = False) -> list[Tensor]:
-        """Return gradients (2, P) of the adapters, the output, and gradients of inputs and weights.
-
-        `is_grouped`: as on a GPU.
-        """
-        grad = torch.zeros_like(self.values)
-        slab = self.layout.views(self.values, grad)
-        placed = [
-            Segment(start, stop, AdapterViews(slab, [views and views.row(slot) for views in slab], slot, 2.0))
-            for slot, start, stop in segments
-        ]
-        dispatch: Dispatching = Dispatch(self.choices, self.num_experts, 16, self.x.device)
-        of_pass: SegmentsOfExperts = ExpertSegments(Routing(placed, 16), len(self.x), 0, 1)
-        if is_grouped:
-            dispatch = GroupedDispatch(torch.from_numpy(self.choices), self.num_experts)
-            of_pass = GroupedSegments(Routing(placed, 16), self.choices.shape[1], 0, 1)
-        with torch.no_grad():
-            out, kept = self.layer.forward(self.x, self.weights, dispatch, of_pass)
-            return [grad, out, *self.layer.backward(self.x, self.weights, kept, self.dout)]
 
 
 def test_only_gpus_with_the_kernel_use_grouped_matmul(monkeypatch: pytest.MonkeyPatch) -> None:

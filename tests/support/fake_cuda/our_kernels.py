@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.support.fake_cuda.costs import Call, Cost, declare, num_bytes
+from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
@@ -21,9 +22,9 @@ from workers.model.gpu_operations import (
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 
-def _linears(call: Call, name: str) -> list[Tensor]:
-    """Return the tensors of one to three linears."""
-    return [tensor for tensor in (call.argument(f"{name}{number}") for number in range(3)) if tensor is not None]
+def _linears(call: Call, name: str, most: int = 3) -> list[Tensor]:
+    """Return the tensors of one to so many linears."""
+    return [tensor for tensor in (call.argument(f"{name}{number}") for number in range(most)) if tensor is not None]
 
 
 def _shrunk(call: Call) -> Cost:
@@ -80,6 +81,43 @@ def _added_gradients(call: Call) -> Cost:
         num_values += num_adapters * height * right.shape[1]
     flops = 2.0 * len(dxa) * num_values / num_adapters
     return Cost(1, read + 2 * num_values * dxa.element_size(), flops)
+
+
+PROGRAM_BYTES = 24
+"""What a program of experts reads to find its rows and its matrix, also if there are none."""
+
+
+def _expanded_to_experts(call: Call) -> Cost:
+    """Each block of columns reads its matrix's part of all rows of xa, each group its matrix once."""
+    ys, xa, rows, lasts = _linears(call, "y", 2), call.argument("xa"), call.argument("rows"), call.argument("lasts")
+    num_blocks, (num_parts, _, width) = -(-ys[0].shape[1] // EXPERT_COLUMNS), xa.shape
+    matrices = min(len(rows), lasts.numel() // 2) * width * ys[0].shape[1] * ys[0].element_size()
+    read = num_blocks * (len(ys) * num_bytes(rows) + num_parts * len(rows) * width * xa.element_size()) + matrices
+    programs = PROGRAM_BYTES * num_blocks * len(ys) * lasts.numel() // 2
+    return Cost(1, read + programs + 2 * sum(map(num_bytes, ys)), 2.0 * len(rows) * width * ys[0].shape[1])
+
+
+def _shrunk_of_experts(call: Call) -> Cost:
+    """Rows are read once, by each group its matrix."""
+    xa, ys, lasts = call.argument("xa"), _linears(call, "y", 2), call.argument("lasts")
+    matrices = min(len(xa), lasts.numel() // 2) * xa.shape[1] * ys[0].shape[1] * ys[0].element_size()
+    flops = 2.0 * xa.numel() * ys[0].shape[1]
+    programs = PROGRAM_BYTES * len(ys) * lasts.numel() // 2
+    return Cost(1, sum(map(num_bytes, ys)) + matrices + programs + num_bytes(xa), flops)
+
+
+def _added_expert_gradients(call: Call) -> Cost:
+    """A block of a gradient reads its rows of both sides; the gradients of groups are read and written."""
+    dys, xa, rows, ranks = _linears(call, "dy", 2), call.argument("xa"), call.argument("rows"), call.argument("ranks")
+    width, rank, num_columns = xa.shape[1], xa.shape[1] // len(dys), dys[0].shape[1]
+    num_blocks, num_times = -(-num_columns // EXPERT_COLUMNS), -(-rank // GRADIENT_ROWS)
+    weights = call.argument("row_weights")
+    of_rows = num_bytes(rows) + (0 if weights is None else num_bytes(weights))
+    lefts = num_blocks * (len(rows) * width * xa.element_size() + len(dys) * num_times * of_rows)
+    num_values = min(len(rows), len(call.argument("lasts")) * len(ranks)) * width * num_columns
+    programs = PROGRAM_BYTES * num_times * num_blocks * len(dys) * call.argument("lasts").numel() // 2
+    read = num_times * sum(map(num_bytes, dys)) + lefts + programs
+    return Cost(1, read + 2 * num_values * xa.element_size(), 2.0 * len(rows) * width * num_columns)
 
 
 def _rotated(call: Call) -> Cost:
@@ -198,6 +236,9 @@ declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: it
 declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand_inputs", _expanded_inputs, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_gradients", _added_gradients, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::expand_experts", _expanded_to_experts, "workers/model/expert_kernels.py: its grid")
+declare(f"{NAMESPACE}::shrink_experts", _shrunk_of_experts, "workers/model/expert_kernels.py: its grid")
+declare(f"{NAMESPACE}::add_expert_gradients", _added_expert_gradients, "workers/model/expert_kernels.py: its grid")
 declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kernels.py: a program a row")
 declare(
     f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"

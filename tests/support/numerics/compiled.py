@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels, layer_kernels, product_kernels
+from workers.model import adapter_kernels, expert_kernels, layer_kernels, product_kernels
+from workers.model.expert_groups import COLUMNS
 from workers.sampling import delta_kernels
 from workers.sampling.attention import page_kernels
 from workers.training import adamw_kernels, loss_kernels
@@ -30,9 +31,10 @@ FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "square
 FP32 |= {"logprobs", "norms", "scales", "slopes", "losses"}
 FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
-INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends"}
+INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
+NUMBERS |= {"num_segments", "num_adapters"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
 
@@ -49,6 +51,14 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield adapter_kernels._shrink_outputs, {"ROWS": 64, "RANK": rank, "DEPTH": 32}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 8}
+    for rank in (16, 128):
+        for rows, depth, parts in ((16, expert_kernels.FEW_ROWS_DEPTH, 4), (64, expert_kernels.DEPTH, 1)):
+            expanded = {"ROWS": min(rows, expert_kernels.EXPAND_ROWS), "COLUMNS": COLUMNS, "RANK": rank, "PARTS": parts}
+            yield expert_kernels._expand_experts, expanded | {"y_column_stride": 1}
+            yield expert_kernels._shrink_experts, {"ROWS": rows, "RANK": rank, "DEPTH": depth, "y_column_stride": 1}
+        own = {"ROWS": min(64, rank), "COLUMNS": COLUMNS, "DEPTH": expert_kernels.GRADIENT_DEPTH, "dy_column_stride": 1}
+        for has_weights in (False, True):
+            yield expert_kernels._add_expert_gradients, own | {"HAS_WEIGHTS": has_weights}
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
