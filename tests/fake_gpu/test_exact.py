@@ -16,3 +16,20 @@ def test_backwards_of_exact_mode_add_in_a_fixed_order_whichever_kernel_attends(
 ) -> None:
     scenario = "tests.support.fake_cuda.scenarios:orders_of_a_backward"
     assert fake_gpu.call(scenario, dtype=dtype, exact=exact) == [exact, exact]
+
+
+ROWS_ALONE = {
+    *("embedding", "_fused_rms_norm", "cos", "sin", "mul", "neg", "cat", "copy_", "_to_copy"),
+    *("fill_", "zeros", "zeros_like"),
+}
+"""Of the library: what works on each value, or on each row."""
+IN_A_FIXED_ORDER = {"_flash_attention_forward", "_flash_attention_backward"}
+"""Of the library: called for each request; see the test above."""
+
+
+def test_a_pass_in_exact_mode_calls_nothing_of_the_library_that_sums_over_rows_in_its_own_order(
+    fake_gpu: FakeCudaProcess,
+) -> None:
+    called = fake_gpu.call("tests.support.fake_cuda.scenarios:operations_of_an_exact_pass")
+    assert {name for name in called if "::" not in name} <= ROWS_ALONE | IN_A_FIXED_ORDER
+    assert "tinkerpool::multiply" in called

@@ -14,12 +14,14 @@ from torch import Tensor
 from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
 from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
+from tests.support.numerics.random_delta import ROWS, WRITES, RandomDelta
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
 from workers.bank.entries import RowNorms
 from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
+from workers.model.delta_rule import DeltaShape
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.fused_runs import ForwardRun, TrainingRun
@@ -283,3 +285,15 @@ def test_linear_attention_by_fla_passes_its_trial(even_models: dict[str, Path]) 
     rule = rule_of_library(model.device, model.dtype)
     assert rule is not None
     assert problem_of(model, rule) == ""
+
+
+@pytest.mark.parametrize("shape", [DeltaShape(2, 4, 16, 16, 3), DeltaShape(16, 32, 128, 128, 3)], ids=str)
+def test_a_step_of_linear_attention_is_that_of_separate_operations_and_each_sequences_own(shape: DeltaShape) -> None:
+    given = RandomDelta.of(shape, torch.bfloat16, "cuda")
+    whole = given.by_kernel()
+    for mine, right in zip(whole, given.by_operations(), strict=True):
+        assert close(mine, right)
+    for number, (row, slot) in enumerate(zip(ROWS, WRITES, strict=True)):
+        solo = given.only([number]).by_kernel()
+        for together, alone, place in zip(whole, solo, (row, slot, slot), strict=True):
+            assert torch.equal(together[place], alone[place])

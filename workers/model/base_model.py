@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,6 +160,26 @@ class BaseModel:
             layer.shared.use(numerics, is_grouped=is_grouped)
         if self._usual is not None:
             self._usual.use(numerics)
+
+    @property
+    def trains_by_kernels(self) -> bool:
+        """Whether adapters of passes with a backward are added by kernels of our own."""
+        return self.current.fuse is not None
+
+    @contextmanager
+    def training_by_modules(self) -> Iterator[None]:
+        """Train by the modules, and without kernels of our own for adapters, in this block."""
+        kept = self.training_layers, self.current.fuse
+        self.training_layers = self.current.fuse = None
+        try:
+            yield
+        finally:
+            self.training_layers, self.current.fuse = kept
+
+    def drop_kernels(self) -> None:
+        """Compute without kernels of our own for layers and adapters in training from now on."""
+        self._has_kernels, self.training_layers = False, None
+        self.use(self.numerics)
 
     @torch.no_grad()
     def probe(self) -> None:

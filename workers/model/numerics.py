@@ -62,7 +62,7 @@ def fingerprint(
     """Return the arithmetic of this process as text: equal texts, equal bits. `dtype` is the base model's.
 
     `linear_attention`: the library that computes it in passes, with its version; empty: none. `has_kernels`: whether
-    adapters, losses and optimizer steps are computed by kernels of our own.
+    adapters, losses, optimizer steps and steps of linear attention are computed by kernels of our own.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if numerics.is_tiled:

@@ -32,6 +32,7 @@ from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, chunked, step
 from workers.model.packed_delta import CHUNK_TOKENS, chunk_tokens, group_values_max
+from workers.sampling.delta_steps import can_step, step_slots
 from workers.sampling.kv_cache import Prefix
 
 OWNER_PLACES = 2
@@ -239,6 +240,8 @@ class DeltaStates:
         sizes = (len(model.delta_layers), num_slots)
         heads = (shape.num_key_heads, shape.heads_per_key, shape.key_dim, shape.value_dim)
         self.device = model.device
+        self.has_kernel = can_step(model.device, model.dtype, shape)
+        """Whether next tokens are computed by a kernel of our own."""
         self._inputs = torch.empty(*sizes, shape.history, sum(self._widths), dtype=model.dtype, device=model.device)
         self._states = torch.empty(*sizes, *heads, dtype=torch.float32, device=model.device)
 
@@ -281,10 +284,15 @@ class StepDelta:
 
     def __call__(self, layer: int, weights: DeltaWeights, inputs: DeltaInputs) -> Tensor:
         """See `Recur`."""
-        out = torch.zeros_like(inputs.gate)  # (T, V)
         memory = self._memory.layer(layer)
+        is_all = len(self._rows) == len(inputs.gate)
+        out = (torch.empty_like if is_all else torch.zeros_like)(inputs.gate)  # (T, V)
         for chunk in self._chunks:
             self._prompt(chunk, weights, inputs, memory, out)
+        if self._memory.has_kernel and len(self._rows):
+            places = self._rows, self._reads, self._writes
+            step_slots(out, inputs, weights, (memory.inputs, memory.states), places)
+            return out
         num_together = max(1, group_values_max(self._memory.device) // memory.states[0].numel())
         for start in range(0, len(self._rows), num_together):
             self._next(slice(start, start + num_together), weights, inputs, memory, out)

@@ -11,6 +11,7 @@ from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
 from workers.selftest.library_delta import tried_rule
 from workers.selftest.row_invariance import find_numerics
+from workers.selftest.training_kernels import check_training_kernels
 from workers.training.memory import Load
 from workers.training.passes import PassRunner
 
@@ -33,6 +34,7 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
         else:
             base_model.library_rule = tried_rule(base_model)
     base_model.probe()
+    check_training_kernels(base_model)
     return base_model
 
 

@@ -2,7 +2,8 @@
 
 The gated delta rule takes batched products, triangular solutions and elementwise kernels of the library for several
 sequences at once (`model.delta_rule`). The trial runs the rule of a model's first such layer with random inputs, as
-training and as sampling do, for several sequences together and for each of them solo.
+training and as sampling do, for several sequences together and for each of them solo: decode steps by the kernel of our
+own (`sampling.delta_steps`), where there is one.
 
 Main invariant: no result is assumed; see `row_invariance`.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, step
 from workers.model.packed_delta import PackedDelta, Recur
+from workers.sampling.delta_steps import can_step, step_slots
 
 TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
 """Of the sequences: several chunks of the largest size, one, and chunks of each smaller size."""
@@ -73,7 +75,10 @@ def _step_keeps(weights: DeltaWeights, rows: Sequence[Tensor], before: Sequence[
     def compute(sequences: slice) -> tuple[Tensor, Tensor]:
         state = states[sequences].clone()
         inputs = DeltaInputs.of([tensor[sequences] for tensor in rows])
-        return step(inputs, weights, [tensor[sequences] for tensor in before], state), state
+        history = [tensor[sequences] for tensor in before]
+        if can_step(state.device, inputs.gate.dtype, weights.shape):
+            return _moved(inputs, weights, torch.cat(history, -1), state)
+        return step(inputs, weights, history, state), state
 
     together = compute(slice(None))
     for count in STEP_SEQUENCES:
@@ -82,3 +87,11 @@ def _step_keeps(weights: DeltaWeights, rows: Sequence[Tensor], before: Sequence[
             if not all(torch.equal(own, whole[part]) for own, whole in zip(compute(part), together, strict=True)):
                 return False
     return True
+
+
+def _moved(inputs: DeltaInputs, weights: DeltaWeights, history: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of a step by the kernel, and the states after it, in slots behind those before."""
+    out, memory = torch.empty_like(inputs.gate), (history.repeat(2, 1, 1), states.repeat(2, 1, 1, 1, 1))
+    reads, writes = torch.arange(2 * len(out), device=out.device).chunk(2)
+    step_slots(out, inputs, weights, memory, (reads, reads, writes))
+    return out, memory[1][len(out) :]

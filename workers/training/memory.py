@@ -78,7 +78,7 @@ class PassMemory:
         """Of an activation."""
         self._is_deferred = base_model.is_deferred
         self._has_kernels = can_score(base_model.device)
-        self._is_fused = base_model.current.fuse is not None
+        self._is_fused = base_model.trains_by_kernels
         """Whether adapters and their gradients are added by kernels of our own, without tensors of theirs, and x A^T is
         kept in fp32."""
         self._adds_at_once = base_model.current.can_batch and not self._is_fused

@@ -266,7 +266,7 @@ class PassRunner:
         self.times.begin()
         keys = [request.item.adapter_id for request in requests]
         rows = self._bank.acquire(keys)
-        is_fused = self.base_model.current.fuse is not None
+        is_fused = self.base_model.trains_by_kernels
         packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused)
         if backward:
             for key in keys:

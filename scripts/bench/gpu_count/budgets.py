@@ -61,7 +61,6 @@ LOGITS_IN_MEMORY = (
     "logits go through memory: products with the unembedding take 0.94 GB, kernels that read them and write a "
     "gradient 0.47, and the adapter of the unembedding, which does both too, 1.0"
 )
-NO_STEP_KERNEL = "a step of linear attention is operations of torch; one kernel of our own is not written"
 NO_RULE_KERNEL = "what the rule computes goes through memory from one operation of torch to the next"
 NO_EXPERT_KERNEL = (
     "each adapter has grouped products of its own; a kernel that reaches matrices by address is not written"
@@ -117,9 +116,9 @@ BUDGETS: tuple[Budget, ...] = (
     _training("0.6b", "optimizer 8 x 4 x 64", "waits", "waits", 1, 1),
     _training("0.6b", "optimizer 64 x 1 x 64", "kernels", "kernels", 2, 2),
     _training("0.6b", "optimizer 64 x 1 x 64", "waits", "waits", 1, 1),
-    _sampling(HYBRID, DECODE, "layer_kernels", "kernels a layer", 24, 83.25, reason=NO_STEP_KERNEL),
+    _sampling(HYBRID, DECODE, "layer_kernels", "kernels a layer", 24, 22.5),
     _sampling(HYBRID, DECODE, "waits", "waits", 1, 1),
-    _sampling(HYBRID, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 32, 92.75, reason=NO_STEP_KERNEL),
+    _sampling(HYBRID, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 32, 32),
     _sampling(HYBRID, DECODE_ADAPTERS, "waits", "waits", 1, 1),
     _sampling(HYBRID, DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 1, KIB),
     _training(HYBRID, PASSES, "layer_kernels", "kernels a layer", 400, 391),

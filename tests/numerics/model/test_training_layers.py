@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
@@ -13,8 +16,10 @@ from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.tenants import assert_same, train
 from workers.model.fused_runs import forward_runs, training_runs
 from workers.model.numerics import Numerics
+from workers.model.pretrained import UnsupportedModelError
 from workers.model.training_layers import TrainingLayers, can_train
 from workers.model.usual_layers import UsualModel, has_form
+from workers.selftest.training_kernels import check_training_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
 
@@ -52,6 +57,27 @@ def test_kernels_train_as_the_modules_do(model_directories: dict[str, Path], arc
     assert apart.gradients < 1e-4
 
 
+def test_kernels_train_as_the_modules_do_where_linears_have_biases(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    expected = observe(Driver(tmp_path), FEW)
+    apart = distance(observe(fused(tmp_path), FEW), expected)
+    assert apart.logprobs < 1e-4
+    assert apart.gradients < 1e-4
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(qwen3: Path, dtype: str) -> None:
     config: dict[str, Any] = {"dtype": dtype, "exact": True}
@@ -61,3 +87,30 @@ def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(qwen3: Path, dtype
     info = driver.engine.base_model.info(is_thread_count_invariant=True, are_samples_batch_invariant=True)
     assert info.is_exact
     assert "exact in tiles" in info.fingerprint
+
+
+def test_kernels_with_other_gradients_are_not_used(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = fused(qwen3)
+    model = driver.engine.base_model
+    check_training_kernels(model)
+    assert model.trains_by_kernels
+    assert model.training_layers is not None
+    wrong = importlib.import_module("workers.model.adapter_kernels")
+    monkeypatch.setattr(wrong, "expand_inputs", lambda *_: None)  # a kernel that does nothing
+    check_training_kernels(model)
+    assert not model.trains_by_kernels
+    assert model.training_layers is None
+    assert "trains without kernels of our own" in caplog.text
+    expected = observe(Driver(qwen3), FEW)
+    assert distance(observe(driver, FEW), expected).gradients < 1e-4
+
+
+def test_exact_mode_is_refused_with_kernels_that_give_other_gradients(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fused(qwen3, exact=True).engine.base_model
+    monkeypatch.setattr(importlib.import_module("workers.model.layer_kernels"), "gate_backward", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="exact mode is not possible"):
+        check_training_kernels(model)

@@ -209,3 +209,19 @@ declare(f"{NAMESPACE}::add_norm", _added_and_normalised, "workers/model/layer_ke
 declare(f"{NAMESPACE}::norm_add_backward", _norm_added_backward, "workers/model/layer_kernels.py: a program a row")
 declare(f"{NAMESPACE}::adamw_squares", _squared, "workers/training/adamw_kernels.py: its grid")
 declare(f"{NAMESPACE}::adamw_update", _updated, "workers/training/adamw_kernels.py: its grid")
+
+
+def _slots_stepped(call: Call) -> Cost:
+    """A value head reads its state and its key head's inputs. States and inputs of key heads are written once."""
+    history, states, value = call.argument("history"), call.argument("states"), call.argument("value")
+    num_seqs = len(call.argument("rows"))
+    _, heads, per_key, key_dim, value_dim = states.shape
+    num_heads, size, num_before = heads * per_key, value.element_size(), history.shape[1]
+    channels, written = num_heads * (2 * key_dim + value_dim), history.shape[2]
+    convolved = channels * (num_before + 1) * (size + 4) + written * num_before * size
+    others = num_heads * (value_dim * (2 * size + 4) + 2 * size + 2 * 4 + 3 * 8)
+    moved = 2 * num_heads * key_dim * value_dim * 4
+    return Cost(1, num_seqs * (convolved + others + moved), 8.0 * num_seqs * num_heads * key_dim * value_dim)
+
+
+declare(f"{NAMESPACE}::step_slots", _slots_stepped, "workers/sampling/delta_kernels.py: a program a value head")

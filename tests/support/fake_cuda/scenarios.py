@@ -235,3 +235,9 @@ def bank_of(name: str, ranks: Sequence[int]) -> tuple[int, int, int]:
             engine.bank.acquire([key])
         assert torch.cuda.mem_get_info()[0] == free_bytes - engine.bank.device_bytes
         return free_bytes, engine.bank.device_bytes, engine.bank.num_resident
+
+
+def operations_of_an_exact_pass() -> set[str]:
+    """Return the operations of a pass in exact mode that launch kernels; those of our own have a namespace."""
+    counts, _ = training("tiny", Case(3, 2, 16), exact=True)
+    return set(counts.by_operation)

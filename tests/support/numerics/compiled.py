@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from workers.model import adapter_kernels, layer_kernels, product_kernels
+from workers.sampling import delta_kernels
 from workers.sampling.attention import page_kernels
 from workers.training import adamw_kernels, loss_kernels
 from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
@@ -27,9 +28,10 @@ from workers.training.kernel_scores import TARGETS_AT_ONCE
 H100 = GPUTarget("cuda", 90, 32)
 FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
 FP32 |= {"logprobs", "norms", "scales", "slopes", "losses"}
+FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends"}
-INT64 = {"addresses", "gradients", "slots", "rows"}
+INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 HEADS = {"H": 32, "K": 8, "E": 128}
@@ -70,6 +72,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
     yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}
     yield adamw_kernels._update, of_steps | {"BLOCK": adamw_kernels.UPDATE_BLOCK}
+    for of_heads in ((16, 2, 128, 128, 3), (2, 2, 16, 16, 3)):
+        yield delta_kernels._step_slots, delta_kernels._sizes(*of_heads)
 
 
 def is_number(name: str) -> bool:

@@ -19,6 +19,7 @@ from tests.support.fake_cuda import our_kernels  # noqa: F401 (declares what the
 from tests.support.fake_cuda.costs import RULES, Call
 from workers.model import layer_operations  # noqa: F401 (defines operations)
 from workers.model.gpu_operations import NAMESPACE, defined, launcher
+from workers.sampling import delta_steps  # noqa: F401 (defines an operation)
 from workers.sampling.attention import pages  # noqa: F401 (defines operations)
 from workers.training import adamw_launches, kernel_scores  # noqa: F401 (define operations)
 

@@ -1,0 +1,88 @@
+"""Tries the kernels of our own that a pass with a backward has, against the model's modules and the library's products.
+
+Wrong gradients look like gradients. So kernels that give other ones, with this model on this GPU and this build of
+torch and Triton, are not used: modules and products compute then, which is slower.
+
+Depends on a loaded base model. Layers of experts are not tried: in bf16 a token may go to another expert.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.model.base_model import BaseModel
+from workers.model.pretrained import UnsupportedModelError
+from workers.model.segments import Segment
+from workers.rows import AdapterViews, RowLayout
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (20, 1, 33)
+"""Of a sequence of each adapter; the last belongs to the first adapter, too."""
+RANKS = (8, 16)
+PART = 0.5
+"""What an adapter adds to a linear's output, about, as a part of normalised inputs: a wrong kernel is to be seen in the
+gradients, and roundings of one layer are not to grow in the next ones."""
+TOLERANCE = 0.25
+"""Largest Euclidean norm of the difference of gradients, as a part of the gradients'. Both are rounded to 8 bits in all
+layers of a deep model; a wrong kernel is wrong by more."""
+
+
+def check_training_kernels(model: BaseModel) -> None:
+    """Let the model train without kernels if they give other gradients. Raises UnsupportedModelError in exact mode."""
+    if not model.trains_by_kernels or model.expert_layers:
+        return
+    by_kernels = _gradients(model)
+    with model.training_by_modules():
+        expected = _gradients(model)
+    if all(_is_close(mine, right) for mine, right in zip(by_kernels, expected, strict=True)):
+        return
+    if model.numerics.is_exact:
+        raise UnsupportedModelError(
+            f"exact mode is not possible: kernels of our own give {model.name} other gradients on this device"
+        )
+    logger.warning("%s trains without kernels of our own, which is slower: they give other gradients", model.name)
+    model.drop_kernels()
+
+
+def _gradients(model: BaseModel) -> list[Tensor]:
+    """Return hidden states of random sequences with random adapters, and the gradient (P,) of each adapter."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    adapters, gradients = list[AdapterViews](), list[Tensor]()
+    for rank in RANKS:
+        layout = RowLayout(model.group_shapes, rank, ("attn", "mlp"))
+        scale = math.sqrt(PART / math.sqrt(model.hidden_size * rank))
+        weights = (draw(1, layout.num_values) * scale).to(model.device, model.dtype)
+        gradients.append(torch.zeros(weights.shape, device=model.device))
+        slab = layout.views(weights, gradients[-1])
+        adapters.append(AdapterViews(slab, [views and views.row(0) for views in slab], 0, 1.0))
+    num_rows = sum(LENGTHS)
+    tokens = torch.randint(0, model.vocab_size, (num_rows,), generator=generator).to(model.device)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(model.device)
+    attend = model.attend_packed(LENGTHS, [1] * len(LENGTHS))
+    with torch.enable_grad():
+        hidden = model.forward(tokens, positions, _segments(adapters), attend, model.recur_packed(LENGTHS))
+        model.backward(hidden, draw(num_rows, model.hidden_size).to(model.device, model.dtype))
+    model.reset()
+    return [hidden.detach().float(), *gradients]
+
+
+def _segments(adapters: Sequence[AdapterViews]) -> list[Segment]:
+    segments, start = [], 0
+    for number, length in enumerate(LENGTHS):
+        segments.append(Segment(start, start + length, adapters[number % len(adapters)]))
+        start += length
+    return segments
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).norm() <= TOLERANCE * expected.norm())
