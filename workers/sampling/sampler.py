@@ -93,7 +93,7 @@ _Work = _Decode | _Prefill
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """The next tokens of sequences of one request, which they had before the pass or begin with it."""
+    """The next tokens of sequences of one request, all of which run already, or all of which begin."""
 
     active: ActiveRequest
     sequences: Sequence[ActiveSequence]
@@ -214,7 +214,7 @@ class Sampler:
         stops = self._prefill.plan(is_decoding=bool(decodes))
         for works in self._groups([*decodes, *(_Prefill(*planned) for planned in stops.items())]):
             self._advance(works)
-        # Sequences of which another one of their request left its slot in this step.
+        # A request with one slot begins its next sequence in the step in which the last one ended.
         self._draw([_late(active) for active in self.slots.running if active.can_begin])
         self._promise_blocks()
         events, self._events = self._events, []
@@ -408,7 +408,7 @@ class Sampler:
 
 
 def _late(active: ActiveRequest) -> _Draw:
-    """Begin sequences that had no slot when their prompt was computed."""
+    """Begin sequences that had no slot when their prompt was computed; return the draw of their first tokens."""
     first = active.first
     assert first is not None
     return _Draw(active, active.begin(), first, slice(0, 1))
