@@ -74,6 +74,7 @@ def test_no_count_of_a_hybrid_or_a_mixture_rises(
         assert budget.measured(row) <= budget.today, f"{budget.case}: {budget.unit}"
 
 
+@pytest.mark.long
 def test_kernels_of_a_mixture_do_not_depend_on_the_number_of_experts(fake_gpu: FakeCudaProcess) -> None:
     few, many = (fake_gpu.call("tests.support.fake_cuda.scenarios:kernels_of_experts", num) for num in (4, 64))
     assert few == many
