@@ -46,7 +46,7 @@ def rows_of(fake_gpu: FakeCudaProcess, function: str, *args: Any) -> list[Row]:
         ("loss", ()),
         ("decoding", (32, 0)),
         ("decoding", (32, 8)),
-        ("decoding", (8, 8, 8192)),
+        pytest.param("decoding", (8, 8, 8192), marks=pytest.mark.long),
         ("prefill", (32,)),
     ],
     ids=str,
@@ -80,6 +80,7 @@ def test_kernels_of_a_mixture_do_not_depend_on_the_number_of_experts(fake_gpu: F
     assert few == many
 
 
+@pytest.mark.long
 def test_kernels_of_a_hybrids_decode_step_do_not_depend_on_the_number_of_sequences(fake_gpu: FakeCudaProcess) -> None:
     few, many = (fake_gpu.call(f"{CASES}:decoding", "9b-hybrid@4", number, 0)[0]["kernels"] for number in (16, 32))
     assert few == many
@@ -97,7 +98,7 @@ def test_a_budget_names_a_case_once() -> None:
     assert len({(budget.model, budget.case, budget.key) for budget in BUDGETS}) == len(BUDGETS)
 
 
-@pytest.mark.parametrize(("has_kernels", "most"), [(True, 0), (False, 50)])
+@pytest.mark.parametrize(("has_kernels", "most"), [(True, 0), pytest.param(False, 50, marks=pytest.mark.long)])
 def test_many_targets_of_a_token_take_few_kernels_more_than_one(
     fake_gpu: FakeCudaProcess, most: int, *, has_kernels: bool
 ) -> None:

@@ -23,7 +23,7 @@ def waits_of(lines: Counter[str]) -> Counter[str]:
     return waits
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, pytest.param({"dtype": "float32"}, marks=pytest.mark.long)], ids=str)
 def test_a_decode_step_waits_for_its_tokens_alone(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     """Not for positions, blocks, masks, plans or logits; with prompts and several versions in the step too.
 
