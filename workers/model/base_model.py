@@ -176,8 +176,15 @@ class BaseModel:
         finally:
             self.training_layers, self.current.fuse = kept
 
+    @property
+    def _computed_by_kernels(self) -> str:
+        """What kernels of our own compute, for the fingerprint."""
+        if not has_kernels(self.device):
+            return ""
+        return "adapters, losses and steps" if self._has_kernels else "losses and steps"
+
     def drop_kernels(self) -> None:
-        """Compute without kernels of our own for layers and adapters in training from now on."""
+        """Add adapters, and compute layers in training, without kernels of our own from now on."""
         self._has_kernels, self.training_layers = False, None
         self.use(self.numerics)
 
@@ -336,7 +343,7 @@ class BaseModel:
                 numerics,
                 self.device,
                 self.dtype,
-                has_kernels=has_kernels(self.device),
+                kernels=self._computed_by_kernels,
                 linear_attention="" if self.library_rule is None else f"{PACKAGE} {VERSION}",
                 is_thread_count_invariant=is_thread_count_invariant,
                 are_samples_batch_invariant=are_samples_batch_invariant,

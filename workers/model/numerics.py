@@ -55,14 +55,14 @@ def fingerprint(
     dtype: torch.dtype,
     *,
     linear_attention: str,
-    has_kernels: bool,
+    kernels: str,
     is_thread_count_invariant: bool,
     are_samples_batch_invariant: bool,
 ) -> str:
     """Return the arithmetic of this process as text: equal texts, equal bits. `dtype` is the base model's.
 
-    `linear_attention`: the library that computes it in passes, with its version; empty: none. `has_kernels`: whether
-    adapters, losses, optimizer steps and steps of linear attention are computed by kernels of our own.
+    `linear_attention`: the library that computes it in passes, with its version; empty: none. `kernels`: what kernels
+    of our own compute; empty: nothing.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if numerics.is_tiled:
@@ -85,8 +85,8 @@ def fingerprint(
         parts.append(f"sums of {numerics.sum_max} values")
     if not are_samples_batch_invariant:
         parts.append("samples depend on their neighbours")
-    if has_kernels:
-        parts.append("kernels of our own")
+    if kernels:
+        parts.append(f"{kernels} by kernels of our own")
     if linear_attention:
         parts.append(f"linear attention by {linear_attention}")
     if dtype != torch.float32:

@@ -31,7 +31,7 @@ def _multiply(
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, WIDENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Set a tile of out to left right, plus bias or what is there. Grid: tiles."""
+    """Set a tile of out to left times right, plus the bias or the values in out. Grid: tiles."""
     across = tl.cdiv(d_out, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
     group_rows = min(tl.cdiv(num_rows, ROWS) - group * GROUP, GROUP)

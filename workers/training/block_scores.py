@@ -1,4 +1,4 @@
-"""What comes from blocks of logits on a device: log-probabilities of targets, sums of requests, and d(loss)/d(logits).
+"""Computes log-probabilities of targets, sums of requests and d(loss)/d(logits) from blocks of logits on a device.
 
 `TorchScores` computes them by torch, on any device; `kernel_scores.KernelScores` by kernels of our own. Logits are in
 the model's dtype, everything from them to d(loss)/d(logits) in fp32. Nothing but `PassResults.settle` waits for the

@@ -1,4 +1,4 @@
-"""What comes from blocks of logits on a GPU, by three kernels of our own a block, whatever the number of requests.
+"""Computes losses from blocks of logits on a GPU by three kernels of our own a block, for any number of requests.
 
 Implements `block_scores.PassScores`. The log-probabilities of a whole block never exist: `score_targets` reads the
 logits once and keeps two numbers of each row. With these, `differentiate_logits` reads them again and writes the

@@ -293,4 +293,4 @@ def test_the_fingerprint_says_whether_steps_are_launches(qwen3: Path, monkeypatc
 
     by_torch = fingerprint()
     monkeypatch.setattr(base_model, "has_kernels", lambda _: True)
-    assert fingerprint() == f"{by_torch}; kernels of our own"
+    assert fingerprint() == f"{by_torch}; losses and steps by kernels of our own"
