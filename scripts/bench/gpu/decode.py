@@ -19,7 +19,8 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,13 @@ class Measured:
 class Decoding:
     """An engine with adapters to sample from."""
 
-    def __init__(self, engine: TrainingEngine, rank: int) -> None:
+    def __init__(
+        self, engine: TrainingEngine, rank: int, prompt_tokens: int = PROMPT_TOKENS, top_p: float = 1.0
+    ) -> None:
         self._engine = engine
+        self._prompt_tokens = prompt_tokens
+        self._top_p = top_p
+        self.num_keys = 0.0
         self._rng = np.random.default_rng(0)
         self._num_requests = 0
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -86,28 +92,41 @@ class Decoding:
 
     def run(self, num_seqs: int, num_adapters: int, measured: Measured) -> None:
         """Run one round, and add it to what was measured."""
-        keys = self._keys[:num_adapters] or [""]
         begin_s = time.perf_counter()
+        with self.begun(num_seqs, num_adapters) as step:
+            measured.first_tokens_s.append(time.perf_counter() - begin_s)
+            measured.num_keys.append(self.num_keys + STEPS / 2)
+            steps_s = []
+            for _ in range(STEPS):
+                begin_s = time.perf_counter()
+                num_drawn = len(step())
+                steps_s.append(time.perf_counter() - begin_s)
+                if num_drawn != num_seqs:
+                    raise RuntimeError(f"a decode step drew {num_drawn} tokens of {num_seqs} sequences")
+            measured.step_s.append(statistics.median(steps_s))
+
+    @contextmanager
+    def begun(self, num_seqs: int, num_adapters: int) -> Iterator[Callable[[], list[str]]]:
+        """Begin `num_seqs` requests; once all draw, yield what runs a step and returns the names of those that drew.
+
+        `num_keys` then says how many keys a sequence has, on average.
+        """
+        keys = self._keys[:num_adapters] or [""]
         waiting = {self._start(keys[number % len(keys)]) for number in range(num_seqs)}
         names, num_drawn = set(waiting), 0
         while waiting:
-            drawn = [event.op_id for event in self._step() if isinstance(event, TokenEvent)]
+            drawn = self._draw()
             num_drawn += len(drawn)
             waiting.difference_update(drawn)
-        measured.first_tokens_s.append(time.perf_counter() - begin_s)
-        measured.num_keys.append(PROMPT_TOKENS + num_drawn / num_seqs + STEPS / 2)
-        steps_s = []
-        for _ in range(STEPS):
-            begin_s = time.perf_counter()
-            drawn = [event.op_id for event in self._step() if isinstance(event, TokenEvent)]
-            steps_s.append(time.perf_counter() - begin_s)
-            if len(drawn) != num_seqs:
-                raise RuntimeError(f"a decode step drew {len(drawn)} tokens of {num_seqs} sequences")
-        measured.step_s.append(statistics.median(steps_s))
+        self.num_keys = self._prompt_tokens + num_drawn / num_seqs
+        yield self._draw
         for name in names:
             self._engine.cancel_sample(name)
         while self._engine.can_decode():
             self._engine.decode_step()
+
+    def _draw(self) -> list[str]:
+        return [event.op_id for event in self._step() if isinstance(event, TokenEvent)]
 
     def _start(self, key: str) -> str:
         self._num_requests += 1
@@ -117,9 +136,9 @@ class Decoding:
                 op_id=name,
                 scope=name,
                 version=SamplerVersion(key=key),
-                prompt=self._rng.integers(0, self._engine.info.vocab_size, PROMPT_TOKENS).astype(np.int32),
+                prompt=self._rng.integers(0, self._engine.info.vocab_size, self._prompt_tokens).astype(np.int32),
                 num_samples=1,
-                params=SamplingParams(max_tokens=TOKENS_MAX, seed=self._num_requests),
+                params=SamplingParams(max_tokens=TOKENS_MAX, seed=self._num_requests, top_p=self._top_p),
                 stream=True,
             )
         )
@@ -147,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure, print."""
     parser = make_parser(__doc__)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences in a decode step")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of every sequence")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--cache-gib", type=float, default=16.0, help="most memory for keys and values")
     args = parser.parse_args(arguments)
     device = chosen_device(parser, args)
@@ -155,7 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    print_head(args, device, f"prompts of {PROMPT_TOKENS}, bandwidth of a copy {bandwidth / 1e9:,.0f} GB/s")
+    print_head(
+        args,
+        device,
+        f"prompts of {args.prompt_tokens}, top_p {args.top_p:g}, bandwidth of a copy {bandwidth / 1e9:,.0f} GB/s",
+    )
     print(
         "| sequences | side | ms a decode step | tokens/s | of the bandwidth's bound | time / base model "
         "| ms to all first tokens |"
@@ -166,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = EngineSettings(
             model_path=str(model), num_slots=16, device=args.device, cache_bytes_max=int(args.cache_gib * 2**30)
         )
-        decoding = Decoding(TrainingEngine(settings), args.rank)
+        decoding = Decoding(TrainingEngine(settings), args.rank, args.prompt_tokens, args.top_p)
         config = transformers.AutoConfig.from_pretrained(model)
         for num_seqs in args.batches:
             measured = measure(decoding, num_seqs, args.rounds)
