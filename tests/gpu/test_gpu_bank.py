@@ -106,3 +106,12 @@ def test_a_row_takes_eighteen_bytes_per_value_and_frees_them() -> None:
     del bank
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_banks_that_come_and_go_unpin_their_memory() -> None:
+    for seed in range(20):
+        bank = make_bank(1, "ab")
+        fill(bank, "a", seed)
+        bank.acquire(["b"])
+        assert bank.stats.num_evictions == 1
+        bank.clear()

@@ -5,14 +5,17 @@ process. The vectors of a bank have few sizes, so few buffers are pinned in vain
 
 Does not depend on rows, streams or devices.
 
-Main invariant: a buffer is free once no tensor has its memory any more; it is used again, or unpinned, once the last
-transfer noted for it is done.
+Main invariants: a buffer is free once no tensor has its memory any more; it is used again, or unpinned, once the last
+transfer noted for it is done. Memory is unpinned before it is unmapped, also when a whole bank is dropped: CUDA refuses
+to pin what comes to the same address later.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +38,8 @@ class Finishing(Protocol):
 class _Buffer:
     memory: mmap.mmap
     address: int
+    cudart: Any
+    """CUDA's runtime, which has pinned the memory."""
     transfer: Finishing | None = None
     """The last one noted."""
 
@@ -50,6 +55,11 @@ class _Buffer:
         if self.transfer is not None:
             self.transfer.wait_on_host()
             self.transfer = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.finish()
+            self.cudart.cudaHostUnregister(self.address)
 
 
 class PinnedBuffers:
@@ -101,23 +111,22 @@ class PinnedBuffers:
         """Pin a new buffer; first unpin as much that is free, if there is so much."""
         missing = size
         while self._free and missing > 0:
-            missing -= len(self._free[0])
-            self._unpin(self._free.pop(0))
+            missing -= len(self._free.pop(0))
         memory = mmap.mmap(-1, size)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        error = int(_cudart().cudaHostRegister(address, size, 0))
+        cudart: Any = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(address, size, 0))
         if error:
+            _forget_error()
             raise MemoryError(f"{size} bytes of host memory cannot be pinned: CUDA's error {error}")
-        return _Buffer(memory, address)
-
-    def _unpin(self, buffer: _Buffer) -> None:
-        buffer.finish()
-        _cudart().cudaHostUnregister(buffer.address)
+        return _Buffer(memory, address, cudart)
 
     def _give_back(self, buffer: _Buffer) -> None:
         del self._used[buffer.address]
         self._free.append(buffer)
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()
+def _forget_error() -> None:
+    """CUDA reports a failed call again to whoever asks next, and torch asks after each launch: let this one be told."""
+    with suppress(torch.AcceleratorError):
+        torch.zeros(1, device="cuda")

@@ -104,10 +104,32 @@ def test_free_memory_of_other_sizes_is_unpinned_before_more_is_pinned(cuda: Fake
     assert kept in buffers
 
 
-def test_memory_that_cannot_be_pinned_is_out_of_memory(cuda: FakeCuda) -> None:
-    cuda.most = 100
+def test_all_memory_is_unpinned_with_the_bank_and_its_last_tensor(cuda: FakeCuda) -> None:
+    buffers, running = PinnedBuffers(), Late()
+    buffers.note(buffers.take(vector(64)), running)  # and dropped
+    kept = buffers.take(vector(32))
+    del buffers
+    gc.collect()
+    assert len(cuda.pinned) == 2, "a tensor is still there, and keeps all"
+    del kept
+    gc.collect()
+    assert not cuda.pinned
+    assert running.num_waits == 1
+
+
+def test_memory_that_cannot_be_pinned_is_out_of_memory_and_the_next_launch_does_not_hear_of_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.most, told = 100, list[str]()
+
+    def launch(*_: int, device: str) -> None:
+        told.append(device)
+        raise torch.AcceleratorError("resource already mapped")
+
+    monkeypatch.setattr("torch.zeros", launch)
     with pytest.raises(MemoryError, match="400 bytes"):
         PinnedBuffers().take(vector(100))
+    assert told == ["cuda"]
 
 
 class Recorder:
