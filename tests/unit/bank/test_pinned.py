@@ -106,8 +106,8 @@ def test_free_memory_of_other_sizes_is_unpinned_before_more_is_pinned(cuda: Fake
 
 def test_all_memory_is_unpinned_with_the_bank_and_its_last_tensor(cuda: FakeCuda) -> None:
     buffers, running = PinnedBuffers(), Late()
-    buffers.note(buffers.take(vector(64)), running)  # and dropped
     kept = buffers.take(vector(32))
+    buffers.note(buffers.take(vector(64)), running)  # and dropped
     del buffers
     gc.collect()
     assert len(cuda.pinned) == 2, "a tensor is still there, and keeps all"
