@@ -203,7 +203,7 @@ def test_the_gradients_of_adapters_of_any_rank_are_their_own(group: int) -> None
     segments, (x, dys) = segments_of(torch.bfloat16, "cuda"), operands(group, torch.bfloat16, "cuda")
     dx = torch.randn(x.shape, device="cuda", dtype=torch.bfloat16)
     expected, gradients = gradients_one_by_one(segments, group, x, dys, dx)
-    run = TrainingRun(segments)
+    run = TrainingRun.of(segments)
     kept = run.forward(group, x, [torch.zeros_like(dy) for dy in dys])
     assert kept is not None
     run.backward(group, kept, x, dys, dx)

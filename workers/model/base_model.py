@@ -66,7 +66,7 @@ from workers.model.pretrained import (
 from workers.model.recomputation import Recomputation
 from workers.model.replacement import adapted_modules, decoder_layers, replace_layers
 from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections
-from workers.model.segments import Segment
+from workers.model.segments import Routing, Segment
 from workers.model.training_layers import TrainingLayers, can_train
 from workers.model.usual_layers import UsualModel, has_form
 
@@ -136,6 +136,8 @@ class BaseModel:
         has none, and its modules compute."""
         self.training_layers: TrainingLayers | None = None
         """The same for all other passes."""
+        self.has_pass_graphs = True
+        """Whether passes with `training_layers` may be graphs: False once they gave other gradients."""
         self._has_kernels = can_run(self.device, dtype)
         self._usual: UsualModel | None = None
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
@@ -230,7 +232,7 @@ class BaseModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[Segment] | Routing,
         attend: Attend,
         recur: Recur | None = None,
         *,

@@ -211,12 +211,12 @@ class GroupsOfLayer:
         dinner = run.shrunk_outputs(down, [dout])  # (T, R)
         run.add_gradients(down, dout[:, :0], [dout], self._summed, dinner)  # of B2 alone
         self._expand([dweighted], dinner.unsqueeze(0), self._inner_matrices(run.tables.addresses))
-        self._add_gradients([hidden], dinner, row_weights, self._inner_matrices(run.gradients))
+        self._add_gradients([hidden], dinner, row_weights, self._inner_matrices(run.gradients.addresses))
 
     def backward_gates(self, x: Tensor, dgates: Tensor, dx: Tensor) -> None:
         """See `expert_products.AdaptersOfLayer`."""
         run, gate_up, halves = self._training_run, self._layer.gate_up, self._layer.weights.halves(dgates)
-        self._add_gradients(halves, self._shrunk[0], None, self._outer_matrices(run.gradients))
+        self._add_gradients(halves, self._shrunk[0], None, self._outer_matrices(run.gradients.addresses))
         dshrunk = self._dispatch.sum_choices(self._shrink(halves, self._outer_matrices(run.tables.addresses)))  # (T, M)
         run.add_gradients(gate_up, x, [x[:, :0], x[:, :0]], self._shrunk, dshrunk)  # of A13 alone
         run.expand_inputs(gate_up, dx, dshrunk, 2)

@@ -79,17 +79,55 @@ class AdapterTables(Generic[T]):
         addresses, tiles, ranks, scalings = (on_device(array, device) for array in arrays)
         return AdapterTables(addresses, tiles, ranks, scalings, self.rank_max)
 
+    def padded(self: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: int) -> AdapterTables[NDArray[Any]]:
+        """Return the tables with further adapters that adapt nothing, and further tiles without rows."""
+        missing, no_tiles = num_adapters - len(self.ranks), num_tiles - len(self.tiles)
+        return AdapterTables(
+            np.pad(self.addresses, ((0, 0), (0, missing), (0, 0))),
+            np.pad(self.tiles, ((0, no_tiles), (0, 0))),
+            np.pad(self.ranks, (0, missing)),
+            np.pad(self.scalings, (0, missing)),
+            self.rank_max,
+        )
 
-def padded(tables: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: int) -> AdapterTables[NDArray[Any]]:
-    """Return tables with further adapters that adapt nothing, and further tiles without rows."""
-    missing, no_tiles = num_adapters - len(tables.ranks), num_tiles - len(tables.tiles)
-    return AdapterTables(
-        np.pad(tables.addresses, ((0, 0), (0, missing), (0, 0))),
-        np.pad(tables.tiles, ((0, no_tiles), (0, 0))),
-        np.pad(tables.ranks, (0, missing)),
-        np.pad(tables.scalings, (0, missing)),
-        tables.rank_max,
-    )
+
+@dataclass(frozen=True, slots=True)
+class GradientTables(Generic[T]):
+    """Where the gradients of a pass's adapters are, as arrays of the host or tensors of the device."""
+
+    addresses: T
+    """(groups, S, 4) int64: of those of A and of each B^T; 0: there is none."""
+    segments: T
+    """(N, 2) int32: first row and number of rows, by adapter."""
+    firsts: T
+    """(S + 1,) int32: the first segment of each adapter, and their number."""
+
+    @staticmethod
+    def of(segments: Sequence[Segment], num_groups: int) -> GradientTables[NDArray[Any]]:
+        """Return the tables of segments of a pass; those of an adapter are in row order."""
+        adapters = adapters_of(segments)
+        of_adapter: dict[int, list[tuple[int, int]]] = {id(adapter): [] for adapter in adapters}
+        for segment in segments:
+            of_adapter[id(segment.adapter)].append((segment.start, segment.stop - segment.start))
+        addresses, _ = _addresses(adapters, num_groups, of_gradients=True)
+        rows = [rows for own in of_adapter.values() for rows in own]
+        firsts = np.cumsum([0, *map(len, of_adapter.values())], dtype=np.int32)
+        return GradientTables(addresses, np.array(rows, np.int32).reshape(-1, 2), firsts)
+
+    def on(self: GradientTables[NDArray[Any]], device: torch.device) -> GradientTables[Tensor]:
+        """Return the tables on a device."""
+        return GradientTables(*(on_device(array, device) for array in (self.addresses, self.segments, self.firsts)))
+
+    def padded(
+        self: GradientTables[NDArray[Any]], num_adapters: int, num_segments: int
+    ) -> GradientTables[NDArray[Any]]:
+        """Return the tables with further adapters without segments, and further segments of no adapter."""
+        missing, no_segments = num_adapters - self.addresses.shape[1], num_segments - len(self.segments)
+        return GradientTables(
+            np.pad(self.addresses, ((0, 0), (0, missing), (0, 0))),
+            np.pad(self.segments, ((0, no_segments), (0, 0))),
+            np.pad(self.firsts, (0, missing), mode="edge"),
+        )
 
 
 class FusedRun(ABC):
@@ -156,24 +194,20 @@ class TrainingRun(FusedRun):
 
     tile_rows, num_parts = TRAINING_TILE_ROWS, 1
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, tables: AdapterTables[Tensor], gradients: GradientTables[Tensor], is_adapted: Sequence[bool]
+    ) -> None:
+        """See `FusedRun`."""
+        super().__init__(tables, is_adapted)
+        self.gradients = gradients
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> TrainingRun:
         """Make the tables of segments, and send them to the adapters' device."""
-        adapters, device = adapters_of(segments), segments[0].adapter.device
-        num_groups = len(adapters[0].slab)
-        made = AdapterTables.of(segments, num_groups, TRAINING_TILE_ROWS)
-        super().__init__(made.on(device), [bool(own.any()) for own in made.addresses])
-        of_adapter: dict[int, list[tuple[int, int]]] = {id(adapter): [] for adapter in adapters}
-        for segment in segments:
-            of_adapter[id(segment.adapter)].append((segment.start, segment.stop - segment.start))
-        firsts = np.cumsum([0, *map(len, of_adapter.values())])
-        gradients, _ = _addresses(adapters, num_groups, of_gradients=True)
-        self.gradients = on_device(gradients, device)
-        """(groups, S, 4) int64: addresses of the gradients."""
-        rows = np.array([rows for own in of_adapter.values() for rows in own], np.int32)
-        self._segments = on_device(rows, device)
-        """(N, 2): first row and number of rows, by adapter."""
-        self._firsts = on_device(firsts, device, torch.int32)
-        """(S + 1,): the first segment of each adapter."""
+        adapter = segments[0].adapter
+        made = AdapterTables.of(segments, len(adapter.slab), cls.tile_rows)
+        gradients = GradientTables.of(segments, len(adapter.slab)).on(adapter.device)
+        return cls(made.on(adapter.device), gradients, [bool(own.any()) for own in made.addresses])
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
         """See `FusedRun`; returns the scaled x A^T (1, T, M), fp32."""
@@ -200,8 +234,9 @@ class TrainingRun(FusedRun):
 
     def add_gradients(self, group: int, x: Tensor, dys: Sequence[Tensor], xa: Tensor, dxa: Tensor) -> None:
         """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0."""
+        own = self.gradients
         torch.ops.tinkerpool.add_gradients(
-            x, *_three(dys), xa, dxa, self.gradients[group], self._segments, self._firsts, self.tables.ranks
+            x, *_three(dys), xa, dxa, own.addresses[group], own.segments, own.firsts, self.tables.ranks
         )
 
     def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
@@ -216,7 +251,7 @@ def forward_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
 
 def training_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
     """Return one run of all segments; none without segments. Implements `segments.Fuse`."""
-    return [TrainingRun(segments)] if segments else []
+    return [TrainingRun.of(segments)] if segments else []
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor | None]:

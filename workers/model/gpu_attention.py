@@ -159,6 +159,16 @@ class VarlenAttention:
         self._is_by_request = counts is not None
         self._calls: list[tuple[int, int, Tensor, int]] | None = None
 
+    @classmethod
+    def between(cls, ends: Tensor, num_rows: int, longest: int) -> VarlenAttention:
+        """Take the sequences between ends (S + 1,), int32 on the device, by one call.
+
+        They have all `num_rows` rows together, and each at most `longest`.
+        """
+        attention = cls(FlashKernel(), ())
+        attention._calls = [(0, num_rows, ends, longest)]
+        return attention
+
     def __call__(
         self,
         layer: int,

@@ -63,10 +63,16 @@ class CurrentPass:
         self.sum_max = numerics.sum_max
         self.fuse, self.fuse_forward = fuse, fuse_forward
 
-    def begin(self, segments: Sequence[Segment], recur: Recur | None = None) -> None:
-        """Set the segments and the linear attention of the next forward, and of its backward."""
+    def begin(self, segments: Sequence[Segment] | Routing, recur: Recur | None = None) -> None:
+        """Set the segments and the linear attention of the next forward, and of its backward.
+
+        Segments whose runs are made already come as a routing.
+        """
         self.recur = recur
-        self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
+        if isinstance(segments, Routing):
+            self.routing = segments
+        else:
+            self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
 
     def reset(self) -> None:
         """Drop the last pass and the count of products."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from workers.contract.capacity import num_blocks_for
 from workers.model.base_model import BaseModel
-from workers.model.fused_runs import AdapterTables, ForwardRun, padded
+from workers.model.fused_runs import AdapterTables, ForwardRun
 from workers.model.segments import Routing, Segment
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.pages import (
@@ -181,7 +181,7 @@ class GraphStep:
             part.padded(num_rows, more, self._scratch_page).arrays(width)
             for part, width in zip(reads, self._widths, strict=True)
         )
-        filled = padded(adapters, num_rows, self._bucket.num_tiles)
+        filled = adapters.padded(num_rows, self._bucket.num_tiles)
         numbers = [*chain(*both), filled.tiles.ravel(), filled.ranks]
         for target, source in (
             (self._rows, rows),

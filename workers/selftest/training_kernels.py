@@ -3,6 +3,8 @@
 Wrong gradients look like gradients. So kernels that give other ones, with this model on this GPU and this build of
 torch and Triton, are not used: modules and products compute then, which is slower.
 
+Then the same pass runs as graphs (`training.pass_graphs`): if these give other gradients, passes run without.
+
 Depends on a loaded base model. Layers of experts are not tried: in bf16 a token may go to another expert.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from workers.model.base_model import BaseModel
 from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, RowLayout
+from workers.training.pass_graphs import PassGraphs, PlainTrunk
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +35,49 @@ gradients, and roundings of one layer are not to grow in the next ones."""
 TOLERANCE = 0.25
 """Largest Euclidean norm of the difference of gradients, as a part of the gradients'. Both are rounded to 8 bits in all
 layers of a deep model; a wrong kernel is wrong by more."""
+GRAPH_RUNS = 3
+"""Of one bucket: without graphs, one that captures them, and one that runs them with other addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRows:
+    """Implements `pass_graphs.Rows`."""
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: Sequence[int]
+    counts: Sequence[int]
+    segments: Sequence[Segment]
 
 
 def check_training_kernels(model: BaseModel) -> None:
-    """Let the model train without kernels if they give other gradients. Raises UnsupportedModelError in exact mode."""
+    """Let the model train without kernels or graphs that give other gradients.
+
+    Raises UnsupportedModelError for kernels in exact mode.
+    """
     if not model.trains_by_kernels or model.expert_layers:
         return
     by_kernels = _gradients(model)
     with model.training_by_modules():
         expected = _gradients(model)
-    if all(_is_close(mine, right) for mine, right in zip(by_kernels, expected, strict=True)):
+    apart = _apart(by_kernels, expected)
+    if apart > TOLERANCE:
+        what = f"they give other gradients, {apart:.2g} of their size apart (at most {TOLERANCE:g})"
+        if model.numerics.is_exact:
+            raise UnsupportedModelError(
+                f"exact mode is not possible with {model.name} on this device by kernels of our own: {what}"
+            )
+        logger.warning("%s trains without kernels of our own, which is slower: %s", model.name, what)
+        model.drop_kernels()
         return
-    if model.numerics.is_exact:
-        raise UnsupportedModelError(
-            f"exact mode is not possible: kernels of our own give {model.name} other gradients on this device"
-        )
-    logger.warning("%s trains without kernels of our own, which is slower: they give other gradients", model.name)
-    model.drop_kernels()
+    graphs = PassGraphs(model)
+    apart = max(_apart(_gradients(model, graphs), by_kernels) for _ in range(GRAPH_RUNS))
+    model.has_pass_graphs = not graphs.has_failed and apart <= TOLERANCE
+    if apart > TOLERANCE:
+        logger.warning("%s trains without graphs, which is slower: gradients are %.2g apart", model.name, apart)
 
 
-def _gradients(model: BaseModel) -> list[Tensor]:
+def _gradients(model: BaseModel, graphs: PassGraphs | None = None) -> list[Tensor]:
     """Return hidden states of random sequences with random adapters, and the gradient (P,) of each adapter."""
     generator = torch.Generator().manual_seed(0)
 
@@ -68,12 +95,14 @@ def _gradients(model: BaseModel) -> list[Tensor]:
     num_rows = sum(LENGTHS)
     tokens = torch.randint(0, model.vocab_size, (num_rows,), generator=generator).to(model.device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(model.device)
-    attend = model.attend_packed(LENGTHS, [1] * len(LENGTHS))
+    rows = TrialRows(tokens, positions, LENGTHS, [1] * len(LENGTHS), _segments(adapters))
     with torch.enable_grad():
-        hidden = model.forward(tokens, positions, _segments(adapters), attend, model.recur_packed(LENGTHS))
-        model.backward(hidden, draw(num_rows, model.hidden_size).to(model.device, model.dtype))
+        trunk = (None if graphs is None else graphs.trunk(rows)) or PlainTrunk(model, rows)
+        hidden = trunk.forward()
+        trunk.backward(draw(num_rows, model.hidden_size).to(model.device, model.dtype))
+        copy = hidden.float().clone()  # the next forward of a graph overwrites it
     model.reset()
-    return [hidden.detach().float(), *gradients]
+    return [copy, *gradients]
 
 
 def _segments(adapters: Sequence[AdapterViews]) -> list[Segment]:
@@ -84,5 +113,7 @@ def _segments(adapters: Sequence[AdapterViews]) -> list[Segment]:
     return segments
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).norm() <= TOLERANCE * expected.norm())
+def _apart(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest Euclidean norm of a difference, as a part of that of what is expected; NaN: infinite."""
+    parts = [float((mine - right).norm() / right.norm()) for mine, right in zip(actual, expected, strict=True)]
+    return max(math.inf if math.isnan(part) else part for part in parts)

@@ -36,6 +36,7 @@ from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
 from workers.training.losses import RequestLoss, prepare
 from workers.training.memory import Load, PassRoom
+from workers.training.pass_graphs import PassGraphs, PlainTrunk
 from workers.training.phase_times import PhaseTimes
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class PassRunner:
         self._bank = bank
         make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
+        self._graphs = PassGraphs(base_model)
 
     def measure_room(self, items: Sequence[PassItem]) -> None:
         """Measure the memory for passes of these items, once the adapters of the first are resident.
@@ -227,6 +229,7 @@ class PassRunner:
             failure = pass_error(error)
             logger.warning("a pass of %d requests failed: %s", len(requests), failure.message, exc_info=error)
             del error
+            self._graphs.clear()  # they have memory, and one may have the failed pass's
         else:
             engine_s = time.perf_counter() - begin_s
             num_tokens = sum(request.num_tokens for request in requests)
@@ -277,18 +280,16 @@ class PassRunner:
         is_tight = recompute and self.base_model.device.type == "cpu"
         self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
-            attend = self.base_model.attend_packed(packed.lengths, packed.counts)
-            recur = self.base_model.recur_packed(packed.lengths)
-            hidden = self.base_model.forward(
-                packed.tokens, packed.positions, packed.segments, attend, recur, recompute=recompute
-            )
+            by_graphs = self._graphs.trunk(packed) if is_deep and not recompute else None
+            trunk = by_graphs or PlainTrunk(self.base_model, packed, recompute=recompute)
+            hidden = trunk.forward()
             self.times.end("forward")
             self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
-            dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
+            dhidden = self._loss.run(hidden, packed.parts, backward=backward)
             self.times.end("loss")
             if is_deep:
                 assert dhidden is not None
-                self.base_model.backward(hidden, dhidden)
+                trunk.backward(dhidden)
                 self.times.end("backward")
             self._loss.settle()
             self.times.end("loss")

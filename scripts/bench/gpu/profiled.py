@@ -100,7 +100,7 @@ def print_profile(name: str, own: Profile, num_rows: int) -> None:
 
 
 def profile_training(case: Case, model: Path, args: argparse.Namespace, *, exact: bool = False) -> None:
-    """Profile the passes of a training step, and its optimizer steps."""
+    """Profile a training step of every tenant: passes and optimizer."""
     settings = EngineSettings(
         model_path=str(model),
         num_slots=max(16, case.num_tenants),
@@ -111,8 +111,7 @@ def profile_training(case: Case, model: Path, args: argparse.Namespace, *, exact
     )
     fused = Fused(settings, case, args.rank)
     device, mode = torch.device(args.device), ", exact" if exact else ""
-    print_profile(f"passes {case}{mode}", profile_of(fused.run_passes, device), args.kernels)
-    print_profile(f"optimizer {case}{mode}", profile_of(fused.run_steps, device), args.kernels)
+    print_profile(f"training {case}{mode}", profile_of(fused.step, device), args.kernels)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -38,6 +38,7 @@ from workers.engine import TrainingEngine
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import SamplerLimits
+from workers.training import pass_graphs
 from workers.training.device_logits import DeviceLoss
 from workers.training.passes import PassRunner, pack
 
@@ -163,6 +164,8 @@ def training(model: str, load: Case, **settings: Any) -> tuple[Counts, Counts]:
             side = sides.Fused(engine.settings, load, RANK)
         if engine.bank.fits(side.keys):
             side.run_steps()
+        if load.total_tokens <= pass_graphs.ROWS_MAX:
+            side.step()  # the next passes are a graph
         with counting.stretch() as passes, noting_kept(counting, passes):
             side.run_passes()
         with counting.stretch() as steps:

@@ -184,7 +184,7 @@ def test_a_backward_takes_three_launches_whatever_the_number_of_adapters() -> No
     interpret()
     x, dys = operands(0, torch.bfloat16)
     for segments in (segments_of(torch.bfloat16), segments_of(torch.bfloat16)[:1]):
-        run = TrainingRun(segments)
+        run = TrainingRun.of(segments)
         kept = run.forward(0, x, [torch.zeros_like(dy) for dy in dys])
         assert kept is not None
         with metered() as moved:
@@ -200,7 +200,7 @@ def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts() -> None:
         run.forward(0, x, ys)
     assert moved.num_launches == moved.num_counted == 2
     assert moved.num_bytes == pytest.approx(moved.num_counted_bytes, rel=0.05)
-    trained = TrainingRun([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
+    trained = TrainingRun.of([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
     with metered() as moved:
         kept = trained.forward(0, x, ys)
         assert kept is not None

@@ -101,6 +101,7 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
         "synchronize": synchronize,
         "CUDAGraph": _Graph,
         "graph": capture,
+        "graph_pool_handle": lambda: None,
         "empty_cache": lambda: None,
         "get_device_capability": lambda *_: hardware.CAPABILITY,
         "get_device_name": lambda *_: "fake",

@@ -1,0 +1,132 @@
+"""Training passes in buckets, as graphs run them; a capture that runs the functions again stands in for a GPU's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.model.test_training_layers import FEW, fused
+from tests.support.numerics.agreement import distance
+from tests.support.numerics.harness import Driver, make_data
+from tests.support.numerics.tenants import train
+from workers.model.attention import PackedAttention
+from workers.model.gpu_attention import VarlenAttention
+from workers.selftest.training_kernels import check_training_kernels
+from workers.training import pass_graphs
+from workers.training.pass_graphs import Trunk, pieces, rows_of_bucket
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
+
+
+def between(ends: Tensor, num_rows: int, longest: int) -> PackedAttention:
+    """Stand in for attention between ends that are on a device."""
+    lengths = [length for length in ends.diff().tolist() if length]
+    assert sum(lengths) == num_rows
+    assert max(lengths) <= longest
+    return PackedAttention(lengths)
+
+
+def again(self: Trunk, _: Any) -> None:
+    """Stand in for a capture: run on the same inputs, into the same result."""
+    out = torch.empty(self._bucket.num_rows, self._model.hidden_size)
+
+    def forward() -> None:
+        self._hidden = self._run()
+        out.copy_(self._hidden.detach())
+
+    def backward() -> None:
+        assert self._hidden is not None
+        self._model.backward(self._hidden, self._dhidden)
+
+    self._replays = forward, backward, out
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[pass_graphs.Bucket]:
+    """The buckets that were captured; a CPU captures nothing."""
+    buckets = []
+
+    def capture(self: Trunk, pool: Any) -> None:
+        buckets.append(self._bucket)
+        again(self, pool)
+
+    # patched: what only a GPU has
+    monkeypatch.setattr(
+        pass_graphs, "can_capture", lambda model: model.training_layers is not None and model.has_pass_graphs
+    )
+    monkeypatch.setattr(VarlenAttention, "between", between)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(Trunk, "capture", capture)
+    return buckets
+
+
+def test_passes_by_graphs_train_as_passes_without(qwen3: Path, captured: list[pass_graphs.Bucket]) -> None:
+    expected = train(Driver(qwen3), FEW, num_steps=4)
+    apart = distance(train(fused(qwen3), FEW, num_steps=4), expected)
+    assert len(captured) == 1, "one bucket: its first pass runs without a graph, three by one"
+    assert apart.logprobs < 1e-3
+    assert apart.gradients < 1e-3
+
+
+def test_passes_of_other_sizes_share_a_bucket_and_leave_no_rows_of_the_last(
+    qwen3: Path, captured: list[pass_graphs.Bucket]
+) -> None:
+    """The same tenant, whose sequences get shorter."""
+    tenant = replace(FEW[0], passes=[make_data("cross_entropy", [length], length) for length in (8, 7, 6, 5)])
+    expected = train(Driver(qwen3), [tenant], num_steps=1)
+    apart = distance(train(fused(qwen3, pass_tokens_max=8), [tenant], num_steps=1), expected)
+    assert len(captured) == 1
+    assert apart.logprobs < 1e-4
+    assert apart.gradients < 1e-4
+
+
+def test_passes_run_without_graphs_if_a_capture_fails(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Trunk, "capture", refuse)
+    expected = train(Driver(qwen3), FEW, num_steps=3)
+    apart = distance(train(fused(qwen3), FEW, num_steps=3), expected)
+    assert apart.logprobs < 1e-3
+    assert [record.getMessage() for record in caplog.records if "without graphs" in record.getMessage()] == [
+        "training passes run without graphs, which is slower: operation not permitted when stream is capturing"
+    ]
+    assert not captured
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_graphs_that_give_other_gradients_are_not_used(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch, *, is_wrong: bool
+) -> None:
+    model = fused(qwen3).engine.base_model
+    fill = Trunk.fill
+
+    def filled_wrongly(self: Trunk, *args: Any) -> None:
+        fill(self, *args)
+        if self.is_captured:
+            self._scalings.zero_()
+
+    if is_wrong:
+        monkeypatch.setattr(Trunk, "fill", filled_wrongly)
+    check_training_kernels(model)
+    assert len(captured) == 1
+    assert model.has_pass_graphs != is_wrong
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "expected"), [(1, 64), (64, 64), (65, 128), (1000, 1024), (1030, 1152), (2048, 2048)]
+)
+def test_an_eighth_of_a_bucket_is_left_over_at_most(num_rows: int, expected: int) -> None:
+    assert rows_of_bucket(num_rows) == expected
+
+
+def test_rows_that_are_left_over_are_sequences_no_longer_than_the_longest() -> None:
+    assert pieces(0, 8) == []
+    assert pieces(19, 8) == [8, 8, 3]
