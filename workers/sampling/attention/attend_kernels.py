@@ -1,0 +1,116 @@
+"""Attention over pages of keys and values, in Triton: for builds of torch whose own kernel takes no table of pages.
+
+Imported by the first launch alone (`workers.model.gpu_operations`): a CPU has no Triton. The operation is described in
+`pages`. A program has some query rows of one sequence, with all query heads that share a key head as rows of one
+product, and goes over the sequence's keys in tiles. Products have keys, or values of a head, for rows, and queries for
+columns: tensor cores take 64 rows and as few as 8 columns, and a next token has few queries and many keys. Softmax is
+of powers of two, in fp32.
+
+Does not depend on models.
+
+Main invariants: the order of a row's sums depends on its keys alone, because tiles of keys begin at multiples of their
+size, and tiles of queries have one size for next tokens and one for chunks. A key that a row does not see adds zero. A
+program reads no key beyond its sequence's length.
+
+Dimensions: S sequences, H query heads, K key-value heads, G query heads per key-value head, E head dimension, N query
+rows of a program, times heads, W pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.sampling.attention.pages import TILE_VALUES, tile_rows
+
+KEYS = 64
+"""Of a tile: as many as a product of four warps has rows."""
+WARPS, STAGES = 4, 3
+
+
+@triton.jit
+def _attend_pages(
+    out, log_sums, query, keys, values, ends, lengths, table, num_rows, row_stride, head_stride, table_width, scaling,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Attend from some query rows of a sequence, all heads of a key head. Grid: tiles of rows, key heads, sequences."""
+    sequence, head = tl.program_id(2), tl.program_id(1)
+    G: tl.constexpr = H // K
+    start, stop = tl.load(ends + sequence), tl.load(ends + sequence + 1)
+    begin, count = tl.program_id(0) * ROWS, (stop - start) * G
+    if begin < count:
+        length = tl.load(lengths + sequence)
+        query_place, key_place, place = begin + tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, WIDTH)
+        is_query, is_place = query_place < count, place < E
+        rows, heads = (start + query_place // G).to(tl.int64), head * G + query_place % G
+        own = tl.load(
+            query + rows[None, :] * row_stride + heads[None, :] * head_stride + place[:, None],
+            mask=is_query[None, :] & is_place[:, None],
+            other=0.0,
+        )  # (E, N)
+        seen, last = tl.full((ROWS,), 0, tl.int32) + length, length
+        if IS_CAUSAL:
+            seen = length - (stop - start) + 1 + query_place // G
+            last = min(length, length - (stop - start) + 1 + (begin + ROWS - 1) // G)
+        if WIDENS:
+            own = own.to(tl.float32)
+        scale = scaling * 1.4426950408889634  # log2(e)
+        most = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        result = tl.zeros((WIDTH, ROWS), tl.float32)
+        for first in range(0, last, KEYS):
+            page = tl.load(table + sequence * table_width + first // PAGE).to(tl.int64)
+            is_key = first + key_place < length
+            source = (page * PAGE + first % PAGE) * (K * E) + head * E + key_place[:, None] * (K * E) + place[None, :]
+            is_read = is_key[:, None] & is_place[None, :]
+            own_keys = tl.load(keys + source, mask=is_read, other=0.0)
+            own_values = tl.load(values + source, mask=is_read, other=0.0)
+            if WIDENS:
+                own_keys, own_values = own_keys.to(tl.float32), own_values.to(tl.float32)
+            scores = tl.dot(own_keys, own, input_precision="ieee")  # (keys, N)
+            scores = tl.where((first + key_place)[:, None] < seen[None, :], scores, float("-inf"))
+            new_most = tl.maximum(most, tl.max(scores, 0))
+            weights = tl.exp2(scores * scale - (new_most * scale)[None, :])
+            kept = tl.exp2((most - new_most) * scale)
+            total = total * kept + tl.sum(weights, 0)
+            weights = weights.to(keys.dtype.element_ty).to(own_values.dtype)
+            result = tl.dot(tl.trans(own_values), weights, result * kept[None, :], input_precision="ieee")
+            most = new_most
+        target = rows[None, :] * (H * E) + heads[None, :] * E + place[:, None]
+        result = (result / total[None, :]).to(out.dtype.element_ty)
+        tl.store(out + target, result, mask=is_query[None, :] & is_place[:, None])
+        tl.store(log_sums + heads * num_rows + rows, most * scaling + tl.log(total), mask=is_query)
+
+
+def attend_pages(
+    out: Tensor,
+    log_sums: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    most_queries: int,
+    is_causal: bool,
+    scaling: float,
+) -> None:
+    """See `pages.ATTEND_PAGES`."""
+    num_heads, num_keys = query.shape[1], keys.shape[2]
+    sizes = _sizes(num_heads, *keys.shape[1:], is_causal=is_causal)
+    num_tiles = triton.cdiv(most_queries * num_heads // num_keys, sizes["ROWS"])
+    _attend_pages[num_tiles, num_keys, len(lengths)](
+        out, log_sums, query, keys, values, ends, lengths, table,
+        len(query), *query.stride()[:2], table.shape[1], scaling,
+        **sizes, WIDENS=bool(triton.knobs.runtime.interpret),
+    )  # fmt: skip
+
+
+def _sizes(num_heads: int, page_tokens: int, num_keys: int, head_dim: int, *, is_causal: bool) -> dict[str, int]:
+    """Return the constants of a launch, its warps and its stages."""
+    width = max(16, triton.next_power_of_2(head_dim))
+    heads = {"H": num_heads, "K": num_keys, "E": head_dim, "PAGE": page_tokens, "WIDTH": width}
+    tiles = {"ROWS": tile_rows(head_dim, is_causal=is_causal), "KEYS": min(KEYS, TILE_VALUES // width)}
+    return heads | tiles | {"IS_CAUSAL": is_causal, "num_warps": WARPS, "num_stages": STAGES}
