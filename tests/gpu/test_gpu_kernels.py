@@ -148,7 +148,7 @@ def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
     num_heads: tuple[int, int], head_dim: int, kernel: PageKernel, *, is_causal: bool
 ) -> None:
     pages = RandomPages.of(
-        num_heads, head_dim, torch.bfloat16, [1, 9, 200, 4], [1, 300, PAGE_TOKENS, 777], device="cuda"
+        num_heads, head_dim, torch.bfloat16, [1, 9, 200, 4], [1, 300, PAGE_TOKENS, 2777], device="cuda"
     )
     reads = pages.reads(is_causal=is_causal)
     whole = kernel(pages.query, pages.keys, pages.values, reads, 0.1)

@@ -10,7 +10,8 @@ from tests.support.numerics.random_pages import RandomPages
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
 from workers.model.sampling_layers import SplitProjections
-from workers.sampling.attention.pages import PagedAttention, triton_pages
+from workers.sampling.attention import pages as attention_pages
+from workers.sampling.attention.pages import PART_KEYS, PARTS_MAX, PagedAttention, triton_pages
 from workers.sampling.kv_cache import PAGE_TOKENS
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
@@ -35,8 +36,8 @@ def interpreted() -> None:
 def test_attention_is_that_row_by_row_and_reads_nothing_beyond(
     num_heads: tuple[int, int], head_dim: int, dtype: torch.dtype, *, is_causal: bool
 ) -> None:
-    """Sequences of one key, of a page and of several, one without rows; their other slots are not numbers."""
-    pages = RandomPages.of(num_heads, head_dim, dtype, [1, 9, 0, 70, 4], [1, 300, 1, PAGE_TOKENS, 577])
+    """Sequences of one key, of a page and of several parts, one without rows; other slots are not numbers."""
+    pages = RandomPages.of(num_heads, head_dim, dtype, [1, 9, 0, 40, 2], [1, 300, 1, PAGE_TOKENS, PART_KEYS + 50])
     reads = pages.reads(is_causal=is_causal)
     out, log_sums = triton_pages(pages.query, pages.keys, pages.values, reads, 0.2)
     exact = pages.to(torch.float32)
@@ -48,7 +49,7 @@ def test_attention_is_that_row_by_row_and_reads_nothing_beyond(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bits_of_a_sequence_do_not_depend_on_the_others_or_on_the_most_queries(*, is_causal: bool) -> None:
-    pages = RandomPages.of((4, 2), 32, torch.bfloat16, [3, 0, 45, 17], [31, 1, 257, 700])
+    pages = RandomPages.of((4, 2), 32, torch.bfloat16, [3, 0, 45, 17], [31, 1, 257, PART_KEYS + 9])
     together = triton_pages(pages.query, pages.keys, pages.values, pages.reads(is_causal=is_causal), 0.2)
     for number in (0, 2, 3):
         rows = pages.rows(number)
@@ -75,6 +76,21 @@ def test_it_launches_and_moves_what_the_fake_device_counts(*, is_causal: bool) -
         triton_pages(pages.query, pages.keys, pages.values, pages.reads(is_causal=is_causal), 0.2)
     assert moved.num_launches == moved.num_counted == 1
     assert moved.num_bytes == pytest.approx(moved.num_counted_bytes, rel=0.05)
+
+
+def test_parts_are_joined_by_one_more_launch_and_the_last_has_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = RandomPages.of((4, 2), 16, torch.float32, [3, 2], [3 * PART_KEYS] * 2)
+    reads = pages.reads(is_causal=False)
+    expected, expected_sums = slow_pages(pages.query, pages.keys, pages.values, reads, 0.2)
+    for parts_max, num_launches in ((PARTS_MAX, 2), (2, 2), (1, 1)):
+        # patched: seventeen parts would take the interpreter a minute
+        monkeypatch.setattr(attention_pages, "PARTS_MAX", parts_max)
+        with metered() as moved:
+            out, log_sums = triton_pages(pages.query, pages.keys, pages.values, reads, 0.2)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(log_sums, expected_sums, rtol=1e-5, atol=1e-5)
+        assert moved.num_launches == moved.num_counted == num_launches
+        assert moved.num_bytes == pytest.approx(moved.num_counted_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -153,6 +153,12 @@ def _attended(call: Call) -> Cost:
     return Cost(1, read + operands, 4.0 * query.numel() * num_seen, is_attention=True)
 
 
+def _parts_joined(call: Call) -> Cost:
+    """The results of parts are read once, their log-sum-exps twice, by each head of a row."""
+    operands = [call.argument(name) for name in ("out", "log_sums", "parts", "part_sums", "part_sums")]
+    return Cost(1, sum(map(num_bytes, operands)))
+
+
 def _once_a_row(call: Call) -> int:
     """Return the bytes that each row reads once: its angles, and the weights of heads if there are norms."""
     cos, sin, *weights = (call.argument(name) for name in ("cos", "sin", "query_weight", "key_weight"))
@@ -248,6 +254,7 @@ def _updated(call: Call) -> Cost:
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::attend_pages", _attended, "workers/sampling/attention/attend_kernels.py: its grid")
+declare(f"{NAMESPACE}::join_parts", _parts_joined, "workers/sampling/attention/attend_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")

@@ -23,6 +23,7 @@ from workers.model import adapter_kernels, expert_kernels, layer_kernels, produc
 from workers.model.expert_groups import COLUMNS
 from workers.sampling import delta_kernels
 from workers.sampling.attention import attend_kernels, page_kernels
+from workers.sampling.attention.pages import PART_KEYS
 from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.training import adamw_kernels, loss_kernels
 from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
@@ -30,13 +31,13 @@ from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
 FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
-FP32 |= {"log_sums", "logprobs", "norms", "scales", "slopes", "losses"}
+FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slopes", "losses"}
 FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends", "lasts", "owners", "lengths", "table"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters", "table_width"}
+NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 FRACTIONS = {"eps", "scaling"}
 HEADS = {"H": 32, "K": 8, "E": 128}
@@ -67,7 +68,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield page_kernels._join, HEADS | {"WIDTH": 128}
     for head_dim, is_causal in product((64, 80, 128, 256), (False, True)):
         sizes = attend_kernels._sizes(32, PAGE_TOKENS, 8, head_dim, is_causal=is_causal)
-        yield attend_kernels._attend_pages, sizes | {"WIDENS": False}
+        yield attend_kernels._attend_pages, sizes | {"PART": PART_KEYS, "WIDENS": False}
+    yield attend_kernels._join_parts, {"H": 32, "E": 128, "WIDTH": 128, "num_warps": 1}
     for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
         sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
         for has_norms in (False, True):

@@ -56,12 +56,12 @@ class RandomPages:
         return replace(self, query=query, keys=keys, values=values)
 
     def reads(self, sequences: slice = slice(None), *, is_causal: bool, more_queries: int = 0) -> PageReads:
-        """Return the reads of some sequences, with room for so many more query rows of each."""
+        """Return the reads of some sequences, their table no wider than needed, and so many more `most_queries`."""
         counts, lengths = self.counts[sequences], self.lengths[sequences]
         ends = torch.tensor([0, *counts]).cumsum(0).to(self.table)
         own = torch.tensor(lengths).to(self.table)
-        most_queries = max(counts) + more_queries
-        return PageReads(ends, own, self.table[sequences].contiguous(), most_queries, max(lengths), is_causal)
+        table = self.table[sequences, : -(-max(lengths) // PAGE_TOKENS)].contiguous()
+        return PageReads(ends, own, table, max(counts) + more_queries, max(lengths), is_causal)
 
     def rows(self, number: int) -> slice:
         """Return the query rows of a sequence."""

@@ -9,9 +9,9 @@ device once a step; no operation waits for it.
 
 Does not depend on requests, versions or tokens.
 
-Main invariants: every call takes the keys of a sequence in one piece (`NUM_SPLITS`), and a page of one size. So a row's
-result depends on its own queries and keys, not on the other rows of the step. The kernels read no key beyond a
-sequence's length, so pages need no clearing.
+Main invariants: every call takes the keys of a sequence in one piece (`NUM_SPLITS`), or in parts that begin at the same
+keys in every call (`PART_KEYS`), and a page of one size. So a row's result depends on its own queries and keys, not on
+the other rows of the step. The kernels read no key beyond a sequence's length, so pages need no clearing.
 
 Dimensions: T rows of the step, D next tokens, S sequences of a call, P pages, B tokens of a page, K key-value heads, H
 query heads, G query heads per key-value head, E head dimension, W pages of the longest sequence.
@@ -51,15 +51,22 @@ ATTEND_PAGES = (
     "attend_pages(Tensor(a!) out, Tensor(b!) log_sums, Tensor query, Tensor keys, Tensor values, Tensor ends, "
     "Tensor lengths, Tensor table, int most_queries, bool is_causal, float scaling)"
 )
-"""Set `out` and `log_sums` to the results of a `PageKernel`, from the tensors of its arguments and of `PageReads`."""
+"""Set `out` (P, rows, heads, E) and `log_sums` (P, heads, rows), fp32, to the results of a `PageKernel` for each of P
+parts of the keys, from the tensors of its arguments and of `PageReads`. The log-sum-exp of a part without keys is minus
+infinity, and its result is not written."""
+JOIN_PARTS = "join_parts(Tensor(a!) out, Tensor(b!) log_sums, Tensor parts, Tensor part_sums)"
+"""Set `out` (rows, heads, E) and `log_sums` (heads, rows) to those of all keys, from the results of `ATTEND_PAGES`."""
 define("workers.sampling.attention.page_kernels", ROTATE, JOIN)
-define("workers.sampling.attention.attend_kernels", ATTEND_PAGES)
+define("workers.sampling.attention.attend_kernels", ATTEND_PAGES, JOIN_PARTS)
 
 NEXT_ROWS, CHUNK_ROWS = 16, 64
 """Query rows of a program of `ATTEND_PAGES`: of next tokens, which wait for keys, and of chunks of prompts."""
 TILE_VALUES = 8192
 """At most, of a program's sums, which are in registers, and of the keys of a tile, two of which are in shared memory
 beside their values."""
+PART_KEYS, PARTS_MAX = 1024, 16
+"""Keys of a part of `ATTEND_PAGES`, so that few sequences with long contexts have many programs; and the most parts,
+because their results take memory: the last has all keys that are left. Chunks have one part, because of their rows."""
 NUM_SPLITS = 1
 """Parts that a sequence's keys are cut into. The kernel's own choice depends on all sequences of a call."""
 
@@ -134,10 +141,18 @@ def triton_pages(
     assert query.stride(2) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
+    num_heads, of_reads = query.shape[1], (reads.ends, reads.lengths, reads.table, reads.most_queries, reads.is_causal)
+    attend_pages = torch.ops.tinkerpool.attend_pages
     out = query.new_empty(query.shape)
-    log_sums = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    of_reads = reads.ends, reads.lengths, reads.table, reads.most_queries, reads.is_causal
-    torch.ops.tinkerpool.attend_pages(out, log_sums, query, keys, values, *of_reads, scaling)
+    log_sums = query.new_empty(num_heads, len(query), dtype=torch.float32)
+    num_parts = 1 if reads.is_causal else min(PARTS_MAX, num_blocks_for(reads.table.shape[1] * PAGE_TOKENS, PART_KEYS))
+    if num_parts == 1:
+        attend_pages(out.unsqueeze(0), log_sums.unsqueeze(0), query, keys, values, *of_reads, scaling)
+    else:
+        parts = query.new_empty(num_parts, *query.shape, dtype=torch.float32)
+        part_sums = log_sums.new_empty(num_parts, *log_sums.shape)
+        attend_pages(parts, part_sums, query, keys, values, *of_reads, scaling)
+        torch.ops.tinkerpool.join_parts(out, log_sums, parts, part_sums)
     return out, log_sums
 
 
