@@ -15,6 +15,7 @@ from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same,
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
 from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_delta import ROWS, WRITES, RandomDelta
+from tests.support.numerics.random_pages import RandomPages
 from tests.support.numerics.random_steps import RandomStep
 from tests.support.numerics.slow_pages import slow_pages
 from workers.bank.entries import RowNorms
@@ -29,7 +30,14 @@ from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttent
 from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import rule_of_library
 from workers.model.sampling_layers import AttendsProjected, SplitProjections
-from workers.sampling.attention.pages import PagedAttention, PageReads, flash_pages, page_kernel_for
+from workers.sampling.attention.pages import (
+    PagedAttention,
+    PageKernel,
+    flash_pages,
+    page_kernel_for,
+    takes_tables,
+    triton_pages,
+)
 from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.selftest.library_delta import problem_of
 from workers.selftest.loading import load_base_model
@@ -127,40 +135,32 @@ def test_attention_by_request_in_a_fixed_order_has_the_bits_of_the_request_solo(
         start = stop
 
 
+PAGE_KERNELS = [
+    pytest.param(flash_pages, marks=pytest.mark.skipif(not takes_tables(), reason="this torch takes no tables")),
+    triton_pages,
+]
+
+
+@pytest.mark.parametrize("kernel", PAGE_KERNELS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [((2, 2), 64), ((8, 2), 128), ((4, 1), 256)])
 def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
-    num_heads: tuple[int, int], head_dim: int, *, is_causal: bool
+    num_heads: tuple[int, int], head_dim: int, kernel: PageKernel, *, is_causal: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(4)
-    lengths, counts = [1, 300, 256, 777], [1, 9, 200, 4]
-    table = torch.tensor([[6, 0, 0, 0], [3, 1, 0, 0], [5, 0, 0, 0], [2, 7, 0, 4]], dtype=torch.int32, device="cuda")
-    keys, values = (torch.full((8, PAGE_TOKENS, num_heads[1], head_dim), torch.nan) for _ in range(2))
-    for length, pages in zip(lengths, table.tolist(), strict=True):
-        for place, page in enumerate(pages[: -(-length // PAGE_TOKENS)]):
-            for memory in (keys, values):
-                own = memory[page, : length - place * PAGE_TOKENS]
-                own.copy_(torch.randn(own.shape, generator=generator))
-    query = torch.randn(sum(counts), num_heads[0], head_dim, generator=generator)
-    query, keys, values = (tensor.to("cuda", torch.bfloat16) for tensor in (query, keys, values))
-
-    def reads(first: int, stop: int) -> PageReads:
-        ends = torch.tensor([0, *counts[first:stop]]).cumsum(0).to("cuda", torch.int32)
-        own = torch.tensor(lengths[first:stop], dtype=torch.int32, device="cuda")
-        longest = max(counts[first:stop]), max(lengths[first:stop])
-        return PageReads(ends, own, table[first:stop].contiguous(), *longest, is_causal)
-
-    whole = flash_pages(query, keys, values, reads(0, 4), 0.1)
-    expected = slow_pages(query.float(), keys.float(), values.float(), reads(0, 4), 0.1)
+    pages = RandomPages.of(
+        num_heads, head_dim, torch.bfloat16, [1, 9, 200, 4], [1, 300, PAGE_TOKENS, 2777], device="cuda"
+    )
+    reads = pages.reads(is_causal=is_causal)
+    whole = kernel(pages.query, pages.keys, pages.values, reads, 0.1)
+    exact = pages.to(torch.float32)
+    expected = slow_pages(exact.query, exact.keys, exact.values, reads, 0.1)
     assert close(whole[0], expected[0])
     assert close(whole[1], expected[1])
-    start = 0
-    for number, count in enumerate(counts):
-        rows = slice(start, start + count)
-        out, sums = flash_pages(query[rows], keys, values, reads(number, number + 1), 0.1)
+    for number in range(len(pages.counts)):
+        rows, reads = pages.rows(number), pages.reads(slice(number, number + 1), is_causal=is_causal)
+        out, sums = kernel(pages.query[rows], pages.keys, pages.values, reads, 0.1)
         assert torch.equal(out, whole[0][rows]), "bits depend on the other sequences of a call"
         assert torch.equal(sums, whole[1][:, rows])
-        start += count
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -170,16 +170,17 @@ def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
     """The probe compares them with the model's own code."""
     model = load_base_model(EngineSettings(model_path=str(even_models[architecture]), device="cuda"))
     assert model.sampling_layers is not None
-    assert page_kernel_for(model) is flash_pages
+    assert page_kernel_for(model) is (flash_pages if takes_tables() else triton_pages)
 
 
+@pytest.mark.parametrize("kernel", PAGE_KERNELS)
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_attention_of_projections_is_that_of_separate_operations(*, has_norms: bool) -> None:
+def test_attention_of_projections_is_that_of_separate_operations(kernel: PageKernel, *, has_norms: bool) -> None:
     num_heads, results = (8, 2), list[Tensor]()
     for dtype in (torch.bfloat16, torch.float32):
         step = RandomStep.of(num_heads, 128, dtype, has_norms=has_norms, device="cuda")
         if dtype == torch.bfloat16:
-            attend: AttendsProjected = PagedAttention(step.cache, flash_pages, step.tables)
+            attend: AttendsProjected = PagedAttention(step.cache, kernel, step.tables)
         else:
             attend = SplitProjections(PagedAttention(step.cache, slow_pages, step.tables), *num_heads)
         results.append(attend.projected(0, step.projected))

@@ -19,7 +19,7 @@ from workers.model.base_model import BaseModel
 from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers, SplitProjections
 from workers.model.usual_layers import UsualModel, has_form
-from workers.sampling.attention.pages import PagedAttention
+from workers.sampling.attention.pages import PagedAttention, PageKernel, triton_pages
 
 pytestmark = pytest.mark.usefixtures("own_base_models")
 
@@ -116,7 +116,8 @@ def test_attention_of_projections_is_that_of_separate_operations(
 
 
 @pytest.mark.slow
-def test_samples_by_layers_and_pages_are_those_by_modules_and_blocks(qwen3: Path) -> None:
+@pytest.mark.parametrize("kernel", [slow_pages, triton_pages])
+def test_samples_by_layers_and_pages_are_those_by_modules_and_blocks(qwen3: Path, kernel: PageKernel) -> None:
     interpret()
     driver = Driver(qwen3)
     by_blocks = Sampling(driver, make_sampler(driver))
@@ -128,7 +129,7 @@ def test_samples_by_layers_and_pages_are_those_by_modules_and_blocks(qwen3: Path
     ]
     expected = by_blocks.sequences(*wanted)
     with_layers(driver.engine.base_model).current.fuse_forward = forward_runs
-    by_pages = Sampling(driver, make_sampler(driver, 400, slow_pages))
+    by_pages = Sampling(driver, make_sampler(driver, 400, kernel))
     for mine, theirs in zip(by_pages.sequences(*wanted), expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()

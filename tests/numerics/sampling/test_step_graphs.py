@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
-from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.messages import SampledSequence, SampleRequest
 from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers
 from workers.model.usual_layers import UsualModel
 from workers.sampling import step_graphs
+from workers.sampling.attention.pages import triton_pages
 from workers.sampling.kv_cache import PagedCache
 from workers.sampling.step_graphs import GraphStep, StepGraphs, is_same
 
@@ -54,9 +54,9 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     model.sampling_layers = SamplingLayers(UsualModel(model.model))
     model.use(model.numerics)
     model.current.fuse_forward = forward_runs
-    sampler = make_sampler(driver, 400, slow_pages)
+    sampler = make_sampler(driver, 400, triton_pages)
     assert isinstance(sampler._cache, PagedCache)
-    sampler._pass._graphs = StepGraphs(model, sampler._cache, slow_pages)  # a sampler makes them on a GPU alone
+    sampler._pass._graphs = StepGraphs(model, sampler._cache, triton_pages)  # a sampler makes them on a GPU alone
     return Sampling(driver, sampler), expected
 
 

@@ -409,7 +409,7 @@ def attention_forward(call: Call) -> Cost:
     if call.argument("num_splits") != 1:
         raise UncountedOperation(f"{call.name} that splits keys, and joins their results, is not counted yet")
     pages, num_queries = call.args[1], call.argument("max_q")
-    num_keys = min([call.argument("max_k"), *_KEYS_MAX])
+    num_keys = most_keys(call.argument("max_k"))
     if num_queries == 1 and query.shape[1] > pages.shape[2] and call.argument("window_size_right") != 0:
         raise UncountedOperation(f"{call.name} that swaps heads and rows, by copies, is not counted yet")
     num_seen = num_keys - num_queries / 2 if call.argument("is_causal") else num_keys
@@ -419,6 +419,11 @@ def attention_forward(call: Call) -> Cost:
 
 
 _KEYS_MAX: list[int] = []
+
+
+def most_keys(number: int) -> int:
+    """Return how many keys of a sequence a call reads that has room for so many."""
+    return min([number, *_KEYS_MAX])
 
 
 @contextmanager

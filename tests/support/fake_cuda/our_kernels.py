@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tests.support.fake_cuda.costs import Call, Cost, declare, num_bytes
+from tests.support.fake_cuda.costs import Call, Cost, declare, most_keys, num_bytes
 from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_operations import (
@@ -19,6 +19,7 @@ from workers.model.gpu_operations import (
     expand_columns,
     shrink_columns,
 )
+from workers.sampling.attention.pages import tile_rows
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 
@@ -137,6 +138,27 @@ def _joined(call: Call) -> Cost:
                                        ("out", "first", "first_sums", "second", "second_sums")))))  # fmt: skip
 
 
+def _attended(call: Call) -> Cost:
+    """Each tile of query rows reads all keys of its sequence, which are taken to be as many as the table has room for.
+
+    As in `costs.attention_forward`, at most `keys_max`; only a causal call has queries that see fewer.
+    """
+    query, keys, table = call.argument("query"), call.argument("keys"), call.argument("table")
+    most_queries, is_causal = call.argument("most_queries"), call.argument("is_causal")
+    num_tiles = -(-most_queries * query.shape[1] // (keys.shape[2] * tile_rows(query.shape[2], is_causal=is_causal)))
+    num_keys = most_keys(table.shape[1] * keys.shape[1])
+    num_seen = num_keys - most_queries / 2 if is_causal else num_keys
+    read = int(2 * num_tiles * len(table) * num_seen * num_bytes(keys[0, 0]))
+    operands = sum(map(num_bytes, (query, call.argument("out"), call.argument("log_sums"))))
+    return Cost(1, read + operands, 4.0 * query.numel() * num_seen, is_attention=True)
+
+
+def _parts_joined(call: Call) -> Cost:
+    """The results of parts are read once, their log-sum-exps twice, by each head of a row."""
+    operands = [call.argument(name) for name in ("out", "log_sums", "parts", "part_sums", "part_sums")]
+    return Cost(1, sum(map(num_bytes, operands)))
+
+
 def _once_a_row(call: Call) -> int:
     """Return the bytes that each row reads once: its angles, and the weights of heads if there are norms."""
     cos, sin, *weights = (call.argument(name) for name in ("cos", "sin", "query_weight", "key_weight"))
@@ -231,6 +253,8 @@ def _updated(call: Call) -> Cost:
 
 declare(f"{NAMESPACE}::rotate", _rotated, "workers/sampling/attention/page_kernels.py: its grid")
 declare(f"{NAMESPACE}::join", _joined, "workers/sampling/attention/page_kernels.py: its grid")
+declare(f"{NAMESPACE}::attend_pages", _attended, "workers/sampling/attention/attend_kernels.py: its grid")
+declare(f"{NAMESPACE}::join_parts", _parts_joined, "workers/sampling/attention/attend_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,24 @@ from triton.compiler import ASTSource
 from workers.model import adapter_kernels, expert_kernels, layer_kernels, product_kernels
 from workers.model.expert_groups import COLUMNS
 from workers.sampling import delta_kernels
-from workers.sampling.attention import page_kernels
+from workers.sampling.attention import attend_kernels, page_kernels
+from workers.sampling.attention.pages import PART_KEYS
+from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.training import adamw_kernels, loss_kernels
 from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
 FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
-FP32 |= {"logprobs", "norms", "scales", "slopes", "losses"}
+FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slopes", "losses"}
 FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
-INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
+INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends", "lasts", "owners", "lengths", "table"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters"}
+NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
+FRACTIONS = {"eps", "scaling"}
 HEADS = {"H": 32, "K": 8, "E": 128}
 
 
@@ -62,6 +66,10 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
+    for head_dim, is_causal in product((64, 80, 128, 256), (False, True)):
+        sizes = attend_kernels._sizes(32, PAGE_TOKENS, 8, head_dim, is_causal=is_causal)
+        yield attend_kernels._attend_pages, sizes | {"PART": PART_KEYS, "WIDENS": False}
+    yield attend_kernels._join_parts, {"H": 32, "E": 128, "WIDTH": 128, "num_warps": 1}
     for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
         sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
         for has_norms in (False, True):
@@ -88,13 +96,13 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def is_number(name: str) -> bool:
     """Return whether an argument is no tensor."""
-    return name in NUMBERS or "stride" in name or name.startswith(("d_", "depth", "vocab")) or name == "eps"
+    return name in NUMBERS or "stride" in name or name.startswith(("d_", "depth", "vocab")) or name in FRACTIONS
 
 
 def type_of(name: str) -> str:
     """Return the type of an argument by its name."""
     if is_number(name):
-        return "fp32" if name == "eps" else "i32"
+        return "fp32" if name in FRACTIONS else "i32"
     names = {"fp32": FP32, "fp64": FP64, "i64": INT64, "i32": INT32}
     return "*" + next((kind for kind, of_kind in names.items() if name in of_kind), "bf16")
 
@@ -107,7 +115,7 @@ def resources(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name not in constants and name not in NUMBERS and name != "eps"
+        if name not in constants and name not in NUMBERS | FRACTIONS
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=H100, options=options)

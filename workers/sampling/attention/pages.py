@@ -1,4 +1,4 @@
-"""Attention of one sampling step over pages of keys and values, by the library's kernel on a GPU.
+"""Attention of one sampling step over pages of keys and values on a GPU, by the library's kernel or one of our own.
 
 A page is a block of `PAGE_TOKENS` tokens, all heads of a token together. The rows of a step are the next tokens of
 running sequences first, then chunks of prompts. A next token's keys are in two places: its prompt's pages, which all
@@ -9,9 +9,9 @@ device once a step; no operation waits for it.
 
 Does not depend on requests, versions or tokens.
 
-Main invariants: every call takes the keys of a sequence in one piece (`NUM_SPLITS`), and a page of one size. So a row's
-result depends on its own queries and keys, not on the other rows of the step. The kernel reads no key beyond a
-sequence's length, so pages need no clearing.
+Main invariants: every call takes the keys of a sequence in one piece (`NUM_SPLITS`), or in parts that begin at the same
+keys in every call (`PART_KEYS`), and a page of one size. So a row's result depends on its own queries and keys, not on
+the other rows of the step. The kernels read no key beyond a sequence's length, so pages need no clearing.
 
 Dimensions: T rows of the step, D next tokens, S sequences of a call, P pages, B tokens of a page, K key-value heads, H
 query heads, G query heads per key-value head, E head dimension, W pages of the longest sequence.
@@ -33,7 +33,7 @@ from workers.contract.capacity import num_blocks_for
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import HEAD_DIM_MAX, HEAD_DIM_MULTIPLE
-from workers.model.gpu_operations import define
+from workers.model.gpu_operations import define, has_kernels
 from workers.model.sampling_layers import Projected
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import PromptChunk
@@ -47,8 +47,26 @@ ROTATE = (
 the slots of keys and values (P, B, K, E). Heads are normalised first if weights (E,) are given."""
 JOIN = "join(Tensor(a!) out, Tensor first, Tensor first_sums, Tensor second, Tensor second_sums)"
 """Set out (D, H, E) to the sum of two results (D * G, K, E) of attention, by the log-sum-exps (K, D * G) of each."""
+ATTEND_PAGES = (
+    "attend_pages(Tensor(a!) out, Tensor(b!) log_sums, Tensor query, Tensor keys, Tensor values, Tensor ends, "
+    "Tensor lengths, Tensor table, int most_queries, bool is_causal, float scaling)"
+)
+"""Set `out` (P, rows, heads, E) and `log_sums` (P, heads, rows), fp32, to the results of a `PageKernel` for each of P
+parts of the keys, from the tensors of its arguments and of `PageReads`. The log-sum-exp of a part without keys is minus
+infinity, and its result is not written."""
+JOIN_PARTS = "join_parts(Tensor(a!) out, Tensor(b!) log_sums, Tensor parts, Tensor part_sums)"
+"""Set `out` (rows, heads, E) and `log_sums` (heads, rows) to those of all keys, from the results of `ATTEND_PAGES`."""
 define("workers.sampling.attention.page_kernels", ROTATE, JOIN)
+define("workers.sampling.attention.attend_kernels", ATTEND_PAGES, JOIN_PARTS)
 
+NEXT_ROWS, CHUNK_ROWS = 16, 64
+"""Query rows of a program of `ATTEND_PAGES`: of next tokens, which wait for keys, and of chunks of prompts."""
+TILE_VALUES = 8192
+"""At most, of a program's sums, which are in registers, and of the keys of a tile, two of which are in shared memory
+beside their values."""
+PART_KEYS, PARTS_MAX = 1024, 16
+"""Keys of a part of `ATTEND_PAGES`, so that few sequences with long contexts have many programs; and the most parts,
+because their results take memory: the last has all keys that are left. Chunks have one part, because of their rows."""
 NUM_SPLITS = 1
 """Parts that a sequence's keys are cut into. The kernel's own choice depends on all sequences of a call."""
 
@@ -110,17 +128,52 @@ def flash_pages(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, s
     return out, log_sum_exp
 
 
+def takes_tables() -> bool:
+    """Return whether the library's flash attention takes tables of pages."""
+    arguments = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+    return {"block_table", "seqused_k", "num_splits"} <= arguments
+
+
+def triton_pages(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Implement `PageKernel` by a kernel of our own, on CUDA; queries may have gaps between heads and rows."""
+    assert query.stride(2) == 1
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    num_heads, of_reads = query.shape[1], (reads.ends, reads.lengths, reads.table, reads.most_queries, reads.is_causal)
+    attend_pages = torch.ops.tinkerpool.attend_pages
+    out = query.new_empty(query.shape)
+    log_sums = query.new_empty(num_heads, len(query), dtype=torch.float32)
+    num_parts = 1 if reads.is_causal else min(PARTS_MAX, num_blocks_for(reads.table.shape[1] * PAGE_TOKENS, PART_KEYS))
+    if num_parts == 1:
+        attend_pages(out.unsqueeze(0), log_sums.unsqueeze(0), query, keys, values, *of_reads, scaling)
+    else:
+        parts = query.new_empty(num_parts, *query.shape, dtype=torch.float32)
+        part_sums = log_sums.new_empty(num_parts, *log_sums.shape)
+        attend_pages(parts, part_sums, query, keys, values, *of_reads, scaling)
+        torch.ops.tinkerpool.join_parts(out, log_sums, parts, part_sums)
+    return out, log_sums
+
+
+def tile_rows(head_dim: int, *, is_causal: bool) -> int:
+    """Return the query rows of a program, times heads that share keys; one number for all calls of a kind."""
+    return min(CHUNK_ROWS if is_causal else NEXT_ROWS, TILE_VALUES // (1 << (head_dim - 1).bit_length()))
+
+
 def page_kernel_for(model: BaseModel) -> PageKernel | None:
     """Return the kernel for a model on its device; None: attention is by blocks (`step`).
 
-    torch 2.11 has no such kernel. Nor can one call have other keys for each sequence's sliding window, or sinks.
+    The library's is used if it takes tables of pages, which it does as of torch 2.12; otherwise the one of our own, if
+    kernels in Triton can be launched. Neither has sliding windows or sinks.
     """
     has_kernel = model.device.type == "cuda" and model.dtype in {torch.bfloat16, torch.float16}
     has_kernel = has_kernel and model.head_dim <= HEAD_DIM_MAX and model.head_dim % HEAD_DIM_MULTIPLE == 0
     if not has_kernel or model.has_sliding_window or model.has_sinks:
         return None
-    arguments = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
-    return flash_pages if {"block_table", "seqused_k", "num_splits"} <= arguments else None
+    if takes_tables():
+        return flash_pages
+    return triton_pages if has_kernels(model.device) else None
 
 
 @dataclass(frozen=True, slots=True)
