@@ -109,7 +109,8 @@ class PoolProcess:
         """
         self._ready_file.unlink(missing_ok=True)  # of a coordinator that was killed
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
-        environment |= {"TINKERPOOL_HOME": str(self.folder), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        environment |= {"TINKERPOOL_HOME": str(self.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if self._temp_dir is not None:
             environment["TMPDIR"] = str(self._temp_dir)
         with self.log.open("ab") as log:
