@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import statistics
@@ -33,10 +34,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from scripts.bench.models import Case, Model, open_models  # before torch is imported: it configures threads
+
+# isort: split
+
+import torch
+
 from scripts.bench.common import Effort, Timing, measure_alternating
 from scripts.bench.gpu.run import chosen_device, make_parser, print_head
 from scripts.bench.gpu.sides import Fused
-from scripts.bench.models import Case, Model, open_models
 from scripts.bench.sides.pools import ADAM, Tenants, serve_arguments, to_user_data
 from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.pool_process import free_port
@@ -83,14 +89,14 @@ def run_steps(engine: Fused) -> None:
 
 
 def measure_steps(
-    pool: EmbeddedPool, model: Model, case: Case, args: argparse.Namespace, engine: Fused | None = None
+    pool: EmbeddedPool, model: Model, case: Case, args: argparse.Namespace, *, with_engine: bool
 ) -> dict[str, Timing]:
-    """Measure blocks of steps through gRPC, in turns with the engine's; then delete the adapters."""
+    """Measure blocks of steps through gRPC, in turns with those of the engine alone; then delete the adapters."""
     with clients_of(pool, case.num_tenants) as clients:
         tenants = Tenants(clients, model.name, args.rank, case.data(model.vocab_size))
         sides: dict[str, Callable[[], object]] = {"pool": lambda: tenants.train(STEPS)}
-        if engine is not None:
-            sides["engine"] = partial(run_steps, engine)
+        if with_engine:
+            sides["engine"] = partial(run_steps, engine_alone(model, case, args))
         timings = measure_alternating(sides, Effort(seconds=0, rounds_min=args.rounds, rounds_max=args.rounds))
         for client, training in zip(clients, tenants.trainings, strict=True):
             client.create_rest_client().delete_training_run(training.model_id).result()
@@ -230,7 +236,6 @@ def shown_equal(is_equal: bool) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     parser = make_parser(__doc__)
     parser.set_defaults(rounds=3)
     parser.add_argument("--tenants", nargs="+", type=int, default=[8, 32], help="with a bank slot each")
@@ -254,11 +259,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timings: dict[Case, dict[str, Timing]] = {}
         with serving(model, args, "--slots", str(num_slots)) as (pool, _):
             for case in cases:
-                timings[case] = measure_steps(pool, model, case, args, engine_alone(model, case, args))
+                is_wanted = case.num_tenants in args.tenants
+                timings[case] = measure_steps(pool, model, case, args, with_engine=is_wanted)
                 print_steps(case, num_slots, timings[case])
+                gc.collect()  # the engine
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
             first_token = measure_first_token(pool, model, args)
         with serving(model, args, "--slots", str(args.slots)) as (pool, _):
-            print_steps(many, args.slots, measure_steps(pool, model, many, args), timings[many]["pool"])
+            swapped = measure_steps(pool, model, many, args, with_engine=False)
+            print_steps(many, args.slots, swapped, timings[many]["pool"])
         print("\n| what | measured |\n|---|---|")
         print(
             f"| from publishing weights to the first token, median and p99 of {PUBLISHED} "
@@ -272,4 +282,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     main()
