@@ -105,7 +105,8 @@ class PoolProcess:
     def begin(self, *arguments: str, module: str = "tinkerpool.cli", **variables: str) -> None:
         """Start `python -m <module> serve <arguments>` without waiting for it.
 
-        `variables`: more environment variables. No other variable of TinkerPool is inherited.
+        `variables`: more environment variables. No other variable of TinkerPool is inherited. This checkout comes
+        before what an inherited PYTHONPATH names.
         """
         self._ready_file.unlink(missing_ok=True)  # of a coordinator that was killed
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}

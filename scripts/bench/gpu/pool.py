@@ -9,7 +9,8 @@ tenant has a client and an adapter.
 
 steps       all tenants train at the same time, each in a pipelined loop: it submits a forward_backward and its
             optim_step before it awaits the step before. First with a bank slot for each tenant, in turns with the
-            engine alone, in this process; then more tenants than slots, so that every cycle swaps adapters
+            engine alone, in this process; then more tenants than slots, so that every cycle swaps adapters, relative
+            to the pool before. These two pools do not alternate
 first token a tenant takes a step, publishes its weights, and samples a token after a prompt of 16: the time from the
             call of `save_weights_and_get_sampling_client` to the token, without other load
 bits        with `--exact`: a tenant trains alone, then beside others, then all of them once more while the worker is
@@ -259,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timings: dict[Case, dict[str, Timing]] = {}
         with serving(model, args, "--slots", str(num_slots)) as (pool, _):
             for case in cases:
-                is_wanted = case.num_tenants in args.tenants
-                timings[case] = measure_steps(pool, model, case, args, with_engine=is_wanted)
+                with_engine = case.num_tenants in args.tenants
+                timings[case] = measure_steps(pool, model, case, args, with_engine=with_engine)
                 print_steps(case, num_slots, timings[case])
-                gc.collect()  # the engine
+                gc.collect()  # or the next engine would be beside this one
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             first_token = measure_first_token(pool, model, args)
