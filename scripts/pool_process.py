@@ -105,11 +105,13 @@ class PoolProcess:
     def begin(self, *arguments: str, module: str = "tinkerpool.cli", **variables: str) -> None:
         """Start `python -m <module> serve <arguments>` without waiting for it.
 
-        `variables`: more environment variables. No other variable of TinkerPool is inherited.
+        `variables`: more environment variables. No other variable of TinkerPool is inherited. This checkout comes
+        before what an inherited PYTHONPATH names.
         """
         self._ready_file.unlink(missing_ok=True)  # of a coordinator that was killed
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
-        environment |= {"TINKERPOOL_HOME": str(self.folder), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        environment |= {"TINKERPOOL_HOME": str(self.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if self._temp_dir is not None:
             environment["TMPDIR"] = str(self._temp_dir)
         with self.log.open("ab") as log:

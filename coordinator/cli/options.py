@@ -47,7 +47,6 @@ _LIBRARIES = (
     "perfetto",
     "prometheus_client",
     "pydantic",
-    "ray",
     "safetensors",
     "starlette",
     "tokenizers",
@@ -278,11 +277,11 @@ def with_options(run: Callable[[Settings, Sequence[str]], None]) -> Callable[...
     """Return a typer command with all options, which calls `run` with the settings and the arguments as typed."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        check_libraries()
         try:
             settings = _settings(values)
         except ValueError as error:
             raise CliError(str(error)) from None
+        check_libraries(*(["ray"] if settings.pool.kind == "ray" else []))
         run(settings, ctx.meta[_ARGUMENTS])
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -338,9 +337,9 @@ def port_after(grpc_port: int, distance: int = 1) -> int:
     return grpc_port + distance if 0 < grpc_port <= 65535 - distance else 0
 
 
-def check_libraries() -> None:
-    """Raise CliError if libraries are missing that a machine needs to serve a pool."""
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+def check_libraries(*more: str) -> None:
+    """Raise CliError if libraries are missing that a machine needs to serve a pool, or `more` that this one needs."""
+    missing = [name for name in sorted({*_LIBRARIES, *more}) if find_spec(name) is None]
     if missing:
         raise CliError(
             f"running a pool needs more than the client ({', '.join(missing)} not found); install it with: "

@@ -44,6 +44,8 @@ ITERATIONS = 2
 PROMPTS, GROUP, PROMPT_TOKENS, NUM_TOKENS = 4, 4, 32, 32
 DRAWN_TOKENS = PROMPTS * GROUP * NUM_TOKENS
 """Of one iteration."""
+SLOTS = 64
+"""As is the default on a CPU, also on a GPU: a loop has its adapter and a published version in the bank."""
 RATIO_MIN = 3.0
 """On a GPU, of 8 loops."""
 
@@ -102,7 +104,7 @@ def measure(model: Model, num_loops: int, args: argparse.Namespace) -> Row:
     """Measure one model's row with a number of loops."""
     device = ["--device", args.device] if args.device else []
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(embedded_pool([*serve_arguments(model, args), *device]))
+        pool = stack.enter_context(embedded_pool([*serve_arguments(model, args), *device, "--slots", str(SLOTS)]))
         clients = [
             stack.enter_context(ServiceClient(pool.url, pool.create_key(f"tenant-{number}")))
             for number in range(num_loops)
@@ -129,9 +131,10 @@ def main() -> None:
     command.add_argument("--loops", nargs="+", type=int, help="default: 8 32")
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
     command.add_argument("--device", default="", help="torch device of the worker; default: the processor")
-    command.add_argument("--seconds", type=float, default=40.0, help="for each row (at least 3 rounds)")
+    command.add_argument("--seconds", type=float, default=40.0, help="for each row, with at least --rounds")
+    command.add_argument("--rounds", type=int, default=3, help="least number for each row, after one of warm-up")
     args = command.parse_args()
-    args.effort = Effort(seconds=args.seconds, rounds_min=3)
+    args.effort = Effort(seconds=args.seconds, rounds_min=args.rounds)
     if args.quick:
         args.effort = Effort(seconds=0, rounds_min=1, rounds_max=1)
     with open_models(chosen_models(args, MODELS)) as models, Results("loops", args) as results:

@@ -77,9 +77,12 @@ class Model:
 
 
 @contextlib.contextmanager
-def open_models(names: Sequence[str]) -> Iterator[list[Model]]:
-    """Open base models by name: a shape (random weights from a fixed seed), a shipped model, or a directory."""
-    with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
+def open_models(names: Sequence[str], scratch: Path | None = None) -> Iterator[list[Model]]:
+    """Open base models by name: a shape (random weights from a fixed seed), a shipped model, or a directory.
+
+    `scratch`: where random models are written; default: where temporary files are.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-models-", dir=scratch) as folder:
         yield [_model(name, _path(name, Path(folder))) for name in names]
 
 

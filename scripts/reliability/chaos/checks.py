@@ -34,12 +34,18 @@ def check_adapter(pool: ServedPool, key: str, journal: Journal) -> None:
 
 def state_files(pool: ServedPool, journal: Journal) -> dict[str, str]:
     """Return the SHA-256 of each file of the tenant's last checkpoint, weights and moments among them."""
-    path = f"tinker://{journal.adapter_id}/weights/{last_checkpoint(len(journal.lines))}"
-    with closing(_database(pool.data_dir)) as db:
+    return checkpoint_files(
+        pool.data_dir, f"tinker://{journal.adapter_id}/weights/{last_checkpoint(len(journal.lines))}"
+    )
+
+
+def checkpoint_files(data_dir: Path, path: str) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint. Raises Violation if it is missing."""
+    with closing(_database(data_dir)) as db:
         row = db.execute("SELECT folder FROM checkpoints WHERE path = ?", (path,)).fetchone()
     if row is None:
         raise Violation(f"{path} is missing")
-    folder = pool.data_dir / "checkpoints" / row[0]
+    folder = data_dir / "checkpoints" / row[0]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 

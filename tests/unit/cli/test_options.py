@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, home: Path, *arguments: str) ->
     app = typer.Typer()
     app.command(cls=KeepsArguments)(with_options(run))
     done = CliRunner().invoke(app, arguments)
-    assert done.exception is None, done.output
+    assert done.exception is None, done.output or repr(done.exception)
     return found[0]
 
 
@@ -42,6 +43,15 @@ def test_without_options_every_setting_has_its_default(monkeypatch: pytest.Monke
     assert (model.name, model.num_workers) == ("kjv-2m", 1)
     folder = tmp_path / "pool"
     assert settings.pool == PoolConfig(models=(model,), owner_file=folder / RAY_FILE, spool_folder=folder)
+
+
+def test_only_a_pool_of_processes_needs_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = importlib.util.find_spec
+    # Ray is installed where tests run
+    monkeypatch.setattr("coordinator.cli.options.find_spec", lambda name: find(name) if name != "ray" else None)
+    assert settings_of(monkeypatch, tmp_path, "--pool", "local").pool.kind == "local"
+    with pytest.raises(AssertionError, match="ray not found"):
+        settings_of(monkeypatch, tmp_path)
 
 
 def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.bench.gpu import decode
+from scripts.bench.gpu import decode, pool
 from scripts.bench.gpu.cases import SHAPES, Case, decode_bytes, train_flops_per_token, write_model
 from scripts.bench.gpu.run import main, measure
 from scripts.bench.gpu.sides import Fused, SequentialPeft
@@ -30,6 +30,24 @@ def test_decode_steps_are_measured_for_the_base_model_and_one_and_eight_adapters
     for row in table[2:]:
         assert len(row) == len(table[0])
         assert re.fullmatch(r"\d+\.\d\d", row[4])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_pool_is_measured_with_swaps_a_kill_and_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKERPOOL_HOME", "")  # the script sets it; this undoes that
+    smoke = ["--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", "--pool", "local", "--threads", "1"]
+    pool.main([*smoke, "--tenants", "2", "--many", "3", "--slots", "2"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    table = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert [row[:2] for row in table[1:4]] == [["2 x 4 x 64", "3"], ["3 x 4 x 64", "3"], ["3 x 4 x 64", "2"]]
+    assert all(len(row) == len(table[0]) for row in table[1:4])
+    first_token, *bits = (row[1] for row in table[5:])
+    assert re.fullmatch(r"[\d.]+ ms, [\d.]+ ms", first_token)
+    assert (bits[0], bits[2]) == ("equal", "equal")
+    assert float(bits[1].removesuffix(" s")) > 1.0  # the pool was started again
 
 
 def test_the_bytes_of_a_decode_step_are_the_weights_and_the_keys_and_values_of_a_cache() -> None:
