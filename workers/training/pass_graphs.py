@@ -6,6 +6,7 @@ positions, where sequences end, adapters' addresses. Rows that are left over are
 gradients are zero. The first pass of a bucket runs the same functions on the same inputs without a graph, so that all
 kernels are compiled when the second one is captured; all graphs use one memory, one after another. If one cannot be
 captured, there are none from then on. The loss, whose shapes are the requests', runs between the two without a graph.
+In exact mode, where attention has a call for each request, a bucket is one list of requests' lengths.
 
 Depends on a model with `training_layers`; not on requests, losses or the bank. `selftest.training_kernels` tries
 graphs when a model is loaded.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from workers.host.allocator import is_out_of_memory
+from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, GradientTables, TrainingRun
 from workers.model.gpu_attention import VarlenAttention
@@ -111,6 +113,8 @@ class Bucket(NamedTuple):
     """Q."""
     rank: int
     """The largest padded rank."""
+    requests: tuple[tuple[int, ...], ...]
+    """In exact mode, the rows of every request's sequences; otherwise none."""
 
 
 class PassGraphs:
@@ -132,7 +136,13 @@ class PassGraphs:
         num_groups = len(self._model.groups)
         adapters = AdapterTables.of(rows.segments, num_groups, TRAINING_TILE_ROWS)
         gradients = GradientTables.of(rows.segments, num_groups)
-        num_rows, longest = rows_of_bucket(len(rows.tokens)), power_of_two(max(rows.lengths))
+        num_rows, longest = len(rows.tokens), power_of_two(max(rows.lengths))
+        requests: tuple[tuple[int, ...], ...] = ()
+        if self._model.numerics.is_exact:
+            sequences = iter(rows.lengths)
+            requests = tuple(tuple(islice(sequences, count)) for count in rows.counts)
+        else:
+            num_rows = rows_of_bucket(num_rows)
         lengths = [*rows.lengths, *pieces(num_rows - len(rows.tokens), longest)]
         bucket = Bucket(
             num_rows,
@@ -142,6 +152,7 @@ class PassGraphs:
             power_of_two(len(adapters.ranks)),
             power_of_two(len(gradients.segments)),
             adapters.rank_max,
+            requests,
         )
         trunk = self._trunks.pop(bucket, None)
         if trunk is None:
@@ -200,6 +211,9 @@ class Trunk:
         self._routing = Routing((), 1)
         self._routing.runs.append(TrainingRun(adapters, gradients, [True] * num_groups))
         self._dhidden = torch.zeros(bucket.num_rows, model.hidden_size, dtype=model.dtype, device=device)
+        self._attend: Attend = VarlenAttention.between(self._ends, bucket.num_rows, bucket.longest)
+        if bucket.requests:
+            self._attend = model.attend_packed([*chain(*bucket.requests)], [*map(len, bucket.requests)])
         self._hidden: Tensor | None = None
         """With the operations that led to it, while a pass runs without a graph."""
         self._replays: tuple[Callable[[], None], Callable[[], None], Tensor] | None = None
@@ -271,15 +285,14 @@ class Trunk:
 
     def _run(self) -> Tensor:
         """Run the layers forwards, on the inputs."""
-        model, tokens, positions = self._model, *self._rows
-        attend = VarlenAttention.between(self._ends, self._bucket.num_rows, self._bucket.longest)
+        tokens, positions = self._rows
         with torch.enable_grad():
-            return model.forward(tokens, positions, self._routing, attend)
+            return self._model.forward(tokens, positions, self._routing, self._attend)
 
 
 def can_capture(model: BaseModel) -> bool:
-    """Return whether graphs can hold the layers of a model: usual ones, with one call of attention for all requests."""
-    is_usual = model.training_layers is not None and model.has_pass_graphs and not model.numerics.is_exact
+    """Return whether graphs can hold the layers of a model: usual ones, with attention by ends on the device."""
+    is_usual = model.training_layers is not None and model.has_pass_graphs
     return is_usual and isinstance(model.attend_packed([1], [1]), VarlenAttention)
 
 
