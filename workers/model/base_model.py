@@ -154,9 +154,10 @@ class BaseModel:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         self.numerics = numerics
-        self.current.use(numerics, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
         for group in self.groups:
             group.use(numerics)
+        in_parts = frozenset(group.shape.index for group in self.groups if group.is_in_parts)
+        self.current.use(numerics, in_parts, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
         for layer in self.expert_layers[:1]:
             is_grouped = self._has_kernels and not numerics.is_exact and can_group(self.device, layer.shapes)
             layer.shared.use(numerics, is_grouped=is_grouped)

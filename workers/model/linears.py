@@ -42,8 +42,8 @@ class CurrentPass:
         """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
         self.can_batch = True
         """Whether segments may be computed as one batch; see `Numerics`."""
-        self.sum_max: int | None = None
-        """See `Numerics`."""
+        self.in_parts: frozenset[int] = frozenset()
+        """Groups, by index, whose adapters add up sums in parts; see `Numerics`."""
         self.fuse: Fuse | None = None
         """`fused_runs.training_runs` if the device has such kernels."""
         self.fuse_forward: Fuse | None = None
@@ -56,11 +56,11 @@ class CurrentPass:
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
-    def use(self, numerics: Numerics, fuse: Fuse | None, fuse_forward: Fuse | None) -> None:
+    def use(self, numerics: Numerics, in_parts: frozenset[int], fuse: Fuse | None, fuse_forward: Fuse | None) -> None:
         """Compute segments this way from now on."""
         self.rows_min = numerics.rows_min or ROWS_MIN
         self.can_batch = numerics.can_batch
-        self.sum_max = numerics.sum_max
+        self.in_parts = in_parts
         self.fuse, self.fuse_forward = fuse, fuse_forward
 
     def begin(self, segments: Sequence[Segment] | Routing, recur: Recur | None = None) -> None:
@@ -90,7 +90,7 @@ class CurrentPass:
             self.rows_min,
             can_batch=self.can_batch,
             can_batch_short=not needs_grad,
-            sum_max=self.sum_max,
+            in_parts=self.in_parts,
             fuse=fuse,
         )
 
@@ -105,6 +105,8 @@ class LinearGroup:
         self.products: FrozenProducts
         self._is_batched = True
         """Whether segments in one batch have the bits that each has solo."""
+        self.is_in_parts = False
+        """Whether adapters add up sums in parts: one product is for all linears, so they do if one linear needs it."""
         self.use(Numerics())
         self.current = current
         self._input: Tensor | None = None
@@ -112,7 +114,9 @@ class LinearGroup:
 
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
-        self._is_batched = not any((len(weight), weight.shape[1]) in numerics.unbatched for weight in self.weights)
+        shapes = {(len(weight), weight.shape[1]) for weight in self.weights}
+        self._is_batched = shapes.isdisjoint(numerics.unbatched)
+        self.is_in_parts = not shapes.isdisjoint(numerics.in_parts)
         self.products = products_of(self.weights, self.biases, numerics)
 
     def output(self, x: Tensor, position: int) -> Tensor:

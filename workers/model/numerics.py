@@ -19,6 +19,9 @@ ROWS_MIN = 16
 EXPERT_ROWS = 16
 """Rows of the smallest product of an expert where no trial has found another number."""
 
+SUM_MAX = 512
+"""Values that a sum in parts adds up at once: a library leaves sums of so few values whole."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
@@ -39,9 +42,10 @@ class Numerics:
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
     unbatched: frozenset[tuple[int, int]] = frozenset()
     """Shapes (F, D) of linears for which that does not hold."""
-    sum_max: int | None = None
-    """Products of segments add up at most so many values at once, parts of longer sums in order; None: the library
-    adds up whole sums. It may divide long ones between threads, differently for a batch and for a segment solo."""
+    in_parts: frozenset[tuple[int, int]] = frozenset()
+    """Shapes (F, D) of linears whose adapters add up at most `SUM_MAX` values at once, parts of longer sums in order.
+    The library adds up whole sums of others. It may divide long ones between threads, differently for a batch and for a
+    segment solo."""
 
     @property
     def is_exact(self) -> bool:
@@ -81,8 +85,9 @@ def fingerprint(
     ]
     if numerics.is_packed:
         parts.append("packed groups")
-    if numerics.sum_max is not None:
-        parts.append(f"sums of {numerics.sum_max} values")
+    if numerics.in_parts:
+        shapes = ", ".join(f"{d_out} x {d_in}" for d_out, d_in in sorted(numerics.in_parts))
+        parts.append(f"sums of {SUM_MAX} values for {shapes}")
     if not are_samples_batch_invariant:
         parts.append("samples depend on their neighbours")
     if kernels:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.host.uploads import on_device
+from workers.model.numerics import SUM_MAX
 from workers.rows import AdapterViews, GroupViews
 
 
@@ -59,8 +60,8 @@ class Run:
     adapters: list[AdapterViews]
     num_padding: int = 0
     """Rows of zeros added to each segment of few rows, or its bits would depend on company and on threads."""
-    sum_max: int | None = None
-    """See `Numerics`."""
+    in_parts: frozenset[int] = frozenset()
+    """Groups whose sums are added up in parts; see `Numerics`."""
 
     @property
     def stop(self) -> int:
@@ -79,6 +80,10 @@ class Run:
         """Return this run's rows of (T, F): a view (N, F) of a single segment, (S, N, F) of several."""
         part = tensor[self.start : self.stop]
         return part if len(self.adapters) == 1 else part.view(len(self.adapters), self.length, -1)
+
+    def sum_max(self, group: int) -> int | None:
+        """Return how many values products of a group's adapters add up at once; None: all."""
+        return SUM_MAX if group in self.in_parts else None
 
     def views(self, group: int) -> GroupViews | None:
         """Return the adapters' A (G * R, D) and B^T (R, F) in a group; None if the group is not adapted.
@@ -102,10 +107,11 @@ class Run:
         if views is None:
             return None
         rows, outs, scaling = self.rows(x), [self.rows(y) for y in ys], self.adapters[0].scaling
+        sum_max = self.sum_max(group)
         if not self.num_padding:
-            return views, forward_segments(rows, outs, views, scaling, self.sum_max)
+            return views, forward_segments(rows, outs, views, scaling, sum_max)
         padded = [self._padded(out) for out in outs]
-        xa = forward_segments(self._padded(rows), padded, views, scaling, self.sum_max)
+        xa = forward_segments(self._padded(rows), padded, views, scaling, sum_max)
         for out, longer in zip(outs, padded, strict=True):
             out.copy_(self._own(longer))
         return views, self._own(xa)
@@ -116,26 +122,29 @@ class Run:
         """See `SegmentRun`."""
         views, xa = kept
         rows, douts, scaling = self.rows(x), [self.rows(dy) for dy in dys], self.adapters[0].scaling
-        dx_rows = None if dx is None else self.rows(dx)
+        dx_rows, sum_max = None if dx is None else self.rows(dx), self.sum_max(group)
         if not self.num_padding:
-            dA, dBs = backward_segments(rows, douts, dx_rows, xa, views, scaling, self.sum_max)
+            dA, dBs = backward_segments(rows, douts, dx_rows, xa, views, scaling, sum_max)
         else:
             longer = None if dx_rows is None else self._padded(dx_rows)
             douts = [self._padded(dout) for dout in douts]
             padded_rows, padded_xa = self._padded(rows), self._padded(xa)
-            dA, dBs = backward_segments(padded_rows, douts, longer, padded_xa, views, scaling, self.sum_max)
+            dA, dBs = backward_segments(padded_rows, douts, longer, padded_xa, views, scaling, sum_max)
             if dx_rows is not None and longer is not None:
                 dx_rows.copy_(self._own(longer))
         self.add_gradients(group, dA, dBs)
 
     def set_product(self, left: Tensor, right: Tensor, scaling: float, out: Tensor) -> None:
-        """Set this run's rows of out (T, F) to scaling left right; left (T, D), right (D, F) of each adapter."""
-        rows, target = self.rows(left), self.rows(out)
+        """Set this run's rows of out (T, F) to scaling left right; left (T, D), right (D, F) of each adapter.
+
+        No trial tries these products, so sums are in parts if those of any group are.
+        """
+        rows, target, sum_max = self.rows(left), self.rows(out), SUM_MAX if self.in_parts else None
         if not self.num_padding:
-            _multiply(target, rows, right, scaling, self.sum_max)
+            _multiply(target, rows, right, scaling, sum_max)
         else:
             longer = out.new_empty(*rows.shape[:-2], self.length + self.num_padding, out.shape[1])
-            _multiply(longer, self._padded(rows), right, scaling, self.sum_max)
+            _multiply(longer, self._padded(rows), right, scaling, sum_max)
             target.copy_(self._own(longer))
 
     def add_product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -191,8 +200,8 @@ class ShortRun:
     Each segment is padded to `rows_min` rows. Has no backward.
     """
 
-    def __init__(self, segments: Sequence[Segment], rows_min: int, sum_max: int | None) -> None:
-        self._run = Run(0, rows_min, [segment.adapter for segment in segments], sum_max=sum_max)
+    def __init__(self, segments: Sequence[Segment], rows_min: int, in_parts: frozenset[int]) -> None:
+        self._run = Run(0, rows_min, [segment.adapter for segment in segments], in_parts=in_parts)
         self._rows_min = rows_min
         first, lengths = segments[0].start, {segment.stop - segment.start for segment in segments}
         self._length = min(lengths)
@@ -222,7 +231,7 @@ class ShortRun:
             return
         scaling = self._run.adapters[0].scaling
         parts = [self._padded(y) for y in ys]
-        forward_segments(self._padded(x), parts, views, scaling, self._run.sum_max)
+        forward_segments(self._padded(x), parts, views, scaling, self._run.sum_max(group))
         for y, part in zip(ys, parts, strict=True):
             if self._adjacent is not None:
                 y[self._adjacent].view(len(part), self._length, -1).copy_(part[:, : self._length])
@@ -258,13 +267,13 @@ class Routing:
         *,
         can_batch: bool = True,
         can_batch_short: bool = False,
-        sum_max: int | None = None,
+        in_parts: frozenset[int] = frozenset(),
         fuse: Fuse | None = None,
     ) -> None:
         """Make runs; with `fuse`, it makes all. `can_batch_short` is for passes without a backward."""
         self.segments = segments
         self.runs: list[SegmentRun] = []
-        self._rows_min, self._can_batch, self._sum_max = rows_min, can_batch, sum_max
+        self._rows_min, self._can_batch, self._in_parts = rows_min, can_batch, in_parts
         if fuse is not None:
             self.runs += fuse(segments)
             return
@@ -290,7 +299,7 @@ class Routing:
 
     def _run(self, segment: Segment) -> Run:
         length = segment.stop - segment.start
-        return Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length), self._sum_max)
+        return Run(segment.start, length, [segment.adapter], max(0, self._rows_min - length), self._in_parts)
 
     def _batch_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
         """Make runs of segments of few rows if several can be one batch; return the other segments."""
@@ -308,7 +317,7 @@ class Routing:
             if len(batch) == 1:
                 left += batch
             else:
-                self.runs.append(ShortRun(batch, rows_min, self._sum_max))
+                self.runs.append(ShortRun(batch, rows_min, self._in_parts))
         return sorted(left, key=lambda segment: segment.start)
 
 
@@ -317,7 +326,8 @@ def forward_segments(
 ) -> Tensor:
     """Add scaling x A_i^T B_i^T to ys[i] (N, F) in place; return the scaled x A^T (N, G * R).
 
-    Or the same for S segments, with S as the first dimension of everything. `sum_max`: see `Numerics`.
+    Or the same for S segments, with S as the first dimension of everything. Products with A^T, and those with B in the
+    backward, add up at most `sum_max` values at once, parts of longer sums in order; None: whole sums.
     """
     num_linears = len(ys)
     xa = x.new_empty(*x.shape[:-1], views.A.shape[-2])

@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.model.base_model import BaseModel
 from workers.model.experts import SHARED_GATE
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, TiledProducts, can_pack
-from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, Numerics
+from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, SUM_MAX, Numerics
 from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupViews
@@ -58,15 +58,16 @@ def is_large(d_out: int, d_in: int) -> bool:
 
 
 BATCHED_SEGMENTS = 5
-SUM_MAX = 512
-"""`Numerics.sum_max` where whole sums fail the trial of batches: a library leaves sums of so few values whole."""
 
 
 @torch.no_grad()
 def shapes_unbatched(
     weights: Iterable[Tensor], rows_min: int, sum_max: int | None = None
 ) -> frozenset[tuple[int, int]]:
-    """Return the shapes of weights for which segments computed as one batch have other bits than each solo."""
+    """Return the shapes of weights for which segments computed as one batch have other bits than each solo.
+
+    `sum_max`: see `forward_segments`.
+    """
     weights = list(weights)
     kernel = Kernel.of(weights[0])
 
@@ -152,16 +153,18 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     is_packed = rows_min is not None
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
-    sum_max, unbatched = None, shapes_unbatched(weights, rows_min or ROWS_MIN)
-    if unbatched and len(by_parts := shapes_unbatched(weights, rows_min or ROWS_MIN, SUM_MAX)) < len(unbatched):
-        sum_max, unbatched = SUM_MAX, by_parts
+    in_parts, unbatched = set[tuple[int, int]](), set[tuple[int, int]]()
+    for group in groups:
+        if shapes := shapes_unbatched(group, rows_min or ROWS_MIN):
+            can_batch_parts = not shapes_unbatched(group, rows_min or ROWS_MIN, SUM_MAX)
+            (in_parts if can_batch_parts else unbatched).update(shapes)
     return Numerics(
         rows_min=rows_min if keeps else None,
         is_packed=is_packed,
         expert_rows=expert_rows or EXPERT_ROWS,
         can_batch=not (unbatched and base_model.expert_layers),
-        sum_max=sum_max,
-        unbatched=unbatched,
+        unbatched=frozenset(unbatched),
+        in_parts=frozenset(in_parts),
     )
 
 

@@ -13,6 +13,7 @@ from workers import engine
 from workers.contract.settings import EngineSettings
 from workers.host.allocator import kept_bytes
 from workers.model.base_model import BaseModel
+from workers.model.numerics import SUM_MAX
 from workers.model.pretrained import UnsupportedModelError
 from workers.selftest import row_invariance, thread_invariance
 from workers.selftest.loading import load_base_model
@@ -57,13 +58,36 @@ def test_only_the_linears_whose_batches_have_other_bits_are_left_out(
 def test_long_sums_are_added_up_in_parts_where_that_allows_batches(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Driver(qwen3).engine.info
-    assert "sums of" not in whole.fingerprint, "the miniature has no long sums"
-    monkeypatch.setattr(row_invariance, "_batch_equals_singles", lambda *arguments: arguments[-1] is not None)
+    """A linear takes them alone, and with it those that read the same input: their adapters have one product."""
     base_model = load_base_model(EngineSettings(model_path=str(qwen3)))
-    assert (base_model.numerics.sum_max, base_model.numerics.unbatched) == (row_invariance.SUM_MAX, frozenset())
-    info = base_model.info(is_thread_count_invariant=False, are_samples_batch_invariant=True)
-    assert f"; sums of {row_invariance.SUM_MAX} values" in info.fingerprint, "the bits are others"
+    assert not base_model.numerics.in_parts, "the miniature has no long sums"
+    attention = next(group for group in base_model.groups if len(group.weights) == 3)
+    (query, _), (key, hidden) = (tuple(weight.shape) for weight in attention.weights[:2])
+    vocab = base_model.vocab_size
+
+    def load(fails_whole: set[int], fails_in_parts: set[int]) -> BaseModel:
+        """Load where linears of so many outputs, which all read the hidden state, fail the trial."""
+
+        def trial(_: object, d_out: int, d_in: int, rank: int, length: int, sum_max: int | None) -> bool:
+            return d_in != hidden or d_out not in (fails_whole if sum_max is None else fails_in_parts)
+
+        monkeypatch.setattr(row_invariance, "_batch_equals_singles", trial)
+        return load_base_model(EngineSettings(model_path=str(qwen3)))
+
+    def fingerprint(base_model: BaseModel) -> str:
+        return base_model.info(is_thread_count_invariant=False, are_samples_batch_invariant=True).fingerprint
+
+    one = load({vocab}, set())
+    assert one.numerics.in_parts == {(vocab, hidden)}
+    assert not one.numerics.unbatched
+    assert [group.shape.index for group in one.groups if group.is_in_parts] == [one.unembedding.shape.index]
+    assert f"; sums of {SUM_MAX} values for {vocab} x {hidden};" in f"{fingerprint(one)};", "the bits are others"
+    two = load({vocab, key}, set())
+    assert f"; sums of {SUM_MAX} values for {key} x {hidden}, {vocab} x {hidden};" in f"{fingerprint(two)};"
+    assert {group.shape.d_outs for group in two.groups if group.is_in_parts} == {(query, key, key), (vocab,)}
+    neither = load({vocab, key}, {query})
+    assert neither.numerics.in_parts == {(vocab, hidden)}
+    assert neither.numerics.unbatched == {(key, hidden)}, "parts do not help its group"
 
 
 @pytest.mark.usefixtures("own_base_models")
