@@ -154,7 +154,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     if rows_min is None:
         rows_min = find_rows_min(groups, elementwise, is_packed=False)
     in_parts, unbatched = set[tuple[int, int]](), set[tuple[int, int]]()
-    for group in groups:
+    for group in groups:  # all linears of a group take parts, or none: their adapters have one product
         if shapes := shapes_unbatched(group, rows_min or ROWS_MIN):
             can_batch_parts = not shapes_unbatched(group, rows_min or ROWS_MIN, SUM_MAX)
             (in_parts if can_batch_parts else unbatched).update(shapes)
