@@ -2,9 +2,10 @@
 the backward.
 
 Imported by the first launch alone (`gpu_operations`): a CPU has no Triton. Matrices are reached by address, so adapters
-of any ranks, in any slabs, are one launch. `shrink` cuts each sum over D into parts, which `expand` adds up in order.
-So a few rows keep many processors busy, without atomic additions. Products are of TF32, which bf16 fits into; of x A^T
-it keeps ten bits.
+of any ranks, in any slabs, are one launch. Long sums, over D or F, are cut into parts, a program each, so that few rows
+keep many processors busy. Parts are added up in order, without atomic additions: by `expand` in a pass without a
+backward, otherwise by the program that finishes its part last. Products are of bf16, added up in fp32: what is in fp32
+(x A^T, dy B) is two summands of bf16, which keep sixteen bits.
 
 Does not depend on runs, the bank or models.
 
@@ -14,7 +15,7 @@ segment, and the sums are added in the order of the adapter's segments: so it do
 pass.
 
 Dimensions: T rows of the pass, N rows of a tile, L tiles, S adapters, D inputs, F outputs, R padded rank of an adapter,
-G linears, M the largest G * R, P parts of D.
+G linears, M the largest G * R, P parts of a sum over D or F.
 """
 
 from __future__ import annotations
@@ -27,42 +28,82 @@ from torch import Tensor
 
 from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
-    GRADIENT_ROWS,
+    GRADIENT_DEPTH,
     TILE_ROWS,
     expand_columns,
+    gradient_rows,
     shrink_columns,
 )
 
-SHRINK_DEPTH, TRAINING_DEPTH = 128, 32
-"""Inputs that one product of `shrink` sums, with few rows of a tile and with many."""
+SHRINK_DEPTH, TRAINING_DEPTH = 128, 64
+"""Values that one product of `shrink` and of `shrink_outputs` sums, with few rows of a tile and with many."""
+SHRINK_STAGES = 4
+"""Of a sum with many rows: so many loads less one are under way while a product is computed."""
 RANK_DEPTH = 32
 """Of the ranks of all linears, what one product of `expand_inputs` sums."""
-GRADIENT_DEPTH = 32
-"""Rows that one product of a gradient sums."""
-GRADIENT_WARPS = 8
-"""Of a program: with four, the sums of a gradient and of a segment would not fit into registers."""
+GRADIENT_WARPS, GRADIENT_STAGES = 8, 7
+"""Of a program: with four warps, the sums of a gradient and of a segment would not fit into registers. Rows are loaded
+by pieces, which are loaded too: of so many stages, half are of rows."""
 ALIGNED_BYTES = tl.constexpr(16)
 """Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
+RANK_MULTIPLE = tl.constexpr(8)
+"""Padded ranks are multiples of it."""
+WIDENS = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether products are of fp32: Triton's interpreter has no others."""
 RANK_MIN = 16
 """The least depth of a product on tensor cores; smaller ranks are filled up with zeros."""
 
 
 @triton.jit
+def _plus_product(total, left, right):
+    """Return total + left right, in fp32; one in fp32 is split into two summands in the dtype of the other."""
+    if left.dtype != right.dtype:
+        if right.dtype == tl.float32:
+            high = right.to(left.dtype)
+            total = _plus_product(total, left, (right - high.to(tl.float32)).to(left.dtype))
+            right = high
+        else:
+            high = left.to(right.dtype)
+            total = _plus_product(total, (left - high.to(tl.float32)).to(right.dtype), right)
+            left = high
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total)
+
+
+@triton.jit
+def _add_parts(summed, parts, arrivals, rows, columns, mask, num_rows, stride, PARTS: tl.constexpr):
+    """Set summed[rows, columns] to the sum of the parts in order, in the last program of them to come here.
+
+    `arrivals` counts these programs, from 0 and back to 0.
+    """
+    tl.debug_barrier()  # every thread's values are written before the program is counted
+    if tl.atomic_add(arrivals, 1, sem="acq_rel") == PARTS - 1:
+        sums = tl.zeros(mask.shape, tl.float32)
+        for part in tl.static_range(PARTS):
+            own = parts + (part * num_rows + rows[:, None]) * stride + columns[None, :]
+            sums += tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(summed + rows[:, None] * stride + columns[None, :], sums, mask=mask)
+        tl.store(arrivals, 0)
+
+
+@triton.jit
 def _shrink(
-    xa, x, addresses, tiles, ranks, scalings, num_rows, d_in, x_stride, xa_stride, depth_of_part,
+    xa, summed, arrivals, x, addresses, tiles, ranks, scalings, num_rows, d_in, x_stride, xa_stride, depth_of_part,
     G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PARTS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Set xa[part, rows of a tile, some columns] to scaling x A^T over one part of D. Grid: tiles, columns, parts."""
     tile, part = tl.program_id(0), tl.program_id(2)
     start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     address = tl.load(addresses + 4 * adapter)
-    width = G * tl.load(ranks + adapter)
+    width = G * tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if (address != 0) & (count > 0):
         A = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         is_row, is_column = tl.arange(0, ROWS) < count, columns < width
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(part * depth_of_part, (part + 1) * depth_of_part, DEPTH):
             depth = first + tl.arange(0, DEPTH)
             is_input = depth < d_in
@@ -72,9 +113,13 @@ def _shrink(
             matrix = tl.load(
                 A + columns[None, :] * d_in + depth[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
             )
-            total += tl.dot(own.to(tl.float32), matrix.to(tl.float32))
+            sums = _plus_product(sums, own, matrix)
         out = xa + (part * num_rows + rows[:, None]) * xa_stride + columns[None, :]
-        tl.store(out, total * tl.load(scalings + adapter), mask=is_row[:, None] & is_column[None, :])
+        mask = is_row[:, None] & is_column[None, :]
+        tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
+        if IS_SUMMED:
+            arrivals += tile * tl.num_programs(1) + tl.program_id(1)
+            _add_parts(summed, xa, arrivals, rows, columns, mask, num_rows, xa_stride, PARTS)
 
 
 @triton.jit
@@ -92,12 +137,15 @@ def _expand(
         y, y_stride, d_out, linear, block = y1, stride1, d_out1, 1, block - blocks0
     start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     address = tl.load(addresses + 4 * adapter + 1 + linear)
-    rank = tl.load(ranks + adapter)
+    rank = tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
     if (address != 0) & (count > 0):
         B = tl.multiple_of(address.to(tl.pointer_type(y0.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         depth, columns = tl.arange(0, RANK), block * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_rank, is_column = tl.arange(0, ROWS) < count, depth < rank, columns < d_out
+        out = y + rows[:, None] * y_stride + columns[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        before = tl.load(out, mask=mask, other=0.0)
         own = tl.zeros((ROWS, RANK), tl.float32)
         for part in tl.static_range(PARTS):
             own += tl.load(
@@ -108,20 +156,22 @@ def _expand(
         matrix = tl.load(
             B + depth[:, None] * d_out + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
         )
-        added = tl.dot(own, matrix.to(tl.float32))
-        out = y + rows[:, None] * y_stride + columns[None, :]
-        mask = is_row[:, None] & is_column[None, :]
-        tl.store(out, (tl.load(out, mask=mask, other=0.0) + added).to(y0.dtype.element_ty), mask=mask)
+        added = _plus_product(tl.zeros((ROWS, COLUMNS), tl.float32), own, matrix)
+        tl.store(out, (before + added).to(y0.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _shrink_outputs(
-    dxa, dy0, dy1, dy2, stride0, stride1, stride2, d_out0, d_out1, d_out2,
-    addresses, tiles, ranks, scalings, dxa_stride,
-    ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,
+    dxa, summed, arrivals, dy0, dy1, dy2, stride0, stride1, stride2, d_out0, d_out1, d_out2,
+    addresses, tiles, ranks, scalings, num_rows, dxa_stride,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PARTS: tl.constexpr, IS_SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Set dxa[rows of a tile, ranks of a linear] to scaling dy_i B_i. Grid: tiles, linears."""
-    tile, linear = tl.program_id(0), tl.program_id(1)
+    """Set dxa[part, rows of a tile, some ranks of a linear] to scaling dy_i B_i over one part of F.
+
+    Grid: tiles, blocks of ranks of all linears, parts.
+    """
+    tile, linear, part = tl.program_id(0), tl.program_id(1) // BLOCKS, tl.program_id(2)
     dy, dy_stride, d_out = dy0, stride0, d_out0
     if linear == 1:
         dy, dy_stride, d_out = dy1, stride1, d_out1
@@ -129,14 +179,15 @@ def _shrink_outputs(
         dy, dy_stride, d_out = dy2, stride2, d_out2
     start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     address = tl.load(addresses + 4 * adapter + 1 + linear)
-    rank = tl.load(ranks + adapter)
+    rank = tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
     if (address != 0) & (count > 0):
         B = tl.multiple_of(address.to(tl.pointer_type(dy0.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
-        columns = tl.arange(0, RANK)
+        columns = tl.program_id(1) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_column = tl.arange(0, ROWS) < count, columns < rank
-        total = tl.zeros((ROWS, RANK), tl.float32)
-        for first in range(0, d_out, DEPTH):
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        depth_of_part = tl.cdiv(tl.cdiv(d_out, DEPTH), PARTS) * DEPTH
+        for first in range(part * depth_of_part, (part + 1) * depth_of_part, DEPTH):
             depth = first + tl.arange(0, DEPTH)
             is_output = depth < d_out
             own = tl.load(
@@ -145,9 +196,13 @@ def _shrink_outputs(
             matrix = tl.load(
                 B + columns[None, :] * d_out + depth[:, None], mask=is_column[None, :] & is_output[:, None], other=0.0
             )
-            total += tl.dot(own.to(tl.float32), matrix.to(tl.float32))
-        out = dxa + rows[:, None] * dxa_stride + linear * rank + columns[None, :]
-        tl.store(out, total * tl.load(scalings + adapter), mask=is_row[:, None] & is_column[None, :])
+            sums = _plus_product(sums, own, matrix)
+        out = dxa + (part * num_rows + rows[:, None]) * dxa_stride + linear * rank + columns[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
+        if IS_SUMMED:
+            arrivals += tile * tl.num_programs(1) + tl.program_id(1)
+            _add_parts(summed, dxa, arrivals, rows, linear * rank + columns, mask, num_rows, dxa_stride, PARTS)
 
 
 @triton.jit
@@ -159,12 +214,15 @@ def _expand_inputs(
     tile = tl.program_id(0)
     start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     address = tl.load(addresses + 4 * adapter)
-    width = G * tl.load(ranks + adapter)
+    width = G * tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
     if (address != 0) & (count > 0):
         A = tl.multiple_of(address.to(tl.pointer_type(dx.dtype.element_ty)), ALIGNED_BYTES)
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_column = tl.arange(0, ROWS) < count, columns < d_in
+        out = dx + rows[:, None] * dx_stride + columns[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        before = tl.load(out, mask=mask, other=0.0)
         added = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, width, DEPTH):
             depth = first + tl.arange(0, DEPTH)
@@ -175,25 +233,23 @@ def _expand_inputs(
             matrix = tl.load(
                 A + depth[:, None] * d_in + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
             )
-            added += tl.dot(own, matrix.to(tl.float32))
-        out = dx + rows[:, None] * dx_stride + columns[None, :]
-        mask = is_row[:, None] & is_column[None, :]
-        tl.store(out, (tl.load(out, mask=mask, other=0.0) + added).to(dx.dtype.element_ty), mask=mask)
+            added = _plus_product(added, own, matrix)
+        tl.store(out, (before + added).to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _add_gradients(
     x, dy0, dy1, dy2, x_stride, stride0, stride1, stride2, d_in, d_out0, d_out1, d_out2, blocks, blocks0, blocks1,
-    xa, dxa, xa_stride, gradients, segments, firsts, ranks,
+    xa, dxa, xa_stride, gradients, pieces, firsts, ranks,
     G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Add left^T right of each segment, in order, to some rows and columns of one gradient of an adapter.
 
     Grid: adapters, columns, rows. The columns are of A (`blocks` of them) and of the B^T of each linear, one after
-    another.
+    another. Products are right^T left: tensor cores take the operand of the pass as it was loaded.
     """
     adapter, block = tl.program_id(0), tl.program_id(1)
-    rank = tl.load(ranks + adapter)
+    rank = tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
     left, right, right_stride, width, height, first_column, matrix = dxa, x, x_stride, d_in, G * rank, 0, 0
     if block >= blocks + blocks0 + blocks1:
         left, right, right_stride, width, height = xa, dy2, stride2, d_out2, rank
@@ -208,34 +264,37 @@ def _add_gradients(
     own_rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if (address != 0) & (tl.program_id(2) * ROWS < height):
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        mask = (own_rows < height)[:, None] & (columns < width)[None, :]
+        is_own, is_column = own_rows < height, columns < width
+        mask = is_column[:, None] & is_own[None, :]
         gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED_BYTES)
-        out = gradient + own_rows[:, None].to(tl.int64) * width + columns[None, :]
+        out = gradient + own_rows[None, :].to(tl.int64) * width + columns[:, None]
         sums = tl.load(out, mask=mask, other=0.0)
-        for segment in range(tl.load(firsts + adapter), tl.load(firsts + adapter + 1)):
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            start, count = tl.load(segments + 2 * segment), tl.load(segments + 2 * segment + 1)
-            for first in range(0, count, DEPTH):
-                number = first + tl.arange(0, DEPTH)
-                rows = (start + number).to(tl.int64)
-                is_row = number < count
-                lefts = tl.load(
-                    left + rows[None, :] * xa_stride + first_column + own_rows[:, None],
-                    mask=is_row[None, :] & (own_rows < height)[:, None],
-                    other=0.0,
-                )
-                rights = tl.load(
-                    right + rows[:, None] * right_stride + columns[None, :],
-                    mask=is_row[:, None] & (columns < width)[None, :],
-                    other=0.0,
-                )
-                total += tl.dot(lefts, rights.to(tl.float32))
-            sums += total
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        number = tl.arange(0, DEPTH)
+        for piece in range(tl.load(firsts + adapter), tl.load(firsts + adapter + 1)):
+            start, count = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1)
+            rows, is_row = (start + number).to(tl.int64), number < count
+            lefts = tl.load(
+                left + rows[:, None] * xa_stride + first_column + own_rows[None, :],
+                mask=is_row[:, None] & is_own[None, :],
+                other=0.0,
+            )
+            rights = tl.load(
+                right + rows[:, None] * right_stride + columns[None, :],
+                mask=is_row[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            total = _plus_product(total, tl.trans(rights), lefts)
+            is_end = tl.load(pieces + 3 * piece + 2) != 0
+            sums += tl.where(is_end, total, 0.0)
+            total = tl.where(is_end, 0.0, total)
         tl.store(out, sums, mask=mask)
 
 
 def shrink(
     xa: Tensor,
+    summed: Tensor | None,
+    arrivals: Tensor | None,
     x: Tensor,
     addresses: Tensor,
     tiles: Tensor,
@@ -249,8 +308,10 @@ def shrink(
     columns, step = shrink_columns(width, tile_rows), SHRINK_DEPTH if tile_rows == TILE_ROWS else TRAINING_DEPTH
     depth = triton.cdiv(triton.cdiv(x.shape[1], step), num_parts) * step
     _shrink[len(tiles), triton.cdiv(width, columns), num_parts](
-        xa, x, addresses, tiles, ranks, scalings, num_rows, x.shape[1], x.stride(0), width, depth,
-        G=num_linears, ROWS=tile_rows, COLUMNS=columns, DEPTH=step,
+        *_written(xa, summed, arrivals), x, addresses, tiles, ranks, scalings,
+        num_rows, x.shape[1], x.stride(0), width, depth,
+        G=num_linears, ROWS=tile_rows, COLUMNS=columns, DEPTH=step, PARTS=num_parts, IS_SUMMED=summed is not None,
+        num_stages=SHRINK_STAGES,
     )  # fmt: skip
 
 
@@ -278,6 +339,8 @@ def expand(
 
 def shrink_outputs(
     dxa: Tensor,
+    summed: Tensor | None,
+    arrivals: Tensor | None,
     dy0: Tensor,
     dy1: Tensor | None,
     dy2: Tensor | None,
@@ -290,9 +353,14 @@ def shrink_outputs(
     """See `gpu_operations.SHRINK_OUTPUTS`."""
     dys = [dy for dy in (dy0, dy1, dy2) if dy is not None]
     filled, strides, widths = _filled(dys)
-    _shrink_outputs[len(tiles), len(dys)](
-        dxa, *filled, *strides, *widths, addresses, tiles, ranks, scalings, dxa.stride(0),
-        ROWS=tile_rows, RANK=_padded_rank(dxa.shape[1], len(dys)), DEPTH=TRAINING_DEPTH,
+    num_parts, num_rows, width = dxa.shape
+    columns = shrink_columns(width // len(dys), tile_rows)
+    blocks = triton.cdiv(width // len(dys), columns)
+    _shrink_outputs[len(tiles), len(dys) * blocks, num_parts](
+        *_written(dxa, summed, arrivals), *filled, *strides, *widths, addresses, tiles, ranks, scalings,
+        num_rows, width,
+        BLOCKS=blocks, ROWS=tile_rows, COLUMNS=columns, DEPTH=TRAINING_DEPTH,
+        PARTS=num_parts, IS_SUMMED=summed is not None, num_stages=SHRINK_STAGES,
     )  # fmt: skip
 
 
@@ -315,7 +383,7 @@ def add_gradients(
     xa: Tensor,
     dxa: Tensor,
     gradients: Tensor,
-    segments: Tensor,
+    pieces: Tensor,
     firsts: Tensor,
     ranks: Tensor,
 ) -> None:
@@ -323,11 +391,18 @@ def add_gradients(
     dys = [dy for dy in (dy0, dy1, dy2) if dy is not None]
     filled, strides, widths = _filled(dys)
     blocks = [triton.cdiv(each.shape[1], GRADIENT_COLUMNS) for each in (x, *dys)]
-    _add_gradients[len(ranks), sum(blocks), triton.cdiv(dxa.shape[1], GRADIENT_ROWS)](
+    rows = gradient_rows(dxa.shape[1] // len(dys))
+    _add_gradients[len(ranks), sum(blocks), triton.cdiv(dxa.shape[1], rows)](
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
-        xa, dxa, dxa.stride(0), gradients, segments, firsts, ranks,
-        G=len(dys), ROWS=GRADIENT_ROWS, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH, num_warps=GRADIENT_WARPS,
+        xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks,
+        G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
+        num_warps=GRADIENT_WARPS, num_stages=GRADIENT_STAGES,
     )  # fmt: skip
+
+
+def _written(parts: Tensor, summed: Tensor | None, arrivals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors that a kernel of parts writes; parts in place of those that it does not."""
+    return parts, parts if summed is None else summed, parts if arrivals is None else arrivals
 
 
 def _filled(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:

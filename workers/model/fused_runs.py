@@ -6,8 +6,8 @@ Does not depend on models or the bank.
 Main invariants: an adapter's results depend only on its rows and its matrices, and a segment's part of its gradients on
 that segment. Addresses are those of slabs at the beginning of the pass, so slabs must not move while it runs.
 
-Dimensions: T rows of the pass, N segments, L tiles, S adapters, D inputs, F outputs, R padded rank, G linears in a
-group, M the largest G * R, P parts of a sum over D.
+Dimensions: T rows of the pass, N pieces of segments, L tiles, S adapters, D inputs, F outputs, R padded rank, G linears
+in a group, M the largest G * R.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.host.uploads import on_device
-from workers.model.gpu_operations import TILE_ROWS, TRAINING_TILE_ROWS, has_kernels
+from workers.model.gpu_operations import (
+    GRADIENT_DEPTH,
+    TILE_ROWS,
+    TRAINING_TILE_ROWS,
+    has_kernels,
+    num_arrivals,
+    parts_of,
+)
 from workers.model.segments import Segment, SegmentRun
 from workers.rows import AdapterViews, GroupViews
 
 NUM_PARTS = 4
-"""Parts of a sum over D: so many times more programs, where few rows would keep few processors busy."""
+"""Parts of a sum over D without a backward: so many times more programs, where few rows would keep few processors
+busy."""
 
 
 def can_run(device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,36 +105,39 @@ class GradientTables(Generic[T]):
 
     addresses: T
     """(groups, S, 4) int64: of those of A and of each B^T; 0: there is none."""
-    segments: T
-    """(N, 2) int32: first row and number of rows, by adapter."""
+    pieces: T
+    """(N, 3) int32; see `gpu_operations.ADD_GRADIENTS`."""
     firsts: T
-    """(S + 1,) int32: the first segment of each adapter, and their number."""
+    """(S + 1,) int32: the first piece of each adapter, and their number."""
+    arrivals: T
+    """Zeros, int32; see `gpu_operations.SHRINK`."""
 
     @staticmethod
-    def of(segments: Sequence[Segment], num_groups: int) -> GradientTables[NDArray[Any]]:
-        """Return the tables of segments of a pass; those of an adapter are in row order."""
+    def of(segments: Sequence[Segment], tables: AdapterTables[NDArray[Any]]) -> GradientTables[NDArray[Any]]:
+        """Return the tables of segments of a pass, whose other tables are given; an adapter's are in row order."""
         adapters = adapters_of(segments)
-        of_adapter: dict[int, list[tuple[int, int]]] = {id(adapter): [] for adapter in adapters}
+        of_adapter: dict[int, list[tuple[int, int, bool]]] = {id(adapter): [] for adapter in adapters}
         for segment in segments:
-            of_adapter[id(segment.adapter)].append((segment.start, segment.stop - segment.start))
-        addresses, _ = _addresses(adapters, num_groups, of_gradients=True)
-        rows = [rows for own in of_adapter.values() for rows in own]
+            of_adapter[id(segment.adapter)].extend(_pieces(segment))
+        addresses, _ = _addresses(adapters, len(tables.addresses), of_gradients=True)
+        pieces = np.array([piece for own in of_adapter.values() for piece in own], np.int32).reshape(-1, 3)
         firsts = np.cumsum([0, *map(len, of_adapter.values())], dtype=np.int32)
-        return GradientTables(addresses, np.array(rows, np.int32).reshape(-1, 2), firsts)
+        arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
+        return GradientTables(addresses, pieces, firsts, arrivals)
 
     def on(self: GradientTables[NDArray[Any]], device: torch.device) -> GradientTables[Tensor]:
         """Return the tables on a device."""
-        return GradientTables(*(on_device(array, device) for array in (self.addresses, self.segments, self.firsts)))
+        arrays = self.addresses, self.pieces, self.firsts, self.arrivals
+        return GradientTables(*(on_device(array, device) for array in arrays))
 
-    def padded(
-        self: GradientTables[NDArray[Any]], num_adapters: int, num_segments: int
-    ) -> GradientTables[NDArray[Any]]:
-        """Return the tables with further adapters without segments, and further segments of no adapter."""
-        missing, no_segments = num_adapters - self.addresses.shape[1], num_segments - len(self.segments)
+    def padded(self: GradientTables[NDArray[Any]], num_adapters: int, num_pieces: int) -> GradientTables[NDArray[Any]]:
+        """Return the tables with further adapters without pieces, and further pieces of no adapter."""
+        missing, no_pieces = num_adapters - self.addresses.shape[1], num_pieces - len(self.pieces)
         return GradientTables(
             np.pad(self.addresses, ((0, 0), (0, missing), (0, 0))),
-            np.pad(self.segments, ((0, no_segments), (0, 0))),
+            np.pad(self.pieces, ((0, no_pieces), (0, 0))),
             np.pad(self.firsts, (0, missing), mode="edge"),
+            self.arrivals,
         )
 
 
@@ -135,8 +146,6 @@ class FusedRun(ABC):
 
     tile_rows: ClassVar[int]
     """See `gpu_operations.SHRINK`."""
-    num_parts: ClassVar[int]
-    """Of sums over D."""
 
     def __init__(self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool]) -> None:
         """Take tables on the device; `is_adapted`: whether any adapter adapts each group."""
@@ -151,12 +160,9 @@ class FusedRun(ABC):
     def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """See `SegmentRun`."""
 
+    @abstractmethod
     def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
         """Return scaling x A^T (parts, T, M), fp32, from x (T, D)."""
-        addresses, tables = self.of_group(group), self.tables
-        xa = x.new_empty(self.num_parts, len(x), num_linears * tables.rank_max, dtype=torch.float32)
-        torch.ops.tinkerpool.shrink(xa, x, *addresses, tables.scalings, num_linears, self.tile_rows)
-        return xa
 
     def expand(self, group: int, xa: Tensor, ys: Sequence[Tensor]) -> None:
         """Add the sum of the parts of xa times B_i^T to ys[i] (T, F)."""
@@ -170,7 +176,7 @@ class FusedRun(ABC):
 class ForwardRun(FusedRun):
     """A run without a backward."""
 
-    tile_rows, num_parts = TILE_ROWS, NUM_PARTS
+    tile_rows = TILE_ROWS
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> ForwardRun:
@@ -184,6 +190,13 @@ class ForwardRun(FusedRun):
         if self.is_adapted[group]:
             self.expand(group, self.shrunk(group, x, len(ys)), ys)
 
+    def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
+        """See `FusedRun`; in several parts."""
+        addresses, tables = self.of_group(group), self.tables
+        xa = x.new_empty(NUM_PARTS, len(x), num_linears * tables.rank_max, dtype=torch.float32)
+        torch.ops.tinkerpool.shrink(xa, None, None, x, *addresses, tables.scalings, num_linears, self.tile_rows)
+        return xa
+
     def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """Never called: `forward` keeps nothing."""
         raise NotImplementedError
@@ -192,7 +205,7 @@ class ForwardRun(FusedRun):
 class TrainingRun(FusedRun):
     """A run with a backward; the segments of an adapter are in row order."""
 
-    tile_rows, num_parts = TRAINING_TILE_ROWS, 1
+    tile_rows = TRAINING_TILE_ROWS
 
     def __init__(
         self, tables: AdapterTables[Tensor], gradients: GradientTables[Tensor], is_adapted: Sequence[bool]
@@ -206,7 +219,7 @@ class TrainingRun(FusedRun):
         """Make the tables of segments, and send them to the adapters' device."""
         adapter = segments[0].adapter
         made = AdapterTables.of(segments, len(adapter.slab), cls.tile_rows)
-        gradients = GradientTables.of(segments, len(adapter.slab)).on(adapter.device)
+        gradients = GradientTables.of(segments, made).on(adapter.device)
         return cls(made.on(adapter.device), gradients, [bool(own.any()) for own in made.addresses])
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
@@ -225,18 +238,31 @@ class TrainingRun(FusedRun):
         if dx is not None:
             self.expand_inputs(group, dx, dxa, len(dys))
 
+    def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
+        """See `FusedRun`; in one part."""
+        xa, *summed = self._parts(x, parts_of(x.shape[1]), num_linears)
+        tables = self.of_group(group)
+        torch.ops.tinkerpool.shrink(xa, *summed, x, *tables, self.tables.scalings, num_linears, self.tile_rows)
+        return xa if summed[0] is None else summed[0]
+
     def shrunk_outputs(self, group: int, dys: Sequence[Tensor]) -> Tensor:
         """Return scaling dy_i B_i (T, M), fp32, from dys[i] (T, F)."""
-        tables = self.tables
-        dxa = dys[0].new_empty(len(dys[0]), len(dys) * tables.rank_max, dtype=torch.float32)
-        torch.ops.tinkerpool.shrink_outputs(dxa, *_three(dys), *self.of_group(group), tables.scalings, self.tile_rows)
-        return dxa
+        dxa, *summed = self._parts(dys[0], parts_of(max(dy.shape[1] for dy in dys)), len(dys))
+        tables = self.of_group(group)
+        torch.ops.tinkerpool.shrink_outputs(dxa, *summed, *_three(dys), *tables, self.tables.scalings, self.tile_rows)
+        return (dxa if summed[0] is None else summed[0])[0]
+
+    def _parts(self, rows: Tensor, num_parts: int, num_linears: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return memory for the parts of a sum and, if there are several, for their total, and the counters."""
+        shape = len(rows), num_linears * self.tables.rank_max
+        parts = rows.new_empty(num_parts, *shape, dtype=torch.float32)
+        return parts, *((None, None) if num_parts == 1 else (parts.new_empty(1, *shape), self.gradients.arrivals))
 
     def add_gradients(self, group: int, x: Tensor, dys: Sequence[Tensor], xa: Tensor, dxa: Tensor) -> None:
         """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0."""
         own = self.gradients
         torch.ops.tinkerpool.add_gradients(
-            x, *_three(dys), xa, dxa, own.addresses[group], own.segments, own.firsts, self.tables.ranks
+            x, *_three(dys), xa, dxa, own.addresses[group], own.pieces, own.firsts, self.tables.ranks
         )
 
     def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
@@ -261,6 +287,14 @@ def _three(tensors: Sequence[Tensor]) -> list[Tensor | None]:
 def adapters_of(segments: Sequence[Segment]) -> list[AdapterViews]:
     """Return the adapters of segments, in the order in which they appear."""
     return list({id(segment.adapter): segment.adapter for segment in segments}.values())
+
+
+def _pieces(segment: Segment) -> list[tuple[int, int, bool]]:
+    """Return the first row of each piece of a segment, its number of rows, and whether it is the last."""
+    return [
+        (start, min(GRADIENT_DEPTH, segment.stop - start), start + GRADIENT_DEPTH >= segment.stop)
+        for start in range(segment.start, segment.stop, GRADIENT_DEPTH)
+    ]
 
 
 def _addresses(

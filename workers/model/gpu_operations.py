@@ -3,8 +3,8 @@
 Each is one launch of a kernel in Triton. Depends on no model; defining the operations imports no Triton, the first
 launch does.
 
-Dimensions: T rows of the pass, L tiles, N segments, S adapters, D inputs, F outputs, R padded rank of an adapter, G
-linears of a group (1 to 3), M the largest G * R, P parts of a sum over D.
+Dimensions: T rows of the pass, L tiles, N pieces of segments, S adapters, D inputs, F outputs, R padded rank of an
+adapter, G linears of a group (1 to 3), M the largest G * R, P parts of a sum over D or F.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ TILE_ROWS, TRAINING_TILE_ROWS = 16, 64
 """Rows of a tile at most: the fewest that a product on tensor cores has, for the few rows of a decode step; and more,
 where adapters have many rows, so that their matrices are read less often."""
 GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
-"""Of a gradient, those of a program."""
+"""Of a gradient, those of a program; rows at most."""
+GRADIENT_DEPTH = 32
+"""Rows of a pass that one product of a gradient sums."""
+PART_DEPTH, PARTS_MAX = 256, 16
+"""What a program of a pass with a backward sums of D or F, unless there would be more parts."""
+LINEARS_MAX = 3
+"""Of a group."""
 
 SHRINK = (
-    "shrink(Tensor(a!) xa, Tensor x, Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int num_linears, "
-    "int tile_rows)"
+    "shrink(Tensor(a!) xa, Tensor(b!)? summed, Tensor(c!)? arrivals, Tensor x, Tensor addresses, Tensor tiles, "
+    "Tensor ranks, Tensor scalings, int num_linears, int tile_rows)"
 )
 """Set xa (P, T, M), fp32, to scaling x A^T of each row's adapter, each part over some of D, from x (T, D).
 
+Sets `summed` (1, T, M), if given, to the sum of the parts; with it, `arrivals` (`num_arrivals`,) int32: zeros, and
+zeros again afterwards.
 `addresses` (S, 4) int64: of A (G * R, D) and of each B^T (R, F), in the dtype of x; 0: not adapted, and nothing is
 written. `tiles` (L, 3) int32: first row, number of rows, at most `tile_rows`, adapter. `ranks` (S,) int32: R;
 `scalings` (S,) fp32.
@@ -43,10 +51,11 @@ EXPAND = (
 )
 """Add to y_i (T, F) the product of the sum of xa's parts with B_i^T; the others as in `SHRINK`."""
 SHRINK_OUTPUTS = (
-    "shrink_outputs(Tensor(a!) dxa, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor addresses, Tensor tiles, "
-    "Tensor ranks, Tensor scalings, int tile_rows)"
+    "shrink_outputs(Tensor(a!) dxa, Tensor(b!)? summed, Tensor(c!)? arrivals, Tensor dy0, Tensor? dy1, Tensor? dy2, "
+    "Tensor addresses, Tensor tiles, Tensor ranks, Tensor scalings, int tile_rows)"
 )
-"""Set dxa (T, M), fp32, to scaling dy_i B_i of each row's adapter, from dy_i (T, F); the others as in `SHRINK`."""
+"""Set dxa (P, T, M), fp32, to scaling dy_i B_i of each row's adapter, each part over some of F, from dy_i (T, F); the
+others as in `SHRINK`."""
 EXPAND_INPUTS = (
     "expand_inputs(Tensor(a!) dx, Tensor dxa, Tensor addresses, Tensor tiles, Tensor ranks, int num_linears, "
     "int tile_rows)"
@@ -54,13 +63,14 @@ EXPAND_INPUTS = (
 """Add dxa A to dx (T, D); the others as in `SHRINK`."""
 ADD_GRADIENTS = (
     "add_gradients(Tensor x, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor xa, Tensor dxa, Tensor gradients, "
-    "Tensor segments, Tensor firsts, Tensor ranks)"
+    "Tensor pieces, Tensor firsts, Tensor ranks)"
 )
 """Add dxa^T x to the gradients of A, and xa_i^T dy_i to those of B_i^T, segment by segment of each adapter in order.
 
-x (T, D), dy_i (T, F), xa (1, T, M) and dxa (T, M) as in `SHRINK` and `SHRINK_OUTPUTS`. `gradients` (S, 4) int64: the
-addresses of those of A and of each B^T, fp32; 0: not adapted. `segments` (N, 2) int32: first row and number of rows, by
-adapter, then by row; `firsts` (S + 1,) int32: the first segment of each adapter, and their number.
+x (T, D), dy_i (T, F), xa (1, T, M) and dxa (T, M) the sums of parts of `SHRINK` and `SHRINK_OUTPUTS`. `gradients`
+(S, 4) int64: the addresses of those of A and of each B^T, fp32; 0: not adapted. `pieces` (N, 3) int32, of segments, by
+adapter, then by row: first row, number of rows, at most GRADIENT_DEPTH, and 1 if it is the segment's last piece.
+`firsts` (S + 1,) int32: the first piece of each adapter, and their number.
 """
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -70,12 +80,27 @@ defined: dict[str, str] = {}
 
 def shrink_columns(width: int, tile_rows: int) -> int:
     """Return the columns of a program of `SHRINK`: few where there are few rows, so that there are many programs."""
-    return 32 if tile_rows == TILE_ROWS else min(128, max(16, 1 << (width - 1).bit_length()))
+    return 32 if tile_rows == TILE_ROWS else min(64, max(16, 1 << (width - 1).bit_length()))
 
 
 def expand_columns(tile_rows: int) -> int:
     """Return the columns of a program of `EXPAND`, likewise."""
     return 64 if tile_rows == TILE_ROWS else 128
+
+
+def parts_of(width: int) -> int:
+    """Return the parts of a sum over so many values in a pass with a backward."""
+    return min(PARTS_MAX, -(-width // PART_DEPTH))
+
+
+def num_arrivals(num_tiles: int, rank_max: int) -> int:
+    """Return the sums of one launch at most that are cut into parts: of tiles, by blocks of each linear."""
+    return num_tiles * LINEARS_MAX * -(-rank_max // shrink_columns(rank_max, TRAINING_TILE_ROWS))
+
+
+def gradient_rows(rank: int) -> int:
+    """Return the rows of a program of `ADD_GRADIENTS`, of the largest padded rank: a product has 16 at least."""
+    return min(GRADIENT_ROWS, max(16, 1 << (rank - 1).bit_length()))
 
 
 def has_triton() -> bool:
@@ -90,6 +115,8 @@ def can_launch(device: torch.device) -> bool:
     try:
         torch.ops.tinkerpool.shrink(
             floats.view(1, 1, 16),
+            None,
+            None,
             floats.view(1, 16).bfloat16(),
             addresses,
             numbers[:3].view(1, 3),

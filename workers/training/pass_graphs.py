@@ -14,8 +14,8 @@ graphs when a model is loaded.
 Main invariants: what a graph does depends on its inputs' values only, and nothing in it waits or copies from the host.
 Addresses are those of the pass: the bank may have moved its slabs since the last one.
 
-Dimensions: T rows of the pass, N rows of a bucket (at least T), S sequences, L tiles, A adapters, Q segments, D hidden
-size.
+Dimensions: T rows of the pass, N rows of a bucket (at least T), S sequences, L tiles, A adapters, Q pieces of segments,
+D hidden size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, GradientTables, TrainingRun
 from workers.model.gpu_attention import VarlenAttention
-from workers.model.gpu_operations import TRAINING_TILE_ROWS
+from workers.model.gpu_operations import TRAINING_TILE_ROWS, num_arrivals
 from workers.model.segments import Routing, Segment
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Bucket(NamedTuple):
     """L."""
     num_adapters: int
     """A."""
-    num_segments: int
+    num_pieces: int
     """Q."""
     rank: int
     """The largest padded rank."""
@@ -135,7 +135,7 @@ class PassGraphs:
             return None
         num_groups = len(self._model.groups)
         adapters = AdapterTables.of(rows.segments, num_groups, TRAINING_TILE_ROWS)
-        gradients = GradientTables.of(rows.segments, num_groups)
+        gradients = GradientTables.of(rows.segments, adapters)
         num_rows, longest = len(rows.tokens), power_of_two(max(rows.lengths))
         requests: tuple[tuple[int, ...], ...] = ()
         if self._model.numerics.is_exact:
@@ -143,14 +143,14 @@ class PassGraphs:
             requests = tuple(tuple(islice(sequences, count)) for count in rows.counts)
         else:
             num_rows = rows_of_bucket(num_rows)
-        lengths = [*rows.lengths, *pieces(num_rows - len(rows.tokens), longest)]
+        lengths = [*rows.lengths, *cut(num_rows - len(rows.tokens), longest)]
         bucket = Bucket(
             num_rows,
             power_of_two(len(lengths)),
             longest,
             power_of_two(len(adapters.tiles)),
             power_of_two(len(adapters.ranks)),
-            power_of_two(len(gradients.segments)),
+            power_of_two(len(gradients.pieces)),
             adapters.rank_max,
             requests,
         )
@@ -199,15 +199,16 @@ class Trunk:
         self._rows = torch.zeros(2, bucket.num_rows, dtype=torch.int64, device=device)
         """Token ids and positions."""
         sizes = [bucket.num_sequences + 1, 3 * bucket.num_tiles, bucket.num_adapters]
-        sizes += [2 * bucket.num_segments, bucket.num_adapters + 1]
+        sizes += [3 * bucket.num_pieces, bucket.num_adapters + 1]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        """Ends of sequences, tiles, ranks, segments, firsts."""
+        """Ends of sequences, tiles, ranks, pieces, firsts."""
         self._addresses = torch.zeros(2, num_groups, bucket.num_adapters, 4, dtype=torch.int64, device=device)
         """Of the adapters' matrices, and of their gradients."""
         self._scalings = torch.zeros(bucket.num_adapters, dtype=torch.float32, device=device)
-        self._ends, tiles, ranks, segments, firsts = self._numbers.split(sizes)
+        self._ends, tiles, ranks, pieces, firsts = self._numbers.split(sizes)
+        arrivals = torch.zeros(num_arrivals(bucket.num_tiles, bucket.rank), dtype=torch.int32, device=device)
         adapters = AdapterTables(self._addresses[0], tiles.view(-1, 3), ranks, self._scalings, bucket.rank)
-        gradients = GradientTables(self._addresses[1], segments.view(-1, 2), firsts)
+        gradients = GradientTables(self._addresses[1], pieces.view(-1, 3), firsts, arrivals)
         self._routing = Routing((), 1)
         self._routing.runs.append(TrainingRun(adapters, gradients, [True] * num_groups))
         self._dhidden = torch.zeros(bucket.num_rows, model.hidden_size, dtype=model.dtype, device=device)
@@ -234,10 +235,10 @@ class Trunk:
         bucket, num_rows = self._bucket, len(rows.tokens)
         self._num_rows = num_rows
         adapters = adapters.padded(bucket.num_adapters, bucket.num_tiles)
-        gradients = gradients.padded(bucket.num_adapters, bucket.num_segments)
+        gradients = gradients.padded(bucket.num_adapters, bucket.num_pieces)
         ends = np.full(bucket.num_sequences + 1, bucket.num_rows, np.int32)
         ends[: len(lengths) + 1] = [0, *accumulate(lengths)]
-        numbers = [ends, adapters.tiles.ravel(), adapters.ranks, gradients.segments.ravel(), gradients.firsts]
+        numbers = [ends, adapters.tiles.ravel(), adapters.ranks, gradients.pieces.ravel(), gradients.firsts]
         for target, source in (
             (self._numbers, np.concatenate(numbers)),
             (self._addresses, np.stack([adapters.addresses, gradients.addresses])),
@@ -302,7 +303,7 @@ def rows_of_bucket(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def pieces(num_rows: int, most: int) -> list[int]:
+def cut(num_rows: int, most: int) -> list[int]:
     """Return the lengths of sequences of at most `most` rows that have so many rows together."""
     return [min(most, num_rows - first) for first in range(0, num_rows, most)]
 

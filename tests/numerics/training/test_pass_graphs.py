@@ -18,7 +18,7 @@ from workers.model.attention import PackedAttention
 from workers.model.gpu_attention import VarlenAttention
 from workers.selftest.training_kernels import check_training_kernels
 from workers.training import pass_graphs
-from workers.training.pass_graphs import Trunk, pieces, rows_of_bucket
+from workers.training.pass_graphs import Trunk, cut, rows_of_bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
 
@@ -128,5 +128,5 @@ def test_an_eighth_of_a_bucket_is_left_over_at_most(num_rows: int, expected: int
 
 
 def test_rows_that_are_left_over_are_sequences_no_longer_than_the_longest() -> None:
-    assert pieces(0, 8) == []
-    assert pieces(19, 8) == [8, 8, 3]
+    assert cut(0, 8) == []
+    assert cut(19, 8) == [8, 8, 3]

@@ -17,6 +17,7 @@ from workers.model.gpu_operations import (
     GRADIENT_ROWS,
     NAMESPACE,
     expand_columns,
+    gradient_rows,
     shrink_columns,
 )
 from workers.sampling.attention.pages import tile_rows
@@ -29,12 +30,18 @@ def _linears(call: Call, name: str, most: int = 3) -> list[Tensor]:
 
 
 def _shrunk(call: Call) -> Cost:
-    """Each block of columns reads all rows, each tile its adapter's A."""
+    """Each block of columns reads all rows, each tile its adapter's A. Parts of xa are written, and read if added."""
     xa, x, tiles = call.argument("xa"), call.argument("x"), call.argument("tiles")
     num_blocks = -(-xa.shape[2] // shrink_columns(xa.shape[2], call.argument("tile_rows")))
     matrix = xa.shape[2] * x.shape[1] * x.element_size()
     flops = 2.0 * len(tiles) * call.argument("tile_rows") * x.shape[1] * xa.shape[2]
-    return Cost(1, num_blocks * num_bytes(x) + len(tiles) * matrix + num_bytes(xa), flops)
+    return Cost(1, num_blocks * num_bytes(x) + len(tiles) * matrix + _parts(call, xa), flops)
+
+
+def _parts(call: Call, parts: Tensor) -> int:
+    """Return the bytes of parts that are written, read if they are added up, and of their sum."""
+    summed = call.argument("summed")
+    return num_bytes(parts) if summed is None else 2 * num_bytes(parts) + num_bytes(summed)
 
 
 def _expanded(call: Call) -> Cost:
@@ -49,12 +56,13 @@ def _expanded(call: Call) -> Cost:
 
 
 def _shrunk_outputs(call: Call) -> Cost:
-    """Every linear's rows are read once, by each tile its adapter's B."""
+    """Each block of ranks reads its linear's rows, each tile its adapter's B. Parts as in `_shrunk`."""
     dxa, tiles, dys = call.argument("dxa"), call.argument("tiles"), _linears(call, "dy")
-    rank, num_columns = dxa.shape[1] // len(dys), sum(dy.shape[1] for dy in dys)
+    rank, num_columns = dxa.shape[2] // len(dys), sum(dy.shape[1] for dy in dys)
     matrices = len(tiles) * rank * num_columns * dys[0].element_size()
     flops = 2.0 * len(tiles) * call.argument("tile_rows") * rank * num_columns
-    return Cost(1, sum(map(num_bytes, dys)) + matrices + num_bytes(dxa), flops)
+    num_blocks = -(-rank // shrink_columns(rank, call.argument("tile_rows")))
+    return Cost(1, num_blocks * sum(map(num_bytes, dys)) + matrices + _parts(call, dxa), flops)
 
 
 def _expanded_inputs(call: Call) -> Cost:
@@ -76,9 +84,10 @@ def _added_gradients(call: Call) -> Cost:
     )
     read, num_values = 0, 0
     rank = dxa.shape[1] // len(dys)
+    rows = gradient_rows(rank)
     for right, height in ((x, dxa.shape[1]), *((dy, rank) for dy in dys)):
         left = len(dxa) * height * dxa.element_size()
-        read += -(-height // GRADIENT_ROWS) * num_bytes(right) + -(-right.shape[1] // GRADIENT_COLUMNS) * left
+        read += -(-height // rows) * num_bytes(right) + -(-right.shape[1] // GRADIENT_COLUMNS) * left
         num_values += num_adapters * height * right.shape[1]
     flops = 2.0 * len(dxa) * num_values / num_adapters
     return Cost(1, read + 2 * num_values * dxa.element_size(), flops)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels, expert_kernels, layer_kernels, product_kernels
+from workers.model import adapter_kernels, expert_kernels, gpu_operations, layer_kernels, product_kernels
 from workers.model.expert_groups import COLUMNS
 from workers.sampling import delta_kernels
 from workers.sampling.attention import attend_kernels, page_kernels
@@ -30,11 +30,12 @@ from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
-FP32 = {"xa", "dxa", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
+FP32 = {"xa", "dxa", "summed", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
 FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slopes", "losses"}
 FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
-INT32 = {"tiles", "ranks", "segments", "firsts", "targets", "places", "ends", "lasts", "owners", "lengths", "table"}
+INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
+INT32 |= {"lengths", "table"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
 NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width"}
@@ -45,16 +46,21 @@ HEADS = {"H": 32, "K": 8, "E": 128}
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield every kernel, with its constants and the options of its launch."""
-    yield adapter_kernels._shrink, {"G": 3, "ROWS": 16, "COLUMNS": 32, "DEPTH": 128}
+    few = {"ROWS": 16, "COLUMNS": 32, "DEPTH": adapter_kernels.SHRINK_DEPTH, "PARTS": 4, "IS_SUMMED": False}
+    many = {"ROWS": 64, "DEPTH": adapter_kernels.TRAINING_DEPTH, "PARTS": gpu_operations.PARTS_MAX, "IS_SUMMED": True}
+    many |= {"num_stages": adapter_kernels.SHRINK_STAGES}
+    yield adapter_kernels._shrink, few | {"G": 3, "num_stages": adapter_kernels.SHRINK_STAGES}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
-    for columns in (16, 128):
-        yield adapter_kernels._shrink, {"G": 3, "ROWS": 64, "COLUMNS": columns, "DEPTH": 32}
+    for columns in (16, 64):
+        yield adapter_kernels._shrink, many | {"G": 3, "COLUMNS": columns}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
-        yield adapter_kernels._shrink_outputs, {"ROWS": 64, "RANK": rank, "DEPTH": 32}
+        yield adapter_kernels._shrink_outputs, many | {"BLOCKS": 2, "COLUMNS": min(64, rank)}
+        gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
+        gradient |= {"num_warps": adapter_kernels.GRADIENT_WARPS, "num_stages": adapter_kernels.GRADIENT_STAGES}
+        yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
-    yield adapter_kernels._add_gradients, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 8}
     for rank in (16, 128):
         for rows, depth, parts in ((16, expert_kernels.FEW_ROWS_DEPTH, 4), (64, expert_kernels.DEPTH, 1)):
             expanded = {"ROWS": min(rows, expert_kernels.EXPAND_ROWS), "COLUMNS": COLUMNS, "RANK": rank, "PARTS": parts}

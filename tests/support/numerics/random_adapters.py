@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from workers.contract.adapted_modules import ModuleKind
+from workers.model.gpu_operations import PART_DEPTH
 from workers.model.segments import Segment, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupShape, GroupViews, RowLayout
 
-NUM_ROWS, D_IN = 60, 200
+NUM_ROWS, D_IN = 60, 2 * PART_DEPTH + 40
 SHAPES = (
-    GroupShape(index=0, kind="attn", names=("q", "k", "v"), d_in=D_IN, d_outs=(160, 24, 24)),
+    GroupShape(index=0, kind="attn", names=("q", "k", "v"), d_in=D_IN, d_outs=(PART_DEPTH + 64, 24, 24)),
     GroupShape(index=1, kind="mlp", names=("down",), d_in=D_IN, d_outs=(130,)),
 )
+"""Sums over D are in three parts, over F in two for one group and in one for the other."""
 
 
 @dataclass(frozen=True)
