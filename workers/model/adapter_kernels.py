@@ -29,6 +29,7 @@ from torch import Tensor
 from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
     GRADIENT_DEPTH,
+    GRADIENT_ROWS,
     TILE_ROWS,
     expand_columns,
     gradient_rows,
@@ -41,9 +42,8 @@ SHRINK_STAGES = 4
 """Of a sum with many rows: so many loads less one are under way while a product is computed."""
 RANK_DEPTH = 32
 """Of the ranks of all linears, what one product of `expand_inputs` sums."""
-GRADIENT_WARPS, GRADIENT_STAGES = 8, 7
-"""Of a program: with four warps, the sums of a gradient and of a segment would not fit into registers. Rows are loaded
-by pieces, which are loaded too: of so many stages, half are of rows."""
+GRADIENT_STAGES = 5
+"""Rows are loaded by pieces, which are loaded too: of so many stages, half are of rows."""
 ALIGNED_BYTES = tl.constexpr(16)
 """Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
 RANK_MULTIPLE = tl.constexpr(8)
@@ -396,8 +396,13 @@ def add_gradients(
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
         xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks,
         G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
-        num_warps=GRADIENT_WARPS, num_stages=GRADIENT_STAGES,
+        num_warps=gradient_warps(rows), num_stages=GRADIENT_STAGES,
     )  # fmt: skip
+
+
+def gradient_warps(rows: int) -> int:
+    """Return the warps of a program of a gradient: four cannot hold the sums of many rows in their registers."""
+    return 4 if rows < GRADIENT_ROWS else 8
 
 
 def _written(parts: Tensor, summed: Tensor | None, arrivals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

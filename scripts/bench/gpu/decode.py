@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from scripts.bench.gpu.cases import decode_bytes, write_model
-from scripts.bench.gpu.run import chosen_device, make_parser, print_head, seconds_of
+from scripts.bench.gpu.cases import decode_bytes
+from scripts.bench.gpu.run import chosen_device, make_parser, print_head, random_model, seconds_of
 from workers.contract.messages import (
     AdapterSpec,
     SampleRequest,
@@ -186,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| ms to all first tokens |"
     )
     print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
-        model = write_model(args.shape, Path(directory), device)
+    with random_model(args, device) as model:
         settings = EngineSettings(
             model_path=str(model), num_slots=16, device=args.device, cache_bytes_max=int(args.cache_gib * 2**30)
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.bench.gpu.cases import Case, write_model
+from scripts.bench.gpu.cases import Case
 from scripts.bench.gpu.decode import Decoding
-from scripts.bench.gpu.run import chosen_device, make_parser, print_head, seconds_of
+from scripts.bench.gpu.run import chosen_device, make_parser, print_head, random_model, seconds_of
 from scripts.bench.gpu.sides import Fused
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
@@ -127,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = chosen_device(parser, args)
     transformers.utils.logging.disable_progress_bar()
     print_head(args, device, "profiled")
-    with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
-        model = write_model(args.shape, Path(directory), device)
+    with random_model(args, device) as model:
         for case in args.cases:
             for exact in (False, True) if args.exact else (False,):
                 profile_training(case, model, args, exact=exact)

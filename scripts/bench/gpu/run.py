@@ -26,7 +26,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,7 +164,20 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scratch", type=Path, help="folder for the random model; 16 GB for 8b")
+    parser.add_argument("--model", type=Path, help="keep the random model in this folder, for runs of the same shape")
     return parser
+
+
+@contextmanager
+def random_model(args: argparse.Namespace, device: torch.device) -> Iterator[Path]:
+    """Yield the directory of a random model of the shape asked for: a kept one, or one that is removed afterwards."""
+    if args.model is None:
+        with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
+            yield write_model(args.shape, Path(directory), device)
+    elif (args.model / "config.json").exists():
+        yield args.model
+    else:
+        yield write_model(args.shape, args.model, device)
 
 
 def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
@@ -201,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| GiB a step adds |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
-        model = write_model(args.shape, Path(directory), device)
+    with random_model(args, device) as model:
         for case in args.cases:
             gc.collect()
             if device.type == "cuda":

@@ -54,11 +54,12 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
     for columns in (16, 64):
         yield adapter_kernels._shrink, many | {"G": 3, "COLUMNS": columns}
-    for rank in (16, 128):
+    for rank in (16, 32, 128):
         yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
         yield adapter_kernels._shrink_outputs, many | {"BLOCKS": 2, "COLUMNS": min(64, rank)}
         gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
-        gradient |= {"num_warps": adapter_kernels.GRADIENT_WARPS, "num_stages": adapter_kernels.GRADIENT_STAGES}
+        gradient["num_warps"] = adapter_kernels.gradient_warps(gradient["ROWS"])
+        gradient["num_stages"] = adapter_kernels.GRADIENT_STAGES
         yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     for rank in (16, 128):
