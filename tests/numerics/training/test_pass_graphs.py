@@ -1,4 +1,4 @@
-"""Training passes in buckets, as graphs run them; a capture that runs the functions again stands in for a GPU's."""
+"""Training passes in buckets, as graphs run them: a capture that runs the functions again stands in for that of a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.numerics.model.test_training_layers import FEW, fused
 from tests.support.numerics.agreement import distance
+from tests.support.numerics.by_kernels import FEW, fused
 from tests.support.numerics.harness import Driver, make_data
 from tests.support.numerics.tenants import train
 from workers.model.attention import PackedAttention
@@ -69,9 +69,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[pass_graphs.Bucket]:
     return buckets
 
 
-def test_passes_by_graphs_train_as_passes_without(qwen3: Path, captured: list[pass_graphs.Bucket]) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_passes_by_graphs_train_as_passes_without(
+    qwen3: Path, captured: list[pass_graphs.Bucket], *, exact: bool
+) -> None:
     expected = train(Driver(qwen3), FEW, num_steps=4)
-    apart = distance(train(fused(qwen3), FEW, num_steps=4), expected)
+    apart = distance(train(fused(qwen3, exact=exact), FEW, num_steps=4), expected)
     assert len(captured) == 1, "one bucket: its first pass runs without a graph, three by one"
     assert apart.logprobs < 1e-3
     assert apart.gradients < 1e-3
