@@ -165,10 +165,12 @@ class PassGraphs:
         trunk.fill(rows, lengths, adapters, gradients)
         return trunk
 
-    def clear(self) -> None:
-        """Drop all graphs and their memory."""
+    def clear(self) -> bool:
+        """Drop all graphs and their memory; return whether there were any."""
+        had_graphs = any(trunk.is_captured for trunk in self._trunks.values())
         self._trunks.clear()
         self._pool = None
+        return had_graphs
 
     def _captured(self, trunk: Trunk) -> bool:
         """Capture a bucket's graphs; if that fails, there are none from now on."""

@@ -211,8 +211,9 @@ class PassRunner:
     ) -> list[Outcome]:
         """Run one packed pass. If it fails, run its halves, down to the request that fails solo.
 
-        A request that runs out of memory solo is tried once more without other adapters on the device, if there are
-        any, and then with recomputed layers, if the setting allows that: admission counts on both.
+        A request that runs out of memory solo is tried once more without graphs in memory, if there are any, then
+        without other adapters on the device, and then with recomputed layers, if the setting allows that: admission
+        counts on all three.
         """
         begin_s = time.perf_counter()
         keys = [request.item.adapter_id for request in requests]
@@ -229,7 +230,7 @@ class PassRunner:
             failure = pass_error(error)
             logger.warning("a pass of %d requests failed: %s", len(requests), failure.message, exc_info=error)
             del error
-            self._graphs.clear()  # they have memory, and one may have the failed pass's
+            had_graphs = self._graphs.clear()  # they have memory, and one may have the failed pass's
         else:
             engine_s = time.perf_counter() - begin_s
             num_tokens = sum(request.num_tokens for request in requests)
@@ -241,7 +242,7 @@ class PassRunner:
             self._bank.entry(key).restore_grad(backup.get(key))
         if len(requests) == 1:
             is_too_large = failure.code is ErrorCode.OUT_OF_MEMORY
-            if is_too_large and self._bank.leave_only(keys):
+            if is_too_large and (had_graphs or self._bank.leave_only(keys)):
                 return self._run_or_halve(requests, backward=backward, must_recompute=must_recompute)
             if is_too_large and backward and not must_recompute and self.room.recompute == "auto":
                 return self._run_or_halve(requests, backward=True, must_recompute=True)

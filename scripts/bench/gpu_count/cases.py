@@ -164,12 +164,15 @@ def training(model: str, load: Case, **settings: Any) -> tuple[Counts, Counts]:
             side = sides.Fused(engine.settings, load, RANK)
         if engine.bank.fits(side.keys):
             side.run_steps()
-        if load.total_tokens <= pass_graphs.ROWS_MAX:
-            side.step()  # the next passes are a graph
         with counting.stretch() as passes, noting_kept(counting, passes):
             side.run_passes()
         with counting.stretch() as steps:
             side.run_steps()
+        if load.total_tokens <= pass_graphs.ROWS_MAX:  # now as a graph, which has its memory already
+            with counting.stretch() as by_graph:
+                side.run_passes()
+            by_graph.peak_bytes, by_graph.kept_bytes = passes.peak_bytes, passes.kept_bytes
+            passes = by_graph
     return passes, steps
 
 

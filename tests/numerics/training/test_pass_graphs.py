@@ -1,4 +1,4 @@
-"""Training passes in buckets, as graphs run them: a capture that runs the functions again stands in for that of a GPU."""
+"""Training passes in buckets, as graphs run them; a capture that runs the functions again stands in for a GPU's."""
 
 from __future__ import annotations
 
@@ -106,6 +106,23 @@ def test_passes_run_without_graphs_if_a_capture_fails(
         "training passes run without graphs, which is slower: operation not permitted when stream is capturing"
     ]
     assert not captured
+
+
+def test_a_pass_without_memory_drops_the_graphs_and_is_tried_again(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Trunk.forward
+
+    def forward_in_little_memory(self: Trunk) -> Tensor:
+        if self.is_captured:
+            raise torch.OutOfMemoryError
+        return forward(self)
+
+    monkeypatch.setattr(Trunk, "forward", forward_in_little_memory)
+    expected = train(Driver(qwen3), FEW[:1], num_steps=2)
+    apart = distance(train(fused(qwen3, recompute="off"), FEW[:1], num_steps=2), expected)
+    assert len(captured) == 1, "the second step had a graph"
+    assert apart.logprobs < 1e-3
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
