@@ -102,7 +102,7 @@ test-fast: $(READY) ## run the tests without Ray and without slow ones, in about
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
 
-bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ITEM=decode: sampling; ITEM=pool: a pool; ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
+bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ITEM=profiled: kernel by kernel; decode: sampling; pool: a pool; ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
 	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu$(if $(ITEM),.$(ITEM)) $(ARGS)
 
 gpu-count: $(READY) ## count what the engine takes on a GPU, without one, in minutes: kernels, traffic, waits (ARGS="--models 0.6b")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.bench.gpu import decode, pool
+from scripts.bench.gpu import decode, pool, profiled
 from scripts.bench.gpu.cases import SHAPES, Case, decode_bytes, train_flops_per_token, write_model
 from scripts.bench.gpu.run import main, measure
 from scripts.bench.gpu.sides import Fused, SequentialPeft
@@ -30,6 +30,17 @@ def test_decode_steps_are_measured_for_the_base_model_and_one_and_eight_adapters
     for row in table[2:]:
         assert len(row) == len(table[0])
         assert re.fullmatch(r"\d+\.\d\d", row[4])
+
+
+@pytest.mark.slow
+def test_a_profile_has_every_case_and_keeps_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CPU has no kernels to list; there it is a smoke test."""
+    smoke = ["--device", "cpu", "--shape", "tiny", "--rank", "4", "--model", str(tmp_path / "model")]
+    profiled.main([*smoke, "--cases", "2x1x16", "--batches", "2"])
+    heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("**")]
+    decoded = [f"**decode 2 sequences, {number} adapters**" for number in (0, 8)]
+    assert heads == ["**training 2 x 1 x 16**", *decoded]
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 @pytest.mark.long
