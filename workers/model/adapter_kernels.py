@@ -31,8 +31,10 @@ from workers.model.gpu_operations import (
     GRADIENT_DEPTH,
     GRADIENT_ROWS,
     TILE_ROWS,
+    blocks_of,
     expand_columns,
     gradient_rows,
+    power_of_two,
     shrink_columns,
 )
 
@@ -306,8 +308,8 @@ def shrink(
     """See `gpu_operations.SHRINK`."""
     num_parts, num_rows, width = xa.shape
     columns, step = shrink_columns(width, tile_rows), SHRINK_DEPTH if tile_rows == TILE_ROWS else TRAINING_DEPTH
-    depth = triton.cdiv(triton.cdiv(x.shape[1], step), num_parts) * step
-    _shrink[len(tiles), triton.cdiv(width, columns), num_parts](
+    depth = blocks_of(blocks_of(x.shape[1], step), num_parts) * step
+    _shrink[len(tiles), blocks_of(width, columns), num_parts](
         *_written(xa, summed, arrivals), x, addresses, tiles, ranks, scalings,
         num_rows, x.shape[1], x.stride(0), width, depth,
         G=num_linears, ROWS=tile_rows, COLUMNS=columns, DEPTH=step, PARTS=num_parts, IS_SUMMED=summed is not None,
@@ -330,7 +332,7 @@ def expand(
     num_parts, num_rows, width = xa.shape
     filled, strides, widths = _filled(ys)
     columns = expand_columns(tile_rows)
-    blocks = [triton.cdiv(y.shape[1], columns) for y in ys]
+    blocks = [blocks_of(y.shape[1], columns) for y in ys]
     _expand[len(tiles), sum(blocks)](
         *filled, *strides, *widths, *[*blocks, 0][:2], xa, addresses, tiles, ranks, num_rows, width,
         ROWS=tile_rows, COLUMNS=columns, PARTS=num_parts, RANK=_padded_rank(width, len(ys)),
@@ -355,7 +357,7 @@ def shrink_outputs(
     filled, strides, widths = _filled(dys)
     num_parts, num_rows, width = dxa.shape
     columns = shrink_columns(width // len(dys), tile_rows)
-    blocks = triton.cdiv(width // len(dys), columns)
+    blocks = blocks_of(width // len(dys), columns)
     _shrink_outputs[len(tiles), len(dys) * blocks, num_parts](
         *_written(dxa, summed, arrivals), *filled, *strides, *widths, addresses, tiles, ranks, scalings,
         num_rows, width,
@@ -369,7 +371,7 @@ def expand_inputs(
 ) -> None:
     """See `gpu_operations.EXPAND_INPUTS`."""
     columns = expand_columns(tile_rows)
-    _expand_inputs[len(tiles), triton.cdiv(dx.shape[1], columns)](
+    _expand_inputs[len(tiles), blocks_of(dx.shape[1], columns)](
         dx, dxa, addresses, tiles, ranks, dx.shape[1], dx.stride(0), dxa.stride(0),
         G=num_linears, ROWS=tile_rows, COLUMNS=columns, DEPTH=RANK_DEPTH,
     )  # fmt: skip
@@ -390,9 +392,9 @@ def add_gradients(
     """See `gpu_operations.ADD_GRADIENTS`."""
     dys = [dy for dy in (dy0, dy1, dy2) if dy is not None]
     filled, strides, widths = _filled(dys)
-    blocks = [triton.cdiv(each.shape[1], GRADIENT_COLUMNS) for each in (x, *dys)]
+    blocks = [blocks_of(each.shape[1], GRADIENT_COLUMNS) for each in (x, *dys)]
     rows = gradient_rows(dxa.shape[1] // len(dys))
-    _add_gradients[len(ranks), sum(blocks), triton.cdiv(dxa.shape[1], rows)](
+    _add_gradients[len(ranks), sum(blocks), blocks_of(dxa.shape[1], rows)](
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
         xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks,
         G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
@@ -418,5 +420,5 @@ def _filled(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[in
 
 def _padded_rank(width: int, num_linears: int) -> int:
     """Return the ranks of a program for one linear: of the largest adapter."""
-    rank: int = triton.next_power_of_2(width // num_linears)
+    rank: int = power_of_two(width // num_linears)
     return max(RANK_MIN, rank)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.model.expert_groups import COLUMNS
-from workers.model.gpu_operations import GRADIENT_ROWS, TILE_ROWS
+from workers.model.gpu_operations import GRADIENT_ROWS, TILE_ROWS, blocks_of, power_of_two
 
 FEW_ROWS_DEPTH, DEPTH = 64, 32
 """Values that one product of `shrink_experts` sums, with few rows of a tile and with many."""
@@ -191,7 +191,7 @@ def expand_experts(
     """See `expert_groups.EXPAND_EXPERTS`."""
     num_linears = 1 if y1 is None else 2
     num_parts, num_rows, width = xa.shape
-    blocks = triton.cdiv(y0.shape[1], COLUMNS)
+    blocks = blocks_of(y0.shape[1], COLUMNS)
     _expand_experts[len(lasts) * len(owners), num_linears * blocks](
         y0, y0 if y1 is None else y1, *y0.stride(), y0.shape[1], blocks, xa, rows, num_rows, width,
         addresses, addresses.stride(0), lasts, owners, ranks, len(owners),
@@ -233,9 +233,9 @@ def add_expert_gradients(
 ) -> None:
     """See `expert_groups.ADD_EXPERT_GRADIENTS`."""
     num_linears = 1 if dy1 is None else 2
-    rank, blocks = xa.shape[1] // num_linears, triton.cdiv(dy0.shape[1], COLUMNS)
+    rank, blocks = xa.shape[1] // num_linears, blocks_of(dy0.shape[1], COLUMNS)
     num_rows = min(GRADIENT_ROWS, _padded_rank(rank))
-    _add_expert_gradients[len(lasts) * len(ranks), num_linears * blocks, triton.cdiv(rank, num_rows)](
+    _add_expert_gradients[len(lasts) * len(ranks), num_linears * blocks, blocks_of(rank, num_rows)](
         dy0, dy0 if dy1 is None else dy1, *dy0.stride(), dy0.shape[1], blocks, xa, xa.stride(0), rows,
         dy0 if row_weights is None else row_weights, gradients, gradients.stride(0), lasts, firsts, ranks,
         lasts.shape[1], len(ranks),
@@ -245,5 +245,5 @@ def add_expert_gradients(
 
 def _padded_rank(rank: int) -> int:
     """Return the ranks of a program: those of the largest adapter."""
-    padded: int = triton.next_power_of_2(rank)
+    padded: int = power_of_two(rank)
     return max(RANK_MIN, padded)

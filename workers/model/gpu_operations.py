@@ -79,6 +79,16 @@ defined: dict[str, str] = {}
 """The module of each operation, which has a function of the same name that launches it."""
 
 
+def blocks_of(number: int, size: int) -> int:
+    """Return how many blocks of a size hold so many. Triton's own function takes as long as a launch."""
+    return -(-number // size)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`, which is positive; likewise."""
+    return 1 << (number - 1).bit_length()
+
+
 def shrink_columns(width: int, tile_rows: int) -> int:
     """Return the columns of a program of `SHRINK`: few where there are few rows, so that there are many programs."""
     return 32 if tile_rows == TILE_ROWS else min(64, max(16, 1 << (width - 1).bit_length()))

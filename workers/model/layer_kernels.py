@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.gpu_operations import blocks_of, power_of_two
+
 TILE_PAIRS = 1024
 """Values of a first half, and as many of a second, that a program of heads has at a time, in as many heads as fit."""
 GATE_COLUMNS = 1024
@@ -231,10 +233,8 @@ def _norm_add_backward(
 
 def _sizes(num_heads: int, num_keys: int, head_dim: int) -> dict[str, int]:
     """Return the constants of the kernels of heads."""
-    half = triton.next_power_of_2(head_dim // 2)
-    query_tile, key_tile = (
-        min(max(TILE_PAIRS // half, 1), triton.next_power_of_2(count)) for count in (num_heads, num_keys)
-    )
+    half = power_of_two(head_dim // 2)
+    query_tile, key_tile = (min(max(TILE_PAIRS // half, 1), power_of_two(count)) for count in (num_heads, num_keys))
     return {
         "H": num_heads, "K": num_keys, "E": head_dim, "HALF": half, "QUERY_TILE": query_tile, "KEY_TILE": key_tile,
     }  # fmt: skip
@@ -287,7 +287,7 @@ def rotate_heads_backward(
 def gate(out: Tensor, gate_up: Tensor) -> None:
     """See `layer_operations.GATE`."""
     num_rows, width = out.shape
-    _gate[num_rows, triton.cdiv(width, GATE_COLUMNS)](
+    _gate[num_rows, blocks_of(width, GATE_COLUMNS)](
         out, gate_up, gate_up.stride(0), F=width, COLUMNS=GATE_COLUMNS
     )  # fmt: skip
 
@@ -295,7 +295,7 @@ def gate(out: Tensor, gate_up: Tensor) -> None:
 def gate_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor) -> None:
     """See `layer_operations.GATE_BACKWARD`."""
     num_rows, width = dout.shape
-    _gate_backward[num_rows, triton.cdiv(width, GATE_COLUMNS)](
+    _gate_backward[num_rows, blocks_of(width, GATE_COLUMNS)](
         dgate_up, dout, gate_up, dout.stride(0), gate_up.stride(0), F=width, COLUMNS=GATE_COLUMNS
     )  # fmt: skip
 
@@ -305,7 +305,7 @@ def add_norm(
 ) -> None:
     """See `layer_operations.ADD_NORM`."""
     num_rows, num_columns = hidden.shape
-    width = triton.next_power_of_2(num_columns)
+    width = power_of_two(num_columns)
     _add_norm[num_rows,](
         total, normalised, inverse, hidden, added, weight, eps, hidden.stride(0), added.stride(0),
         D=num_columns, WIDTH=width, num_warps=norm_warps(width),
@@ -315,7 +315,7 @@ def add_norm(
 def norm_add_backward(dhidden: Tensor, dnormalised: Tensor, hidden: Tensor, inverse: Tensor, weight: Tensor) -> None:
     """See `layer_operations.NORM_ADD_BACKWARD`."""
     num_rows, num_columns = hidden.shape
-    width = triton.next_power_of_2(num_columns)
+    width = power_of_two(num_columns)
     _norm_add_backward[num_rows,](
         dhidden, dnormalised, hidden, inverse, weight, dhidden.stride(0), dnormalised.stride(0), hidden.stride(0),
         D=num_columns, WIDTH=width, num_warps=norm_warps(width),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
+from workers.model.gpu_operations import blocks_of
 
 DEPTH = 64
 """What one product sums."""
@@ -66,7 +67,7 @@ def _multiply(
 def multiply(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, is_added: bool = False) -> None:
     """See `frozen_products.MULTIPLY`."""
     (num_rows, length), num_columns = left.shape, right.shape[1]
-    _multiply[triton.cdiv(num_rows, TILE_ROWS) * triton.cdiv(num_columns, TILE_COLUMNS),](
+    _multiply[blocks_of(num_rows, TILE_ROWS) * blocks_of(num_columns, TILE_COLUMNS),](
         out, left, right, out if bias is None else bias, num_rows, num_columns, length,
         out.stride(0), left.stride(0), *right.stride(),
         HAS_BIAS=bias is not None, ADDS=is_added, WIDENS=bool(triton.knobs.runtime.interpret),

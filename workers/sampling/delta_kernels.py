@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.model.delta_rule import UNIT_EPS
+from workers.model.gpu_operations import power_of_two
 
 WARP_VALUES = 64 * 32
 """Of a state, those of a warp at most: 64 in each thread's registers."""
@@ -125,7 +126,7 @@ def step_slots(
 
 def _sizes(heads: int, per_key: int, key_dim: int, value_dim: int, history: int) -> dict[str, float]:
     """Return the constants of a launch, and its warps."""
-    keys, values = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    keys, values = power_of_two(key_dim), power_of_two(value_dim)
     heads_of = {"H": heads, "G": per_key, "E": key_dim, "P": value_dim, "HISTORY": history}
     constants = {"KEYS": keys, "VALUES": values, "UNIT": UNIT_EPS}
     return heads_of | constants | {"num_warps": max(1, keys * values // WARP_VALUES)}

@@ -29,6 +29,7 @@ from torch import Tensor
 from workers.contract.capacity import num_blocks_for
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, ForwardRun
+from workers.model.gpu_operations import power_of_two
 from workers.model.segments import Routing, Segment
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.pages import (
@@ -233,8 +234,3 @@ def capture(run: Run) -> Run:
 def is_same(actual: Tensor, expected: Tensor) -> bool:
     """Return whether values are the same to rounding; those of an adapter that has diverged are not numbers in both."""
     return bool(torch.isclose(actual, expected, TOLERANCE, TOLERANCE, equal_nan=True).all())
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

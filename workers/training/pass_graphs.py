@@ -34,7 +34,7 @@ from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, GradientTables, TrainingRun
 from workers.model.gpu_attention import VarlenAttention
-from workers.model.gpu_operations import TRAINING_TILE_ROWS, num_arrivals
+from workers.model.gpu_operations import TRAINING_TILE_ROWS, num_arrivals, power_of_two
 from workers.model.segments import Routing, Segment
 
 logger = logging.getLogger(__name__)
@@ -308,8 +308,3 @@ def rows_of_bucket(num_rows: int) -> int:
 def cut(num_rows: int, most: int) -> list[int]:
     """Return the lengths of sequences of at most `most` rows that have so many rows together."""
     return [min(most, num_rows - first) for first in range(0, num_rows, most)]
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.gpu_operations import blocks_of, power_of_two
 from workers.sampling.attention.pages import PART_KEYS, TILE_VALUES, tile_rows
 
 KEYS = 64
@@ -135,7 +136,7 @@ def attend_pages(
     """See `pages.ATTEND_PAGES`."""
     num_heads, num_keys = query.shape[1], keys.shape[2]
     sizes = _sizes(num_heads, *keys.shape[1:], is_causal=is_causal)
-    num_tiles = triton.cdiv(most_queries * num_heads // num_keys, sizes["ROWS"])
+    num_tiles = blocks_of(most_queries * num_heads // num_keys, sizes["ROWS"])
     _attend_pages[num_tiles, num_keys * len(out), len(lengths)](
         out, log_sums, query, keys, values, ends, lengths, table,
         len(query), *query.stride()[:2], table.shape[1], scaling,
@@ -148,13 +149,13 @@ def join_parts(out: Tensor, log_sums: Tensor, parts: Tensor, part_sums: Tensor) 
     num_rows, num_heads, head_dim = out.shape
     _join_parts[num_rows, num_heads](
         out, log_sums, parts, part_sums, len(parts), num_rows,
-        H=num_heads, E=head_dim, WIDTH=triton.next_power_of_2(head_dim), num_warps=1,
+        H=num_heads, E=head_dim, WIDTH=power_of_two(head_dim), num_warps=1,
     )  # fmt: skip
 
 
 def _sizes(num_heads: int, page_tokens: int, num_keys: int, head_dim: int, *, is_causal: bool) -> dict[str, int]:
     """Return the constants of a launch, its warps and its stages."""
-    width = max(16, triton.next_power_of_2(head_dim))
+    width = max(16, power_of_two(head_dim))
     heads = {"H": num_heads, "K": num_keys, "E": head_dim, "PAGE": page_tokens, "WIDTH": width}
     tiles = {"ROWS": tile_rows(head_dim, is_causal=is_causal), "KEYS": min(KEYS, TILE_VALUES // width)}
     return heads | tiles | {"IS_CAUSAL": is_causal, "num_warps": WARPS, "num_stages": STAGES}

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.gpu_operations import power_of_two
+
 
 @triton.jit
 def _rotate(
@@ -99,7 +101,7 @@ def rotate(
     weights = (projected, projected) if query_weight is None or key_weight is None else (query_weight, key_weight)
     _rotate[num_rows, num_heads + 2 * num_keys](
         query, keys, values, projected, cos, sin, *weights, slots, num_next, eps, projected.stride(0),
-        H=num_heads, K=num_keys, E=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+        H=num_heads, K=num_keys, E=head_dim, HALF=power_of_two(head_dim // 2),
         HAS_NORMS=query_weight is not None, num_warps=1,
     )  # fmt: skip
 
@@ -109,5 +111,5 @@ def join(out: Tensor, first: Tensor, first_sums: Tensor, second: Tensor, second_
     num_rows, num_heads, head_dim = out.shape
     _join[num_rows, num_heads](
         out, first, first_sums, second, second_sums, num_rows,
-        H=num_heads, K=first.shape[1], E=head_dim, WIDTH=triton.next_power_of_2(head_dim), num_warps=1,
+        H=num_heads, K=first.shape[1], E=head_dim, WIDTH=power_of_two(head_dim), num_warps=1,
     )  # fmt: skip
