@@ -44,8 +44,6 @@ SHRINK_STAGES = 4
 """Of a sum with many rows: so many loads less one are under way while a product is computed."""
 RANK_DEPTH = 32
 """Of the ranks of all linears, what one product of `expand_inputs` sums."""
-GRADIENT_STAGES = 5
-"""Rows are loaded by pieces, which are loaded too: of so many stages, half are of rows."""
 ALIGNED_BYTES = tl.constexpr(16)
 """Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
 RANK_MULTIPLE = tl.constexpr(8)
@@ -398,13 +396,16 @@ def add_gradients(
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
         xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks,
         G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
-        num_warps=gradient_warps(rows), num_stages=GRADIENT_STAGES,
+        **gradient_options(rows),
     )  # fmt: skip
 
 
-def gradient_warps(rows: int) -> int:
-    """Return the warps of a program of a gradient: four cannot hold the sums of many rows in their registers."""
-    return 4 if rows < GRADIENT_ROWS else 8
+def gradient_options(rows: int) -> dict[str, int]:
+    """Return the options of a program of a gradient: four warps cannot hold the sums of many rows in their registers.
+
+    Rows are loaded by pieces, which are loaded too: of the stages, half are of rows.
+    """
+    return {"num_warps": 4, "num_stages": 5} if rows < GRADIENT_ROWS else {"num_warps": 8, "num_stages": 3}
 
 
 def _written(parts: Tensor, summed: Tensor | None, arrivals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,8 +58,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield adapter_kernels._expand, {"ROWS": 64, "COLUMNS": 128, "RANK": rank, "PARTS": 1}
         yield adapter_kernels._shrink_outputs, many | {"BLOCKS": 2, "COLUMNS": min(64, rank)}
         gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
-        gradient["num_warps"] = adapter_kernels.gradient_warps(gradient["ROWS"])
-        gradient["num_stages"] = adapter_kernels.GRADIENT_STAGES
+        gradient |= adapter_kernels.gradient_options(gradient["ROWS"])
         yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     for rank in (16, 128):
