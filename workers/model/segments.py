@@ -370,9 +370,11 @@ def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float, sum_max:
     """Set out = scaling left right, of matrices or batches of them, adding at most `sum_max` values at once."""
     multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
     length = left.shape[-1]
-    step = sum_max or length
-    for start in range(0, length, step):
-        part = slice(start, start + step)
+    if sum_max is None or length <= sum_max:  # views of parts take as long as a small product
+        multiply(out, left, right, beta=0.0, alpha=scaling, out=out)
+        return
+    for start in range(0, length, sum_max):
+        part = slice(start, start + sum_max)
         multiply(out, left[..., part], right[..., part, :], beta=float(start > 0), alpha=scaling, out=out)
 
 
