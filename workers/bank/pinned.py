@@ -6,8 +6,8 @@ process. The vectors of a bank have few sizes, so few buffers are pinned in vain
 Does not depend on rows, streams or devices.
 
 Main invariants: a buffer is free once no tensor has its memory any more; it is used again, or unpinned, once the last
-transfer noted for it is done. Memory is unpinned before it is unmapped, also when a whole bank is dropped: CUDA refuses
-to pin what comes to the same address later.
+transfer noted for it is done. Memory is unpinned before it is unmapped, also when a whole bank is dropped: CUDA pins no
+new memory at an address that is still registered.
 """
 
 from __future__ import annotations
@@ -127,6 +127,6 @@ class PinnedBuffers:
 
 
 def _forget_error() -> None:
-    """CUDA reports a failed call again to whoever asks next, and torch asks after each launch: let this one be told."""
+    """Take the failed call's error from CUDA, by a launch that raises it: otherwise the next launch would."""
     with suppress(torch.AcceleratorError):
         torch.zeros(1, device="cuda")

@@ -91,7 +91,7 @@ def power_of_two(number: int) -> int:
 
 def shrink_columns(width: int, tile_rows: int) -> int:
     """Return the columns of a program of `SHRINK`: few where there are few rows, so that there are many programs."""
-    return 32 if tile_rows == TILE_ROWS else min(64, max(16, 1 << (width - 1).bit_length()))
+    return 32 if tile_rows == TILE_ROWS else min(64, max(16, power_of_two(width)))
 
 
 def expand_columns(tile_rows: int) -> int:
@@ -111,7 +111,7 @@ def num_arrivals(num_tiles: int, rank_max: int) -> int:
 
 def gradient_rows(rank: int) -> int:
     """Return the rows of a program of `ADD_GRADIENTS`, of the largest padded rank: a product has 16 at least."""
-    return min(GRADIENT_ROWS, max(16, 1 << (rank - 1).bit_length()))
+    return min(GRADIENT_ROWS, max(16, power_of_two(rank)))
 
 
 def has_triton() -> bool:

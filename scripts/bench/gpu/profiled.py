@@ -3,10 +3,9 @@
     python -m scripts.bench.gpu.profiled                          # a random Qwen3 of 0.6B: training and decoding
     python -m scripts.bench.gpu.profiled --shape 8b --cases 8x4x64 --batches 32
 
-For each case a table of the kernels that take most time, by the profiler's trace of the device, which misses nothing
-that runs in a graph. Above it the time of a step on the clock and the part of it in which the device was busy, from a
-run without the profiler, and the kernels that `make gpu-count` counts for the same work. Needs torch and transformers,
-not ray. Prints Markdown.
+For each case a table of the kernels that take most time, by the profiler's trace of the device, which has those of
+graphs too. Above it the time of a step on the clock, without the profiler, and the time that the device was busy in a
+traced one. Needs torch and transformers, not ray. Prints Markdown.
 """
 
 from __future__ import annotations

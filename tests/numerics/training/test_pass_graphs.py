@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.numerics.agreement import distance
 from tests.support.numerics.by_kernels import FEW, fused
-from tests.support.numerics.harness import Driver, make_data
+from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.tenants import train
 from workers.model.attention import PackedAttention
 from workers.model.gpu_attention import VarlenAttention
@@ -123,6 +123,21 @@ def test_a_pass_without_memory_drops_the_graphs_and_is_tried_again(
     apart = distance(train(fused(qwen3, recompute="off"), FEW[:1], num_steps=2), expected)
     assert len(captured) == 1, "the second step had a graph"
     assert apart.logprobs < 1e-3
+
+
+@pytest.mark.parametrize(("most", "num_captured"), [(1, 0), (2, 2)])
+def test_the_least_recently_used_bucket_gives_way(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch, most: int, num_captured: int
+) -> None:
+    """Two tenants in turn, whose passes are of two buckets: the longest sequence differs."""
+    monkeypatch.setattr(pass_graphs, "GRAPHS_MAX", most)
+    driver = fused(qwen3)
+    lengths = {"short": 3, "long": 9}
+    driver.install(*(make_spec(name, 2) for name in lengths))
+    for _ in range(2):
+        for name, length in lengths.items():
+            driver.train(driver.backward(name, make_data("cross_entropy", [length])), driver.step(name))
+    assert len(captured) == num_captured
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

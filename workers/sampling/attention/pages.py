@@ -33,7 +33,7 @@ from workers.contract.capacity import num_blocks_for
 from workers.host.uploads import on_device
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import HEAD_DIM_MAX, HEAD_DIM_MULTIPLE
-from workers.model.gpu_operations import define, has_kernels
+from workers.model.gpu_operations import define, has_kernels, power_of_two
 from workers.model.sampling_layers import Projected
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import PromptChunk
@@ -158,7 +158,7 @@ def triton_pages(
 
 def tile_rows(head_dim: int, *, is_causal: bool) -> int:
     """Return the query rows of a program, times heads that share keys; one number for all calls of a kind."""
-    return min(CHUNK_ROWS if is_causal else NEXT_ROWS, TILE_VALUES // (1 << (head_dim - 1).bit_length()))
+    return min(CHUNK_ROWS if is_causal else NEXT_ROWS, TILE_VALUES // power_of_two(head_dim))
 
 
 def page_kernel_for(model: BaseModel) -> PageKernel | None:
