@@ -114,7 +114,7 @@ def test_attention_by_request_in_a_fixed_order_has_the_bits_of_the_request_solo(
         torch.randn(1, sum(LENGTHS), heads, head_dim, generator=generator).to("cuda", dtype).transpose(1, 2)
         for heads in (8, num_key_heads, num_key_heads, 8)
     ]
-    attend_packed = attend_packed_for(torch.device("cuda"), dtype, head_dim, exact=True)
+    attend_packed = attend_packed_for(torch.device("cuda"), dtype, 8, head_dim, exact=True)
 
     def outputs(start: int, stop: int, lengths: list[int], counts: list[int]) -> list[Tensor]:
         query, key, value = (tensor[:, :, start:stop].detach().requires_grad_() for tensor in tensors[:3])

@@ -64,6 +64,10 @@ class AttendSequences(Attend, Protocol):
     makes_masks: bool
     """Whether it keeps a mask (L, L) for every length L above a sliding window."""
 
+    @property
+    def fewest_sequences(self) -> int | None:
+        """How many sequences one call for all has at least, further ones empty; None: there are several calls."""
+
     def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
         """Return the bytes that the kernel's backward allocates at most, besides gradients, for rows in sequences."""
 
@@ -164,6 +168,7 @@ class PackedAttention:
     """Implements `AttendSequences` by the library's kernel for a CPU. Differentiable."""
 
     makes_masks = True
+    fewest_sequences = 1
 
     def __init__(self, lengths: Sequence[int], _counts: Sequence[int] | None = None) -> None:
         """Take sequences of these lengths, from row 0; no result depends on two of them, in one request or several."""

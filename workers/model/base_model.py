@@ -114,7 +114,7 @@ class BaseModel:
         self.max_seq_len = max_seq_len(config)
         self.logit_scale = logit_scale(config)
         """By which `forward` multiplies hidden states, and so logits."""
-        self.attend_packed = attend_packed_for(self.device, dtype, self.head_dim, exact=exact)
+        self.attend_packed = attend_packed_for(self.device, dtype, self.num_heads, self.head_dim, exact=exact)
         """Makes the `Attend` of whole sequences, one after another."""
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
@@ -185,6 +185,12 @@ class BaseModel:
         if not has_kernels(self.device):
             return ""
         return "adapters, losses and steps" if self._has_kernels else "losses and steps"
+
+    def attend_alone(self) -> None:
+        """Let requests share no calls of attention in exact mode from now on."""
+        self.attend_packed = attend_packed_for(
+            self.device, self.dtype, self.num_heads, self.head_dim, exact=True, is_shared=False
+        )
 
     def drop_kernels(self) -> None:
         """Add adapters, and compute layers in training, without kernels of our own from now on."""

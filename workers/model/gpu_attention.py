@@ -3,7 +3,12 @@
 Does not depend on layers, models or adapters.
 
 Main invariant: a sequence's output and gradient depend only on its own rows. The order of a kernel's sums may depend
-on all sequences of a call; with one call per request, and backwards in `fixed_order`, it depends only on that request.
+on all sequences of a call. In exact mode it depends only on the sequence's request, with backwards in `fixed_order`:
+
+* A request with a long sequence has a call of its own.
+* Other requests share one. A backward in a fixed order divides the keys of a sequence between processors if a call has
+  fewer sequences, times heads, than the GPU has processors. So this call has at least as many, empty ones among them,
+  and adds up each sequence's keys in their order. `selftest.sequence_invariance` tries it when a model is loaded.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +31,11 @@ from workers.model.attention import AttendPacked, PackedAttention, Run, add_sink
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions that the variable-length kernel takes: multiples of 8, up to 256."""
+SHARED_MAX = 1024
+"""In exact mode, tokens of the longest sequence of a request that shares its call. The backward of a lone sequence has
+one processor per head then, and of a longer one would take too long."""
+LONGEST_MIN = 2
+"""The library computes a call whose longest sequence has one token in another way, which takes no empty sequences."""
 PADDING_ROWS, WIDTH_MULTIPLE = 128, 32
 """Of the variable-length kernel's buffers: most further rows of a sequence; widths are multiples of 32."""
 
@@ -80,7 +91,7 @@ class FlashKernel:
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Kernel`."""
-        ends, longest = sequences.ends, sequences.longest
+        ends, longest = sequences.ends, max(LONGEST_MIN, sequences.longest)
         out, log_sum_exp, random_state, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
             key,
@@ -109,7 +120,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         log_sum_exp, random_state, unused = saved
-        ends, longest = sequences.ends, sequences.longest
+        ends, longest = sequences.ends, max(LONGEST_MIN, sequences.longest)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             dout,
             *inputs,
@@ -136,8 +147,7 @@ class FlashKernel:
         """
         num_rows = num_tokens + PADDING_ROWS * num_sequences
         if self._is_ordered:
-            num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-            num_rows += (num_tokens + PADDING_ROWS) * (-(-num_processors // num_heads) - 1)
+            num_rows += (num_tokens + PADDING_ROWS) * (-(-num_processors() // num_heads) - 1)
         widened = 2 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize
         return 4 * num_rows * num_heads * (-(-head_dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + 1) + widened
 
@@ -152,12 +162,24 @@ class VarlenAttention:
 
     makes_masks = False
 
-    def __init__(self, kernel: Kernel, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Take sequences of these lengths, from row 0; with `counts`, sequences per request, one call per request."""
+    def __init__(
+        self,
+        kernel: Kernel,
+        lengths: Sequence[int],
+        counts: Sequence[int] | None = None,
+        *,
+        sequences_min: int = 0,
+    ) -> None:
+        """Take sequences of these lengths, from row 0; with `counts`, sequences per request, one call per request.
+
+        `sequences_min`: of a call that requests of at most `SHARED_MAX` tokens a sequence share; 0: they share none.
+        """
         self._kernel = kernel
         self._groups = _by_request(lengths, counts)
         self._is_by_request = counts is not None
-        self._calls: list[tuple[int, int, Tensor, int]] | None = None
+        self._sequences_min = sequences_min
+        self._calls: dict[bool, list[tuple[int, int, Tensor, int]]] = {}
+        """With calls that requests share, and without."""
 
     @classmethod
     def between(cls, ends: Tensor, num_rows: int, longest: int) -> VarlenAttention:
@@ -166,8 +188,16 @@ class VarlenAttention:
         They have all `num_rows` rows together, and each at most `longest`.
         """
         attention = cls(FlashKernel(), ())
-        attention._calls = [(0, num_rows, ends, longest)]
+        attention._calls[False] = [(0, num_rows, ends, longest)]
         return attention
+
+    @property
+    def fewest_sequences(self) -> int | None:
+        """See `AttendSequences`; None: some request has a call of its own."""
+        if not self._is_by_request:
+            return 1
+        is_shared = self._sequences_min and all(max(lengths) <= SHARED_MAX for lengths in self._groups)
+        return self._sequences_min if is_shared else None
 
     def __call__(
         self,
@@ -183,7 +213,7 @@ class VarlenAttention:
         """See `Attend`."""
         calls = [
             (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window, sinks=sinks))
-            for start, stop, ends, longest in self._on(query)
+            for start, stop, ends, longest in self._on(query, is_shared=self._is_shared(sliding_window))
         ]
         # Views: linear layers leave these tensors row by row in memory. The backward of `tensor[0]` would copy them.
         rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
@@ -195,25 +225,31 @@ class VarlenAttention:
         joined = 3 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize if self._is_by_request else 0
         return joined + self._kernel.buffer_bytes(num_tokens, num_sequences, num_heads, head_dim)
 
-    def _on(self, query: Tensor) -> list[tuple[int, int, Tensor, int]]:
+    def _is_shared(self, window: int | None) -> bool:
+        """Return whether requests share calls: the library chooses a window's kernel by a call's longest sequence."""
+        return self._sequences_min > 0 and window is None
+
+    def _on(self, query: Tensor, *, is_shared: bool) -> list[tuple[int, int, Tensor, int]]:
         """Return first row, row after the last, ends and longest sequence of every call.
 
-        Padding rows at the end are one more sequence, so that their output is finite; by request, in a call of its own.
+        Padding rows at the end are one more sequence, so that their output is finite; by request, of one more request.
         """
-        if self._calls is None:
+        if is_shared not in self._calls:
             groups = list(self._groups)
             missing = query.shape[2] - sum(map(sum, groups))
             if missing and self._is_by_request:
                 groups.append([missing])
             elif missing:
                 groups = [[*groups[0], missing]]
+            if is_shared:
+                groups = _sharing(groups, self._sequences_min)
             calls, start = [], 0
             for lengths in groups:
                 ends = on_device(torch.tensor([0, *lengths]).cumsum(0), query.device, torch.int32)
                 calls.append((start, start + sum(lengths), ends, max(lengths)))
                 start += sum(lengths)
-            self._calls = calls
-        return self._calls
+            self._calls[is_shared] = calls
+        return self._calls[is_shared]
 
 
 class _VarlenFunction(torch.autograd.Function):
@@ -255,6 +291,7 @@ class SdpaAttention:
     """
 
     makes_masks = True
+    fewest_sequences = None
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Take sequences of these lengths, from row 0; with `counts`, of each request, no call has two requests."""
@@ -333,6 +370,18 @@ def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[li
     return groups
 
 
+def _sharing(groups: Sequence[list[int]], sequences_min: int) -> list[list[int]]:
+    """Return the lengths of calls: adjacent groups of short sequences share one, with so many sequences at least."""
+    calls: list[list[int]] = []
+    for is_short, run in groupby(groups, lambda lengths: max(lengths) <= SHARED_MAX):
+        if is_short:
+            lengths = [*chain(*run)]
+            calls.append(lengths + [0] * (sequences_min - len(lengths)))
+        else:
+            calls += run
+    return calls
+
+
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
     """Return the run's rows of (1, heads, T, E) as (S, heads, L, E)."""
     rows = tensor.squeeze(0)[:, run.start : run.start + run.count * run.length]
@@ -340,12 +389,25 @@ def _sequences(tensor: Tensor, run: Run) -> Tensor:
     return sequences.transpose(0, 1)
 
 
-def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, exact: bool) -> AttendPacked:
-    """Return the attention for a model in this dtype on this device; chosen once, when it is loaded."""
+def attend_packed_for(
+    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int, *, exact: bool, is_shared: bool = True
+) -> AttendPacked:
+    """Return the attention for a model in this dtype on this device; chosen once, when it is loaded.
+
+    `is_shared`: in exact mode, requests may share calls.
+    """
     if device.type != "cuda":
         return PackedAttention
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
     if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
         kernel = FlashKernel(is_ordered=exact)
-        return lambda lengths, counts: VarlenAttention(kernel, lengths, counts if exact else None)
+        if not exact:
+            return lambda lengths, _: VarlenAttention(kernel, lengths)
+        sequences_min = -(-num_processors() // num_heads) if is_shared else 0
+        return lambda lengths, counts: VarlenAttention(kernel, lengths, counts, sequences_min=sequences_min)
     return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)
+
+
+def num_processors() -> int:
+    """Return the multiprocessors of the GPU."""
+    return torch.cuda.get_device_properties("cuda").multi_processor_count

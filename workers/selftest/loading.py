@@ -11,6 +11,7 @@ from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
 from workers.selftest.library_delta import tried_rule
 from workers.selftest.row_invariance import find_numerics
+from workers.selftest.sequence_invariance import requests_can_share
 from workers.selftest.training_kernels import check_training_kernels
 from workers.training.memory import Load
 from workers.training.passes import PassRunner
@@ -28,6 +29,9 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
         exact=settings.exact,
     )
     base_model.use(find_numerics(base_model))
+    if settings.exact and base_model.device.type == "cuda" and not requests_can_share(base_model):
+        logger.warning("%s attends to each request alone in exact mode, which is slower", base_model.name)
+        base_model.attend_alone()
     if settings.linear_attention == "fla" and base_model.delta_layers:
         if settings.exact:
             logger.warning("%s: in exact mode linear attention is ours", base_model.name)

@@ -1,9 +1,12 @@
-"""Trial of linear attention: whether a sequence of a hybrid keeps its bits among any others.
+"""Trials of attention: whether a sequence keeps its bits among any others.
 
-The gated delta rule takes batched products, triangular solutions and elementwise kernels of the library for several
-sequences at once (`model.delta_rule`). The trial runs the rule of a model's first such layer with random inputs, as
-training and as sampling do, for several sequences together and for each of them solo: decode steps by the kernel of our
-own (`sampling.delta_steps`), where there is one.
+In exact mode on a GPU, requests share calls of the library's attention (`model.gpu_attention`). The trial compares them
+with each request solo, forward and backward.
+
+Linear attention of a hybrid: the gated delta rule takes batched products, triangular solutions and elementwise kernels
+of the library for several sequences at once (`model.delta_rule`). The trial runs the rule of a model's first such layer
+with random inputs, as training and as sampling do, for several sequences together and for each of them solo: decode
+steps by the kernel of our own (`sampling.delta_steps`), where there is one.
 
 Main invariant: no result is assumed; see `row_invariance`.
 """
@@ -11,11 +14,16 @@ Main invariant: no result is assumed; see `row_invariance`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from workers.model.attention import AttendPacked
+from workers.model.base_model import BaseModel
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, step
+from workers.model.fixed_order import fixed_order
+from workers.model.gpu_attention import SHARED_MAX
 from workers.model.packed_delta import PackedDelta, Recur
 from workers.sampling.delta_steps import can_step, step_slots
 
@@ -24,6 +32,45 @@ TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
 NUM_SEQUENCES, STEP_SEQUENCES = 24, (1, 2, 3, 7, 16)
 """Sequences of the largest decode step, and of those that it is compared with. The large one has more values of each
 kind than the vectors of a processor."""
+REQUESTS = ((300, 129), (20,), (SHARED_MAX,), (1, 1, 1), (64, 20))
+"""Lengths of the sequences of requests that share calls: several blocks of keys, one, and none beside their own."""
+
+
+def requests_can_share(model: BaseModel) -> bool:
+    """Return whether every request's attention in exact mode, and its gradients, have the bits that they have solo."""
+    generator = torch.Generator().manual_seed(model.head_dim)
+    lengths = [*chain(*REQUESTS)]
+    heads = model.num_heads, model.num_key_value_heads, model.num_key_value_heads, model.num_heads
+    rows = [
+        torch.randn(sum(lengths), number, model.head_dim, generator=generator).to(model.device, model.dtype)
+        for number in heads
+    ]
+    together = attention_results(model.attend_packed, lengths, [*map(len, REQUESTS)], rows)
+    start = 0
+    for request in REQUESTS:
+        own = slice(start, start + sum(request))
+        solo = attention_results(model.attend_packed, request, [len(request)], [tensor[own] for tensor in rows])
+        if not all(torch.equal(whole[own], part) for whole, part in zip(together, solo, strict=True)):
+            return False
+        start = own.stop
+    return True
+
+
+def attention_results(
+    attend_packed: AttendPacked, lengths: Sequence[int], counts: Sequence[int], rows: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the output of sequences, and the gradients of queries, keys and values, each (T, heads, E).
+
+    `rows`: queries, keys, values, and the gradient of the output.
+    """
+    with torch.enable_grad():
+        *inputs, dout = (tensor.transpose(0, 1).unsqueeze(0) for tensor in rows)  # (1, heads, T, E)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        attend = attend_packed(lengths, counts)
+        out = attend(0, *leaves, scaling=rows[0].shape[-1] ** -0.5, sliding_window=None)
+        with fixed_order():
+            gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+    return [out.detach()[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
 
 def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:

@@ -33,6 +33,8 @@ from workers.training.kernel_scores import can_score
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
+KEPT_FRACTION = 0.5
+"""The part of the above that graphs may keep: passes without graphs need memory beside it."""
 FULL_BYTES = 4
 """Of an fp32 value."""
 INDEX_BYTES = 8
@@ -268,6 +270,10 @@ class PassRoom:
         if self.recompute != "auto":
             return self.recompute == "on"
         return self._estimate.peak_bytes(load, backward=True) > self._num_bytes
+
+    def can_keep(self, load: Load) -> bool:
+        """Return whether the memory of a pass with a backward may stay its graphs' until they are dropped."""
+        return self._estimate.peak_bytes(load, backward=True) <= KEPT_FRACTION * self._num_bytes
 
 
 def _further_values(activation: Callable[[Tensor], Tensor]) -> int:

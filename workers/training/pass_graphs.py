@@ -6,7 +6,7 @@ positions, where sequences end, adapters' addresses. Rows that are left over are
 gradients are zero. The first pass of a bucket runs the same functions on the same inputs without a graph, so that all
 kernels are compiled when the second one is captured; all graphs use one memory, one after another. If one cannot be
 captured, there are none from then on. The loss, whose shapes are the requests', runs between the two without a graph.
-In exact mode, where attention has a call for each request, a bucket is one list of requests' lengths.
+Where attention has a call for some request alone, in exact mode, a bucket is one list of requests' lengths.
 
 Depends on a model with `training_layers`; not on requests, losses or the bank. `selftest.training_kernels` tries
 graphs when a model is loaded.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 GRAPHS_MAX = 16
 """Buckets that are kept; the least recently used one gives way."""
-ROWS_MAX = 4096
+ROWS_MAX = 8192
 """Of a pass with a graph. The kernels of more rows take longer than their launches."""
 STEPS_PER_DOUBLING, STEP_ROWS_MIN = 8, 64
 """Numbers of rows between one power of two and the next: up to an eighth of the rows is left over."""
@@ -114,7 +114,7 @@ class Bucket(NamedTuple):
     rank: int
     """The largest padded rank."""
     requests: tuple[tuple[int, ...], ...]
-    """In exact mode, the rows of every request's sequences; otherwise none."""
+    """If a request has a call of attention alone, the rows of every request's sequences; otherwise none."""
 
 
 class PassGraphs:
@@ -137,8 +137,9 @@ class PassGraphs:
         adapters = AdapterTables.of(rows.segments, num_groups, TRAINING_TILE_ROWS)
         gradients = GradientTables.of(rows.segments, adapters)
         num_rows, longest = len(rows.tokens), power_of_two(max(rows.lengths))
+        fewest = self._model.attend_packed(rows.lengths, rows.counts).fewest_sequences
         requests: tuple[tuple[int, ...], ...] = ()
-        if self._model.numerics.is_exact:
+        if fewest is None:
             sequences = iter(rows.lengths)
             requests = tuple(tuple(islice(sequences, count)) for count in rows.counts)
         else:
@@ -146,7 +147,7 @@ class PassGraphs:
         lengths = [*rows.lengths, *cut(num_rows - len(rows.tokens), longest)]
         bucket = Bucket(
             num_rows,
-            power_of_two(len(lengths)),
+            power_of_two(max(len(lengths), fewest or 0)),
             longest,
             power_of_two(len(adapters.tiles)),
             power_of_two(len(adapters.ranks)),

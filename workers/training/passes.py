@@ -174,10 +174,10 @@ class PassRunner:
         recompute = self.room.recompute == "on"
         return self.room.num_fitting(load, tokens_max, backward=any(i.backward for i in items), recompute=recompute)
 
-    def _must_recompute(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> bool:
-        """Return whether layers of this pass are recomputed in its backward."""
+    def _load(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> Load:
+        """Return the size of a pass."""
         adapters = {id(row): row.slab.kind.layout for row in rows}
-        load = Load(
+        return Load(
             num_tokens=packed.tokens.shape[0],
             lengths=packed.lengths,
             num_sequences=len(packed.lengths),
@@ -186,7 +186,6 @@ class PassRunner:
             num_targets=max(part.logprobs.shape[1] for part in packed.parts),
             pending_values=num_pending,
         )
-        return self.room.must_recompute(load)
 
     def checked(self, item: PassItem) -> Request:
         """Return the request of an item. Raises ValueError, with a message for the user, if the item cannot run."""
@@ -277,11 +276,12 @@ class PassRunner:
                 self._bank.entry(key).note_gradient()
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
-        recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))
+        load = self._load(packed, rows, num_pending)
+        recompute = is_deep and (must_recompute or self.room.must_recompute(load))
         is_tight = recompute and self.base_model.device.type == "cpu"
         self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
-            by_graphs = self._graphs.trunk(packed) if is_deep and not recompute else None
+            by_graphs = self._graphs.trunk(packed) if is_deep and not recompute and self.room.can_keep(load) else None
             trunk = by_graphs or PlainTrunk(self.base_model, packed, recompute=recompute)
             hidden = trunk.forward()
             self.times.end("forward")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,12 @@ from torch import Tensor
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.harness import Driver, make_spec
+from tests.support.numerics.slow_kernel import SlowKernel
 from tests.support.numerics.tenants import TENANTS
+from workers.model import gpu_attention
 from workers.model.attention import Attend, AttendPacked, PackedAttention
 from workers.model.gpu_attention import (
+    SHARED_MAX,
     FlashKernel,
     SdpaAttention,
     Sequences,
@@ -31,59 +33,6 @@ from workers.model.segments import Segment
 LENGTHS = [5, 12, 12, 1, 33]
 NUM_ROWS = 70
 """With seven rows of padding."""
-
-
-class SlowKernel:
-    """Implements `device_attention.Kernel`: softmax of all scores, one sequence and one query head at a time."""
-
-    def __init__(self) -> None:
-        self.ends: list[list[int]] = []
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        self.ends.append(sequences.ends.tolist())
-        return _slow_attention(query, key, value, sequences), (sequences.ends,)
-
-    def backward(
-        self,
-        dout: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        saved: tuple[Tensor, ...],
-        sequences: Sequences,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert saved[0] is sequences.ends
-        assert dout.is_contiguous()
-        with torch.enable_grad():
-            own = [tensor.detach().requires_grad_() for tensor in inputs]
-            again = _slow_attention(own[0], own[1], own[2], sequences)
-            assert torch.equal(again, out)
-            query, key, value = torch.autograd.grad(again, own, dout)
-        return query, key, value
-
-    def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
-        return 0
-
-
-def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
-    ends = sequences.ends.tolist()
-    assert sequences.longest == max(stop - start for start, stop in itertools.pairwise(ends))
-    outputs = []
-    for start, stop in itertools.pairwise(ends):
-        heads = []
-        positions = torch.arange(stop - start)
-        distance = positions.unsqueeze(1) - positions
-        is_seen = (distance >= 0) & (distance < (sequences.window or len(positions)))
-        for head in range(query.shape[1]):
-            shared = head // (query.shape[1] // key.shape[1])
-            scores = query[start:stop, head] @ key[start:stop, shared].t() * sequences.scaling
-            scores = scores.masked_fill(~is_seen, float("-inf"))
-            if sequences.sinks is not None:
-                scores = torch.cat([scores, sequences.sinks[head].expand(len(scores), 1)], 1)
-            heads.append(scores.softmax(-1)[:, : stop - start] @ value[start:stop, shared])
-        outputs.append(torch.stack(heads, 1))
-    return torch.cat(outputs)
 
 
 SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0])
@@ -144,6 +93,31 @@ def test_a_call_covers_all_sequences_or_those_of_one_request() -> None:
     run(VarlenAttention(apart, LENGTHS, [2, 3]), None)
     assert together.ends == [[0, 5, 17, 29, 30, 63, 70]]
     assert apart.ends == [[0, 5, 17], [0, 12, 13, 46], [0, 7]]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_requests_of_short_sequences_share_a_call_without_a_window(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so many sequences that their keys are not divided between processors."""
+    monkeypatch.setattr(gpu_attention, "SHARED_MAX", 12)
+    kernel, counts = SlowKernel(), [1, 2, 1, 1]
+    expected = run(PackedAttention(LENGTHS), window)
+    actual = run(VarlenAttention(kernel, LENGTHS, counts, sequences_min=6), window)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    if window is None:
+        assert kernel.ends == [[0, 5, 17, 29, 30, 30, 30], [0, 33], [0, 7, 7, 7, 7, 7, 7]]
+    else:
+        assert kernel.ends == [[0, 5], [0, 12, 24], [0, 1], [0, 33], [0, 7]]
+
+
+def test_one_call_has_all_requests_unless_one_has_a_long_sequence() -> None:
+    kernel = SlowKernel()
+    assert VarlenAttention(kernel, [SHARED_MAX, 3], [1, 1], sequences_min=9).fewest_sequences == 9
+    assert VarlenAttention(kernel, [SHARED_MAX + 1, 3], [1, 1], sequences_min=9).fewest_sequences is None
+    assert VarlenAttention(kernel, [3, 3], [1, 1]).fewest_sequences is None, "they share none"
+    assert VarlenAttention(kernel, [SHARED_MAX + 1, 3]).fewest_sequences == 1
 
 
 @pytest.mark.parametrize("counts", [None, [2, 3]])
@@ -233,5 +207,5 @@ def test_flash_kernel_is_called_as_this_torch_declares_it(window: int | None) ->
 def test_attention_suits_device_dtype_and_head_dimension(
     device: str, dtype: torch.dtype, head_dim: int, kind: type[Any]
 ) -> None:
-    attend_packed = attend_packed_for(torch.device(device), dtype, head_dim, exact=False)
+    attend_packed = attend_packed_for(torch.device(device), dtype, 4, head_dim, exact=False)
     assert isinstance(attend_packed([3, 4], [1, 1]), kind)

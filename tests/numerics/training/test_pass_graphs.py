@@ -17,7 +17,7 @@ from tests.support.numerics.tenants import train
 from workers.model.attention import PackedAttention
 from workers.model.gpu_attention import VarlenAttention
 from workers.selftest.training_kernels import check_training_kernels
-from workers.training import pass_graphs
+from workers.training import memory, pass_graphs
 from workers.training.pass_graphs import Trunk, cut, rows_of_bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
@@ -73,11 +73,38 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[pass_graphs.Bucket]:
 def test_passes_by_graphs_train_as_passes_without(
     qwen3: Path, captured: list[pass_graphs.Bucket], *, exact: bool
 ) -> None:
-    expected = train(Driver(qwen3), FEW, num_steps=4)
-    apart = distance(train(fused(qwen3, exact=exact), FEW, num_steps=4), expected)
-    assert len(captured) == 1, "one bucket: its first pass runs without a graph, three by one"
+    expected = train(Driver(qwen3), FEW, num_steps=3)
+    apart = distance(train(fused(qwen3, exact=exact), FEW, num_steps=3), expected)
+    assert len(captured) == 1, "one bucket: its first pass runs without a graph, two by one"
     assert apart.logprobs < 1e-3
     assert apart.gradients < 1e-3
+
+
+@pytest.mark.parametrize(("fewest", "num_sequences"), [(16, 16), (None, 8)])
+def test_requests_that_attend_alone_have_a_bucket_of_their_own_lengths(
+    qwen3: Path,
+    captured: list[pass_graphs.Bucket],
+    monkeypatch: pytest.MonkeyPatch,
+    fewest: int | None,
+    num_sequences: int,
+) -> None:
+    """And if they share a call of attention, it has as many sequences as that needs."""
+    monkeypatch.setattr(PackedAttention, "fewest_sequences", fewest)
+    expected = train(Driver(qwen3), FEW, num_steps=2)
+    apart = distance(train(fused(qwen3), FEW, num_steps=2), expected)
+    assert apart.gradients < 1e-3
+    assert captured
+    for bucket in captured:
+        assert bool(bucket.requests) == (fewest is None)
+        assert bucket.num_sequences == num_sequences
+
+
+def test_a_pass_that_takes_most_of_the_memory_has_no_graph(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "KEPT_FRACTION", 1e-9)
+    train(fused(qwen3), FEW, num_steps=2)
+    assert not captured
 
 
 def test_passes_of_other_sizes_share_a_bucket_and_leave_no_rows_of_the_last(
