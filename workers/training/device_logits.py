@@ -90,12 +90,7 @@ class DeviceLoss:
         scored = scores.score(logits, block)
         for is_local, adjacent in groupby(block, key=lambda pair: pair[1].loss.loss.is_local):
             if is_local:
-                own_block = list(adjacent)
-                terms = [
-                    own.loss.terms(own.logprobs[piece.start : piece.stop], piece.start, piece.stop)
-                    for piece, own in own_block
-                ]
-                scores.add(own_block, terms)
+                scores.add_local(list(adjacent))
         if dhidden is None:
             return
         scores.differentiate(logits, scored, block)
