@@ -16,6 +16,9 @@ from torch import Tensor
 
 ALIGNED_BYTES = 16
 """Every array of an upload begins at a multiple of it."""
+COPY_BYTES_MAX = 1 << 16
+"""Of memory that is not pinned CUDA copies so many bytes without a wait for the device (CUDA C Programming Guide,
+"Asynchronous Concurrent Execution")."""
 
 
 def on_device(
@@ -26,7 +29,7 @@ def on_device(
 
 
 def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return copies of arrays as tensors on a device: one copy to it, and one allocation of which all are views."""
+    """Return copies of arrays as tensors on a device: views of one allocation, by as few copies as do not wait."""
     places, end = list[slice](), 0
     for array in arrays:
         places.append(slice(end, end + array.nbytes))
@@ -34,7 +37,9 @@ def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     joined = np.zeros(end, np.uint8)
     for array, place in zip(arrays, places, strict=True):
         joined[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    copied = torch.from_numpy(joined).to(device, non_blocking=True)
+    copied, source = torch.empty(end, dtype=torch.uint8, device=device), torch.from_numpy(joined)
+    for target, part in zip(copied.split(COPY_BYTES_MAX), source.split(COPY_BYTES_MAX), strict=True):
+        target.copy_(part, non_blocking=True)
     return [
         copied[place].view(_DTYPES[array.dtype.str]).view(array.shape)
         for array, place in zip(arrays, places, strict=True)
