@@ -20,6 +20,12 @@ def test_a_training_step_waits_once_for_its_passes_and_once_for_its_steps(fake_g
     assert passes.num_kernels <= 349
 
 
+def test_launches_of_a_step_do_not_grow_with_its_adapters(fake_gpu: FakeCudaProcess) -> None:
+    few, many = (fake_gpu.call("scripts.bench.gpu_count.cases:training", "tiny", Case(num, 1, 16)) for num in (4, 16))
+    for own, other in zip(few, many, strict=True):
+        assert (own.num_kernels, own.num_operations) == (other.num_kernels, other.num_operations)
+
+
 MODEL, FEW, MORE = "0.6b", 2, 4
 NUM_LAYERS = SHAPES[MODEL]["num_hidden_layers"]
 CASES = "scripts.bench.gpu_count.cases"

@@ -287,9 +287,9 @@ def _check_datum(rule: LossRule, loss_fn: str, index: int, datum: Datum, vocab_s
 
 
 def _check_token_ids(where: str, ids: NDArray[np.generic], vocab_size: int) -> None:
-    if not np.issubdtype(ids.dtype, np.integer):
+    if ids.dtype.kind not in "iu":
         raise ValueError(f"{where}: token ids have type {ids.dtype}, expected int32")
-    low, high = int(np.min(ids)), int(np.max(ids))
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(f"{where}: token id {wrong} is outside the vocabulary of {vocab_size}")
