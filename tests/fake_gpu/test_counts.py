@@ -14,10 +14,16 @@ from tests.support.fake_cuda.processes import FakeCudaProcess
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
 
 
-def test_a_training_step_waits_three_times_for_the_device(fake_gpu: FakeCudaProcess) -> None:
+def test_a_training_step_waits_once_for_its_passes_and_once_for_its_steps(fake_gpu: FakeCudaProcess) -> None:
     passes, steps = fake_gpu.call("scripts.bench.gpu_count.cases:training", "0.6b@2", Case(8, 4, 64))
-    assert passes.num_waits + steps.num_waits == 3
+    assert (passes.num_waits, steps.num_waits) == (1, 1)
     assert passes.num_kernels <= 349
+
+
+def test_launches_of_a_step_do_not_grow_with_its_adapters(fake_gpu: FakeCudaProcess) -> None:
+    few, many = (fake_gpu.call("scripts.bench.gpu_count.cases:training", "tiny", Case(num, 1, 16)) for num in (4, 16))
+    for own, other in zip(few, many, strict=True):
+        assert (own.num_kernels, own.num_operations) == (other.num_kernels, other.num_operations)
 
 
 MODEL, FEW, MORE = "0.6b", 2, 4

@@ -119,6 +119,8 @@ class Bank:
         """Return whether different keys can be resident together. Unknown ones take a slot and no memory."""
         if len(keys) > self.num_slots or self._slabs.bytes_max is None:
             return len(keys) <= self.num_slots
+        if self._slabs.can_hold_largest(self._layouts.values(), len(keys)):
+            return True
         entries = (self._entries.get(key) for key in keys)
         return self._slabs.can_hold(entry.kind for entry in entries if entry)
 

@@ -20,6 +20,7 @@ import torch
 from workers.bank.entries import Entry, Kind, Row, Slab
 from workers.contract.adapted_modules import COPY_PARAM_BYTES
 from workers.host.allocator import is_out_of_memory
+from workers.rows import RowLayout
 
 SLAB_ROWS = 32
 """Most rows of a slab."""
@@ -64,6 +65,14 @@ class Slabs:
             return True
         sizes = [self.row_bytes(kind) for kind in kinds]
         return len(sizes) <= 1 or sum(sizes) <= self.bytes_max
+
+    def can_hold_largest(self, layouts: Iterable[RowLayout], num_rows: int) -> bool:
+        """Return whether so many rows are within the limit together, each of any of these layouts.
+
+        It takes as long for many rows as for one: a batch asks for all of its adapters, one after another.
+        """
+        largest = max((self.row_bytes(Kind(layout, is_trained=True)) for layout in layouts), default=0)
+        return self.bytes_max is None or num_rows * largest <= self.bytes_max
 
     def has_room(self, kind: Kind, *, can_move: bool) -> bool:
         """Return whether one more row is within the limit; with `can_move`, after `tidy(is_tight=True)`."""

@@ -42,11 +42,20 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process may still allocate on a device, with the library's free blocks."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return int(free + library_bytes("reserved_bytes", device) - library_bytes("allocated_bytes", device))
     free = free_host_bytes()
     if free >= PLENTY_BYTES:
         return free
     return min(free + kept_bytes(), PLENTY_BYTES)
+
+
+def library_bytes(name: str, device: torch.device) -> int:
+    """Return the bytes of a GPU in one of the library's statistics.
+
+    The library's functions for one number flatten and sort all of them first, which takes as long as many launches.
+    """
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)  # empty until the process has used a GPU
+    return int(statistics[name]["all"]["current"]) if statistics else 0
 
 
 class MemoryShare:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from workers.host.free_memory import read_kernel_file
+from workers.host.free_memory import library_bytes, read_kernel_file
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STATM = Path("/proc/self/statm")
@@ -29,4 +29,4 @@ def cpu_s() -> float:
 
 def device_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that the process has reserved; 0 for the CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    return library_bytes("reserved_bytes", device) if device.type == "cuda" else 0

@@ -121,7 +121,7 @@ class GroupedSegments:
         self._segments: _Segments | None = None
         for run in routing.runs:  # one, or none without segments
             assert isinstance(run, FusedRun), "kernels of our own compute all segments"
-            if run.is_adapted[gate_up]:
+            if run.is_adapted(gate_up):
                 self._segments = _segments(run, routing.segments, num_choices)
 
     def of_layer(self, layer: ExpertLayer, dispatch: GroupedDispatch) -> GroupsOfLayer | None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.host.uploads import on_device
+from workers.host.uploads import all_on_device, on_device
 from workers.model.gpu_operations import (
     GRADIENT_DEPTH,
     TILE_ROWS,
@@ -32,7 +32,7 @@ from workers.model.gpu_operations import (
     parts_of,
 )
 from workers.model.segments import Segment, SegmentRun
-from workers.rows import AdapterViews, GroupViews
+from workers.rows import AdapterViews
 
 NUM_PARTS = 4
 """Parts of a sum over D without a backward: so many times more programs, where few rows would keep few processors
@@ -125,11 +125,6 @@ class GradientTables(Generic[T]):
         arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
         return GradientTables(addresses, pieces, firsts, arrivals)
 
-    def on(self: GradientTables[NDArray[Any]], device: torch.device) -> GradientTables[Tensor]:
-        """Return the tables on a device."""
-        arrays = self.addresses, self.pieces, self.firsts, self.arrivals
-        return GradientTables(*(on_device(array, device) for array in arrays))
-
     def padded(self: GradientTables[NDArray[Any]], num_adapters: int, num_pieces: int) -> GradientTables[NDArray[Any]]:
         """Return the tables with further adapters without pieces, and further pieces of no adapter."""
         missing, no_pieces = num_adapters - self.addresses.shape[1], num_pieces - len(self.pieces)
@@ -147,10 +142,15 @@ class FusedRun(ABC):
     tile_rows: ClassVar[int]
     """See `gpu_operations.SHRINK`."""
 
-    def __init__(self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool]) -> None:
-        """Take tables on the device; `is_adapted`: whether any adapter adapts each group."""
+    def __init__(self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool], first_group: int = 0) -> None:
+        """Take tables on the device, of groups from `first_group` on; `is_adapted`: whether any adapter adapts each."""
         self.tables = tables
-        self.is_adapted = is_adapted
+        self._is_adapted = is_adapted
+        self._first_group = first_group
+
+    def is_adapted(self, group: int) -> bool:
+        """Return whether any adapter adapts a group."""
+        return self._is_adapted[group - self._first_group]
 
     @abstractmethod
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Any:
@@ -170,7 +170,7 @@ class FusedRun(ABC):
 
     def of_group(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the addresses of a group, with tiles and ranks."""
-        return self.tables.addresses[group], self.tables.tiles, self.tables.ranks
+        return self.tables.addresses[group - self._first_group], self.tables.tiles, self.tables.ranks
 
 
 class ForwardRun(FusedRun):
@@ -187,7 +187,7 @@ class ForwardRun(FusedRun):
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
         """See `FusedRun`."""
-        if self.is_adapted[group]:
+        if self.is_adapted(group):
             self.expand(group, self.shrunk(group, x, len(ys)), ys)
 
     def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
@@ -208,23 +208,33 @@ class TrainingRun(FusedRun):
     tile_rows = TRAINING_TILE_ROWS
 
     def __init__(
-        self, tables: AdapterTables[Tensor], gradients: GradientTables[Tensor], is_adapted: Sequence[bool]
+        self,
+        tables: AdapterTables[Tensor],
+        gradients: GradientTables[Tensor],
+        is_adapted: Sequence[bool],
+        first_group: int = 0,
     ) -> None:
         """See `FusedRun`."""
-        super().__init__(tables, is_adapted)
+        super().__init__(tables, is_adapted, first_group)
         self.gradients = gradients
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> TrainingRun:
-        """Make the tables of segments, and send them to the adapters' device."""
+    def of(cls, segments: Sequence[Segment], group: int | None = None) -> TrainingRun:
+        """Make the tables of segments, of one group or of all, and send them to the adapters' device together."""
         adapter = segments[0].adapter
         made = AdapterTables.of(segments, len(adapter.slab), cls.tile_rows)
-        gradients = GradientTables.of(segments, made).on(adapter.device)
-        return cls(made.on(adapter.device), gradients, [bool(own.any()) for own in made.addresses])
+        gradients = GradientTables.of(segments, made)
+        groups = slice(None) if group is None else slice(group, group + 1)
+        is_adapted = [bool(own.any()) for own in made.addresses[groups]]
+        arrays = [made.addresses[groups], made.tiles, made.ranks, made.scalings]
+        arrays += [gradients.addresses[groups], gradients.pieces, gradients.firsts, gradients.arrivals]
+        addresses, tiles, ranks, scalings, *of_gradients = all_on_device(arrays, adapter.device)
+        tables = AdapterTables(addresses, tiles, ranks, scalings, made.rank_max)
+        return cls(tables, GradientTables(*of_gradients), is_adapted, group or 0)
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
         """See `FusedRun`; returns the scaled x A^T (1, T, M), fp32."""
-        if not self.is_adapted[group]:
+        if not self.is_adapted(group):
             return None
         xa = self.shrunk(group, x, len(ys))
         self.expand(group, xa, ys)
@@ -262,7 +272,14 @@ class TrainingRun(FusedRun):
         """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0."""
         own = self.gradients
         torch.ops.tinkerpool.add_gradients(
-            x, *_three(dys), xa, dxa, own.addresses[group], own.pieces, own.firsts, self.tables.ranks
+            x,
+            *_three(dys),
+            xa,
+            dxa,
+            own.addresses[group - self._first_group],
+            own.pieces,
+            own.firsts,
+            self.tables.ranks,
         )
 
     def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
@@ -270,14 +287,15 @@ class TrainingRun(FusedRun):
         torch.ops.tinkerpool.expand_inputs(dx, dxa, *self.of_group(group), num_linears, self.tile_rows)
 
 
-def forward_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
+def forward_runs(segments: Sequence[Segment], group: int | None = None) -> Sequence[SegmentRun]:
     """Return one run of all segments; none without segments. Implements `segments.Fuse`, without a backward."""
+    del group
     return [ForwardRun.of(segments)] if segments else []
 
 
-def training_runs(segments: Sequence[Segment]) -> Sequence[SegmentRun]:
+def training_runs(segments: Sequence[Segment], group: int | None = None) -> Sequence[SegmentRun]:
     """Return one run of all segments; none without segments. Implements `segments.Fuse`."""
-    return [TrainingRun.of(segments)] if segments else []
+    return [TrainingRun.of(segments, group)] if segments else []
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -304,27 +322,18 @@ def _addresses(
 
     `of_gradients`: those of their gradients.
     """
-    of_slab: dict[int, tuple[NDArray[np.int64], int, int]] = {}
-    columns, ranks = list[NDArray[np.int64]](), list[int]()
-    for adapter in adapters:
-        if id(adapter.slab) not in of_slab:
-            views = [views for views in adapter.slab if views is not None]
-            matrix = views[0].A_grad if of_gradients else views[0].A
-            assert matrix is not None, "a row of a sampler version has no gradient"
-            row_bytes = matrix.stride(0) * matrix.element_size()
-            rank = min(own.Bs[0].shape[1] for own in views)  # a group of experts may have a B^T of each, joined
-            of_slab[id(adapter.slab)] = _first_addresses(adapter.slab, of_gradients=of_gradients), row_bytes, rank
-        first, row_bytes, rank = of_slab[id(adapter.slab)]
-        columns.append(np.where(first, first + adapter.slot * row_bytes, 0))
-        ranks.append(rank)
-    return np.stack([np.zeros((num_groups, 4), np.int64), *columns], axis=1)[:, 1:], ranks
-
-
-def _first_addresses(slab: Sequence[GroupViews | None], *, of_gradients: bool) -> NDArray[np.int64]:
-    """Return the addresses (groups, 4) of A and B^Ts, or of their gradients, in the first row of a slab."""
-    found = np.zeros((len(slab), 4), np.int64)
-    for addresses, views in zip(found, slab, strict=True):
-        if views is not None:
-            matrices = [views.A_grad, *views.B_grads] if of_gradients else [views.A, *views.Bs]
-            addresses[: len(matrices)] = [matrix.data_ptr() for matrix in matrices if matrix is not None]
-    return found
+    found, ranks = np.zeros((num_groups, len(adapters), 4), np.int64), np.zeros(len(adapters), np.int64)
+    of_slab: dict[int, list[int]] = {}
+    for number, adapter in enumerate(adapters):
+        of_slab.setdefault(id(adapter.slab), []).append(number)
+    for numbers in of_slab.values():
+        slab = adapters[numbers[0]].slab
+        views = next(views for views in slab if views is not None)
+        matrix = views.A_grad if of_gradients else views.A
+        assert matrix is not None, "a row of a sampler version has no gradient"
+        first = (slab.gradient_addresses if of_gradients else slab.addresses)[:, None]  # (groups, 1, 4)
+        slots = np.array([adapters[number].slot for number in numbers])
+        offsets = slots * (matrix.stride(0) * matrix.element_size())
+        found[:, numbers] = np.where(first, first + offsets[:, None], 0)
+        ranks[numbers] = slab.rank
+    return found, ranks.tolist()

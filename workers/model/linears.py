@@ -82,8 +82,8 @@ class CurrentPass:
         """Count products of activations with frozen weights."""
         self.num_base_matmuls += number
 
-    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
-        """Return how these segments are computed; without a gradient there are more ways."""
+    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True, group: int | None = None) -> Routing:
+        """Return how these segments are computed, by `group` alone if given; without a gradient there are more ways."""
         fuse = self.fuse if needs_grad else self.fuse_forward
         return Routing(
             segments,
@@ -92,6 +92,7 @@ class CurrentPass:
             can_batch_short=not needs_grad,
             in_parts=self.in_parts,
             fuse=fuse,
+            group=group,
         )
 
 

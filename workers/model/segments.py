@@ -15,7 +15,7 @@ in a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -250,8 +250,11 @@ class ShortRun:
         return F.pad(rows, (0, 0, 0, self._rows_min - self._length))
 
 
-Fuse = Callable[[Sequence[Segment]], Sequence[SegmentRun]]
-"""Makes fused runs of a pass's segments."""
+class Fuse(Protocol):
+    """Makes fused runs of a pass's segments."""
+
+    def __call__(self, segments: Sequence[Segment], group: int | None = None) -> Sequence[SegmentRun]:
+        """Return the runs; with `group`, they may be of use for that group alone."""
 
 
 class Routing:
@@ -269,13 +272,17 @@ class Routing:
         can_batch_short: bool = False,
         in_parts: frozenset[int] = frozenset(),
         fuse: Fuse | None = None,
+        group: int | None = None,
     ) -> None:
-        """Make runs; with `fuse`, it makes all. `can_batch_short` is for passes without a backward."""
+        """Make runs; with `fuse`, it makes all, for `group` alone if given.
+
+        `can_batch_short` is for passes without a backward.
+        """
         self.segments = segments
         self.runs: list[SegmentRun] = []
         self._rows_min, self._can_batch, self._in_parts = rows_min, can_batch, in_parts
         if fuse is not None:
-            self.runs += fuse(segments)
+            self.runs += fuse(segments, group)
             return
         if can_batch and can_batch_short:
             segments = self._batch_short(segments, rows_min)

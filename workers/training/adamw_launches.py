@@ -28,7 +28,7 @@ import torch
 
 from workers.bank.entries import Row
 from workers.contract.messages import AdamParams
-from workers.host.uploads import on_device
+from workers.host.uploads import all_on_device
 from workers.model.gpu_operations import define
 
 PART_MULTIPLE = 2048
@@ -98,14 +98,12 @@ def launch(
     lengths = [row.weights.numel() for row in rows]
     num_parts = [-(-length // part_values(length)) for length in lengths]
     device, width = rows[0].weights.device, max(num_parts)
-    numbers = torch.tensor(
-        [
-            _numbers(row, own, number, is_checked=is_checked)
-            for row, own, number in zip(rows, params, num_steps, strict=True)
-        ],
-        dtype=torch.float32,
-    )
-    tables = on_device(np.array([_fields(row) for row in rows]), device), on_device(numbers, device)
+    numbers = [
+        _numbers(row, own, number, is_checked=is_checked)
+        for row, own, number in zip(rows, params, num_steps, strict=True)
+    ]
+    arrays = [np.array([_fields(row) for row in rows]), np.array(numbers, np.float32)]
+    tables = all_on_device(arrays, device)
     squares = torch.empty(len(rows), 3, width, device=device)
     results = torch.empty(len(rows), width, 4, device=device)
     num_unknown = sum(length for row, length in zip(rows, lengths, strict=True) if row.norms is None)
@@ -113,7 +111,11 @@ def launch(
     torch.ops.tinkerpool.adamw_squares(squares, *tables, sum(lengths), num_unknown)
     torch.ops.tinkerpool.adamw_update(results, squares, *tables, sum(lengths), num_copied)
     on_host = results.cpu().numpy()
-    return [_norms(parts[:count]) for parts, count in zip(on_host, num_parts, strict=True)]
+    norms: dict[int, LaunchedNorms] = {}
+    for count in set(num_parts):
+        indices = [index for index, own in enumerate(num_parts) if own == count]
+        norms.update(zip(indices, _norms(on_host[indices, :count]), strict=True))
+    return [norms[index] for index in range(len(rows))]
 
 
 def _fields(row: Row) -> list[int]:
@@ -142,7 +144,9 @@ def _numbers(row: Row, params: AdamParams, num_steps: int, *, is_checked: bool) 
     ]
 
 
-def _norms(parts: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> LaunchedNorms:
-    """Return the norms of a row, of its part of `results`."""
-    sums = parts[:, 1:].sum(axis=0, dtype=np.float64)
-    return LaunchedNorms(float(parts[0, 0]), *(float(root) for root in np.sqrt(sums)))
+def _norms(parts: np.ndarray[tuple[int, int, int], np.dtype[np.float32]]) -> list[LaunchedNorms]:
+    """Return the norms of rows with equal numbers of parts, of their parts of `results` (rows, parts, 4)."""
+    roots = np.sqrt(parts[:, :, 1:].sum(axis=1, dtype=np.float64))  # (rows, 3)
+    return [
+        LaunchedNorms(gradient, *own) for gradient, own in zip(parts[:, 0, 0].tolist(), roots.tolist(), strict=True)
+    ]

@@ -64,9 +64,12 @@ class PassResults:
         """`losses` are those of the parts, with their inputs on the device."""
         shapes = [part.loss.targets.shape for part in parts]
         self._counts = [shape.numel() for shape in shapes]
-        self.logprobs, self.slopes = (torch.empty(sum(self._counts), device=device) for _ in range(2))  # (M,) each
-        self.sums = torch.zeros(len(parts), 3, dtype=torch.float64, device=device)
+        sums_shape = torch.Size((len(parts), 3))
+        self._fetched = torch.zeros(_first_logprob(sums_shape) + sum(self._counts), device=device)
+        """Sums and log-probabilities, for one copy to the host."""
+        self.sums, self.logprobs = _sums_and_logprobs(self._fetched, sums_shape)  # (S, 3), (M,)
         self.sums[:, 2] = 1
+        self.slopes = torch.empty_like(self.logprobs)  # (M,)
         self.parts: list[DevicePart] = []
         first = 0
         for part, loss, shape, count in zip(parts, losses, shapes, self._counts, strict=True):
@@ -85,14 +88,25 @@ class PassResults:
 
     def settle(self) -> None:
         """Fill in the parts' results: the only place where the host waits for the device."""
-        fetched = self.logprobs.cpu().split(self._counts)
+        sums, fetched = _sums_and_logprobs(self._fetched.cpu(), self.sums.shape)
         for own, logprobs, (loss_sum, num_clipped, is_finite) in zip(
-            self.parts, fetched, self.sums.tolist(), strict=True
+            self.parts, fetched.split(self._counts), sums.tolist(), strict=True
         ):
             own.part.logprobs = logprobs.view(own.logprobs.shape)
             own.part.loss_sum = loss_sum
             own.part.num_clipped = int(num_clipped) if own.has_clipped else None
             own.part.is_finite = bool(is_finite)
+
+
+def _sums_and_logprobs(fetched: Tensor, sums_shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return the views of a pass's results: float64 sums of this shape, and fp32 log-probabilities after them."""
+    sums = fetched[: 2 * sums_shape.numel()].view(torch.float64)
+    return sums.view(sums_shape), fetched[_first_logprob(sums_shape) :]
+
+
+def _first_logprob(sums_shape: torch.Size) -> int:
+    """Return where log-probabilities begin behind sums, in fp32 values: at a multiple of 16 bytes, as kernels like."""
+    return -(-2 * sums_shape.numel() // 4) * 4
 
 
 class PassScores(Protocol):
@@ -108,6 +122,9 @@ class PassScores(Protocol):
 
         Or the terms of a whole request, as one piece.
         """
+
+    def add_local(self, block: Block) -> None:
+        """The same of pieces whose losses are local, from their log-probabilities."""
 
     def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
         """Turn a block's logits (B, V) into d(loss)/d(logits), by the slopes; `scores` may be overwritten."""
@@ -134,11 +151,18 @@ class TorchScores:
         """See `PassScores`."""
         for (piece, own), term in zip(block, terms, strict=True):
             own.sums[0].add_(term.loss.sum(-1, dtype=torch.float64).sum())
-            count_clipped(own, term)
+            _count_clipped(own, term)
             own.sums[2].mul_(torch.isfinite(own.sums[0]) & torch.isfinite(term.slope.sum()))
             own.slopes[piece.start : piece.stop] = torch.where(
                 own.sums[2] > 0, term.slope, torch.zeros_like(term.slope)
             )
+
+    def add_local(self, block: Block) -> None:
+        """See `PassScores`."""
+        self.add(
+            block,
+            [own.loss.terms(own.logprobs[piece.start : piece.stop], piece.start, piece.stop) for piece, own in block],
+        )
 
     def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
         """See `PassScores`: d(logits) = slope * (onehot(target) - probabilities), summed over targets."""
@@ -154,10 +178,10 @@ class TorchScores:
         logits.copy_(dlogits)
 
 
-def count_clipped(own: DevicePart, terms: Terms) -> None:
+def _count_clipped(own: DevicePart, terms: Terms) -> None:
     """Add a piece's clipped tokens to the sums."""
-    if terms.num_clipped is not None:
-        own.sums[1].add_(terms.num_clipped)
+    if terms.is_clipped is not None:
+        own.sums[1].add_(terms.is_clipped.sum())
         own.has_clipped = True
 
 

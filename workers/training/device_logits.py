@@ -90,12 +90,7 @@ class DeviceLoss:
         scored = scores.score(logits, block)
         for is_local, adjacent in groupby(block, key=lambda pair: pair[1].loss.loss.is_local):
             if is_local:
-                own_block = list(adjacent)
-                terms = [
-                    own.loss.terms(own.logprobs[piece.start : piece.stop], piece.start, piece.stop)
-                    for piece, own in own_block
-                ]
-                scores.add(own_block, terms)
+                scores.add_local(list(adjacent))
         if dhidden is None:
             return
         scores.differentiate(logits, scored, block)
@@ -108,6 +103,6 @@ class DeviceLoss:
         """Return the block's logits (B, V) in the model's dtype, and values for the backward."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
-        rows = hidden[first : block[-1].end_row]
-        (logits,), kept = self.unembedding.forward(rows, self.unembedding.current.route(segments))
+        rows, unembedding = hidden[first : block[-1].end_row], self.unembedding
+        (logits,), kept = unembedding.forward(rows, unembedding.current.route(segments, group=unembedding.shape.index))
         return logits, kept

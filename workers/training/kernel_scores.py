@@ -16,16 +16,18 @@ Dimensions: as in `block_scores`; L values of a launch, one for each target of i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.host.uploads import on_device
+from workers.host.uploads import all_on_device
 from workers.model.gpu_operations import define, has_kernels
-from workers.training.block_scores import Block, PassResults, count_clipped
+from workers.training.block_scores import Block, PassResults
 from workers.training.logits import Part
-from workers.training.losses import Terms
+from workers.training.losses import RequestLoss, Terms
 
 SCORE = (
     "score_targets(Tensor(a!) logprobs, Tensor(b!) norms, Tensor logits, Tensor targets, Tensor places, Tensor scales, "
@@ -60,12 +62,31 @@ def can_score(device: torch.device) -> bool:
     return has_kernels(device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Adjacent requests whose terms are one function, or one request."""
+
+    parts: list[Part]
+    """In row order, without gaps."""
+    loss: RequestLoss
+    """Of all their tokens: it has the inputs of all of them, on the device."""
+
+    @property
+    def first_row(self) -> int:
+        """Return the first row of them in the pass."""
+        return self.parts[0].start
+
+    def loss_of(self, part: Part) -> RequestLoss:
+        """Return the loss of one of them, with its inputs on the device."""
+        rows = slice(part.start - self.first_row, part.stop - self.first_row)
+        return replace(part.loss, inputs={name: values[rows] for name, values in self.loss.inputs.items()})
+
+
 class KernelScores:
-    """Implements `PassScores`."""
+    """Implements `PassScores`. Adjacent requests with one loss have common terms, so launches do not grow with them."""
 
     def __init__(self, parts: Sequence[Part], num_rows: int, device: torch.device) -> None:
         """Begin a pass of `num_rows` rows; parts are in row order."""
-        self.results = PassResults(parts, [part.loss.inputs_to(device) for part in parts], device)
         counts = np.zeros(num_rows + 1, np.int64)
         scales = np.ones(num_rows, np.float32)
         for part in parts:
@@ -73,12 +94,26 @@ class KernelScores:
             if part.loss.temperatures is not None:
                 scales[part.start : part.stop] = 1 / part.loss.temperatures[:, 0].numpy()
         self._places = np.cumsum(counts)  # on the host
-        firsts = [own.first_value for own in self.results.parts]
-        ends = np.array([*firsts, self._places[-1]])
-        targets = [part.loss.targets.numpy().ravel() for part in parts]
-        numbers = on_device(np.concatenate([self._places, ends, *targets]).astype(np.int32), device)
-        self._row_places, self._ends, self._targets = numbers.split([len(self._places), len(ends), int(ends[-1])])
-        self._scales = on_device(scales, device)
+        groups = _with_common_terms(parts)
+        inputs = [
+            np.concatenate([part.loss.inputs[name].numpy() for part in group])
+            for group in groups
+            for name in group[0].loss.inputs
+        ]
+        self._scales, *uploaded = all_on_device([scales, *inputs], device)
+        following = iter(uploaded)
+        joined = [
+            _Joined(group, replace(group[0].loss, inputs=dict(zip(group[0].loss.inputs, following, strict=False))))
+            for group in groups
+        ]
+        self._joined = [each for each in joined for _ in each.parts]
+        """Of each part."""
+        losses = [each.loss_of(part) for each in joined for part in each.parts]
+        self.results = PassResults(parts, losses, device)
+        ends = np.array([*(own.first_value for own in self.results.parts), self._places[-1]])
+        targets = np.concatenate([part.loss.targets.numpy().ravel() for part in parts])
+        numbers = [array.astype(np.int32) for array in (self._places, ends, targets)]
+        self._row_places, self._ends, self._targets = all_on_device(numbers, device)
 
     def score(self, logits: Tensor, block: Block) -> Tensor:
         """See `PassScores`; returns norms (B, 2)."""
@@ -91,16 +126,47 @@ class KernelScores:
 
     def add(self, block: Block, terms: Sequence[Terms]) -> None:
         """See `PassScores`."""
-        for (_, own), term in zip(block, terms, strict=True):
-            count_clipped(own, term)
+        self._add(block, [([pair], term) for pair, term in zip(block, terms, strict=True)])
+
+    def add_local(self, block: Block) -> None:
+        """See `PassScores`."""
+        terms: list[tuple[Block, Terms]] = []
+        for _, pairs in groupby(block, key=lambda pair: id(self._joined[pair[1].index])):
+            common = list(pairs)
+            rows, joined = self._rows(common), self._joined[common[0][1].index]
+            logprobs = self.results.logprobs[self._values(common)].view(rows.stop - rows.start, -1)
+            start, stop = rows.start - joined.first_row, rows.stop - joined.first_row
+            terms.append((common, joined.loss.terms(logprobs, start, stop)))
+        self._add(block, terms)
+
+    def _add(self, block: Block, terms: Sequence[tuple[Block, Terms]]) -> None:
+        """Add the terms of parts of a block."""
+        for common, term in terms:
+            self._count_clipped(common, term)
         values = self._values(block)
-        slopes = self.results.slopes[values]
-        torch.cat([term.slope.flatten() for term in terms], out=slopes)
-        losses = torch.cat([term.loss.flatten() for term in terms])
+        slopes, losses = self.results.slopes[values], [term.loss.flatten() for _, term in terms]
+        torch.cat([term.slope.flatten() for _, term in terms], out=slopes)
         first, end = block[0][1].index, block[-1][1].index + 1
         torch.ops.tinkerpool.add_losses(
-            self.results.sums[first:end], slopes, losses, self._ends[first : end + 1], values.start
+            self.results.sums[first:end],
+            slopes,
+            losses[0] if len(losses) == 1 else torch.cat(losses),
+            self._ends[first : end + 1],
+            values.start,
         )
+
+    def _count_clipped(self, block: Block, terms: Terms) -> None:
+        """Add the clipped tokens of each piece to the sums, by one sum over all of them: it is exact."""
+        if terms.is_clipped is None:
+            return
+        for _, own in block:
+            own.has_clipped = True
+        values, first, end = self._values(block), block[0][1].index, block[-1][1].index + 1
+        totals = terms.is_clipped.flatten().cumsum(0)
+        lasts = (self._ends[first + 1 : end + 1] - (values.start + 1)).clamp(max=len(totals) - 1)
+        counts, sums = totals.index_select(0, lasts), self.results.sums[first:end, 1]
+        sums.add_(counts)
+        sums[1:].sub_(counts[:-1])
 
     def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
         """See `PassScores`."""
@@ -126,3 +192,14 @@ class KernelScores:
     def _of_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return places and scales of rows."""
         return self._row_places[rows.start : rows.stop + 1], self._scales[rows]
+
+
+def _with_common_terms(parts: Sequence[Part]) -> list[list[Part]]:
+    """Return parts, which are in row order, in groups of adjacent ones whose terms are one function."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and groups[-1][-1].stop == part.start and groups[-1][-1].loss.has_terms_of(part.loss):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups

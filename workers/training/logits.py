@@ -60,11 +60,11 @@ class Part:
     def __post_init__(self) -> None:
         self.logprobs = torch.empty(self.loss.targets.shape)
 
-    def add(self, loss: Tensor, num_clipped: Tensor | None) -> None:
+    def add(self, loss: Tensor, is_clipped: Tensor | None) -> None:
         """Add a piece's losses (N, K) to the sum, in double precision; in two steps, which threads cannot split."""
         self.loss_sum += float(loss.sum(-1, dtype=torch.float64).sum())
-        if num_clipped is not None:
-            self.num_clipped = (self.num_clipped or 0) + int(num_clipped)
+        if is_clipped is not None:
+            self.num_clipped = (self.num_clipped or 0) + int(is_clipped.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class ChunkedLoss:
             self._logprobs_of(logits, block)
         terms = part.loss.sequence_terms(part.logprobs)
         part.slopes = terms.slope
-        part.add(terms.loss, terms.num_clipped)
+        part.add(terms.loss, terms.is_clipped)
 
     def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: list[Piece]) -> None:
         rows, logits, kept = self._logits_of(hidden, block)
@@ -231,7 +231,7 @@ class ChunkedLoss:
             logprobs = part.logprobs[piece.start : piece.stop]
             terms = part.loss.terms(logprobs, piece.start, piece.stop)
             slope = terms.slope
-            part.add(terms.loss, terms.num_clipped)
+            part.add(terms.loss, terms.is_clipped)
         if not (math.isfinite(part.loss_sum) and math.isfinite(float(slope.sum()))):
             part.is_finite = False
             slope = torch.zeros_like(slope)

@@ -315,9 +315,11 @@ def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device,
         segments.append(Segment(start, stop, adapter))
         parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
         start = stop
+    rows_of_pass = np.stack([np.concatenate(tokens), np.concatenate(positions)]).astype(np.int64)
+    on_its_device = on_device(rows_of_pass, device)  # (2, T), one copy
     return Packed(
-        tokens=on_device(np.concatenate(tokens).astype(np.int64), device),
-        positions=on_device(np.concatenate(positions), device),
+        tokens=on_its_device[0],
+        positions=on_its_device[1],
         lengths=lengths,
         counts=counts,
         segments=segments,

@@ -55,6 +55,24 @@ def test_results_of_every_loss_are_those_of_torch(vocab_size: int, dtype: torch.
     assert_close(actual, expected, 1e-4 if dtype == torch.float32 else 2.0**-7)
 
 
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"])
+def test_adjacent_requests_of_one_loss_have_the_bits_that_each_has_alone(loss_fn: str) -> None:
+    interpret()
+    requests = [random_loss(loss_fn, 3 + number, ODD, seed=number) for number in range(5)]
+    logits = logits_for(requests, ODD, torch.bfloat16)
+    together = losses_of(requests, logits, has_kernels=True, block_rows=4)
+    for index, request in enumerate(requests):
+        part = together.parts[index]
+        alone = losses_of([request], logits[part.start : part.stop], has_kernels=True, block_rows=4)
+        assert torch.equal(alone.gradient, together.rows(index))
+        assert torch.equal(alone.parts[0].logprobs, part.logprobs)
+        assert (alone.parts[0].loss_sum, alone.parts[0].num_clipped) == (part.loss_sum, part.num_clipped)
+    by_torch = losses_of(requests, logits, has_kernels=False, block_rows=4)
+    assert [part.num_clipped for part in together.parts] == [part.num_clipped for part in by_torch.parts]
+    if loss_fn == "ppo":
+        assert len({part.num_clipped for part in together.parts}) > 1
+
+
 def test_a_gradient_is_rounded_once() -> None:
     interpret()
     requests = [random_loss("cross_entropy", 6, ODD, num_targets=40)]

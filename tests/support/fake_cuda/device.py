@@ -93,6 +93,10 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
     def synchronize(*_: Any) -> None:
         counting.wait("torch.cuda.synchronize")
 
+    def memory_stats(*_: Any) -> dict[str, Any]:
+        in_use = {"all": {"current": counting.live_bytes}}
+        return {"reserved_bytes": in_use, "allocated_bytes": in_use}
+
     stand_ins = {
         "Stream": _Stream,
         "Event": _Event,
@@ -109,8 +113,7 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
             total_memory=total_bytes, multi_processor_count=hardware.NUM_PROCESSORS
         ),
         "mem_get_info": lambda *_: (total_bytes - counting.live_bytes, total_bytes),
-        "memory_reserved": lambda *_: counting.live_bytes,
-        "memory_allocated": lambda *_: counting.live_bytes,
+        "memory_stats_as_nested_dict": memory_stats,
     }
     numpy = Tensor.numpy
 

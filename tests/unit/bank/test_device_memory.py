@@ -85,6 +85,13 @@ def test_a_row_larger_than_the_limit_is_resident_alone(monkeypatch: pytest.Monke
     assert bank.device_bytes == 2 * ROW_BYTES
 
 
+def test_adapters_of_different_ranks_fit_by_their_own_bytes() -> None:
+    bank = make_bank([8, 8, 16], limit=4 * ROW_BYTES)
+    assert bank.fits(["0", "1", "2"]), "three of the largest would not"
+    bank.limit(4 * ROW_BYTES - 1)
+    assert not bank.fits(["0", "1", "2"])
+
+
 @pytest.mark.parametrize("num_keys", [1, 2, 3, 5, 9, 16])
 def test_adapters_of_one_rank_are_in_one_slab_of_at_most_twice_their_rows(num_keys: int) -> None:
     bank = make_bank([8] * num_keys, limit=64 * ROW_BYTES)
