@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -83,9 +84,9 @@ class GroupViews:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class AdapterViews:
-    """An adapter in its bank slot, as a `Segment` of a pass refers to it."""
+    """An adapter in its bank slot, as a `Segment` of a pass refers to it; the slot never moves in memory."""
 
     slab: Sequence[GroupViews | None]
     """Of each group of the base model, over all rows of the slab; None where the group is not adapted."""
@@ -100,6 +101,35 @@ class AdapterViews:
     def device(self) -> torch.device:
         """The device of the slab."""
         return next(views.A.device for views in self.slab if views is not None)
+
+    @cached_property
+    def padded_rank(self) -> int:
+        """R of the slab."""
+        # A group of experts may have a B^T of each, joined.
+        return min(views.Bs[0].shape[1] for views in self.slab if views is not None)
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Addresses (groups, 4) of A and of each B^T; 0: there is none. An array of this slot alone."""
+        return self._addresses([None if views is None else (views.A, *views.Bs) for views in self.slab])
+
+    @cached_property
+    def gradient_addresses(self) -> NDArray[np.int64]:
+        """The same of their gradients."""
+        found: list[tuple[Tensor, ...] | None] = []
+        for views in self.slab:
+            assert views is None or views.A_grad is not None, "a row of a sampler version has no gradient"
+            found.append(None if views is None or views.A_grad is None else (views.A_grad, *views.B_grads))
+        return self._addresses(found)
+
+    def _addresses(self, groups: Sequence[tuple[Tensor, ...] | None]) -> NDArray[np.int64]:
+        """Return the addresses of matrices of this slot, from those of the slab."""
+        found = np.zeros((len(groups), 4), np.int64)
+        for addresses, matrices in zip(found, groups, strict=True):
+            if matrices is not None:
+                row_bytes = matrices[0].stride(0) * matrices[0].element_size()
+                addresses[: len(matrices)] = [matrix.data_ptr() + self.slot * row_bytes for matrix in matrices]
+        return found
 
     def occupy(self, spec: AdapterSpec) -> None:
         """Let the views stand for this adapter, which now lies in the slot."""

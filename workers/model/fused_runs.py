@@ -32,7 +32,7 @@ from workers.model.gpu_operations import (
     parts_of,
 )
 from workers.model.segments import Segment, SegmentRun
-from workers.rows import AdapterViews, GroupViews
+from workers.rows import AdapterViews
 
 NUM_PARTS = 4
 """Parts of a sum over D without a backward: so many times more programs, where few rows would keep few processors
@@ -72,9 +72,9 @@ class AdapterTables(Generic[T]):
             for segment in segments
             for start in range(segment.start, segment.stop, tile_rows)
         ]
-        addresses, ranks = _addresses(adapters, num_groups)
+        ranks = [adapter.padded_rank for adapter in adapters]
         return AdapterTables(
-            addresses,
+            _addresses([adapter.addresses for adapter in adapters], num_groups),
             np.array(tiles, np.int32).reshape(-1, 3),
             np.array(ranks, np.int32),
             np.array([adapter.scaling for adapter in adapters], np.float32),
@@ -119,7 +119,7 @@ class GradientTables(Generic[T]):
         of_adapter: dict[int, list[tuple[int, int, bool]]] = {id(adapter): [] for adapter in adapters}
         for segment in segments:
             of_adapter[id(segment.adapter)].extend(_pieces(segment))
-        addresses, _ = _addresses(adapters, len(tables.addresses), of_gradients=True)
+        addresses = _addresses([adapter.gradient_addresses for adapter in adapters], len(tables.addresses))
         pieces = np.array([piece for own in of_adapter.values() for piece in own], np.int32).reshape(-1, 3)
         firsts = np.cumsum([0, *map(len, of_adapter.values())], dtype=np.int32)
         arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
@@ -297,34 +297,6 @@ def _pieces(segment: Segment) -> list[tuple[int, int, bool]]:
     ]
 
 
-def _addresses(
-    adapters: Sequence[AdapterViews], num_groups: int, *, of_gradients: bool = False
-) -> tuple[NDArray[np.int64], list[int]]:
-    """Return the addresses (groups, S, 4) of each adapter's A and B^Ts, 0 where there is none, and its padded rank.
-
-    `of_gradients`: those of their gradients.
-    """
-    of_slab: dict[int, tuple[NDArray[np.int64], int, int]] = {}
-    columns, ranks = list[NDArray[np.int64]](), list[int]()
-    for adapter in adapters:
-        if id(adapter.slab) not in of_slab:
-            views = [views for views in adapter.slab if views is not None]
-            matrix = views[0].A_grad if of_gradients else views[0].A
-            assert matrix is not None, "a row of a sampler version has no gradient"
-            row_bytes = matrix.stride(0) * matrix.element_size()
-            rank = min(own.Bs[0].shape[1] for own in views)  # a group of experts may have a B^T of each, joined
-            of_slab[id(adapter.slab)] = _first_addresses(adapter.slab, of_gradients=of_gradients), row_bytes, rank
-        first, row_bytes, rank = of_slab[id(adapter.slab)]
-        columns.append(np.where(first, first + adapter.slot * row_bytes, 0))
-        ranks.append(rank)
-    return np.stack([np.zeros((num_groups, 4), np.int64), *columns], axis=1)[:, 1:], ranks
-
-
-def _first_addresses(slab: Sequence[GroupViews | None], *, of_gradients: bool) -> NDArray[np.int64]:
-    """Return the addresses (groups, 4) of A and B^Ts, or of their gradients, in the first row of a slab."""
-    found = np.zeros((len(slab), 4), np.int64)
-    for addresses, views in zip(found, slab, strict=True):
-        if views is not None:
-            matrices = [views.A_grad, *views.B_grads] if of_gradients else [views.A, *views.Bs]
-            addresses[: len(matrices)] = [matrix.data_ptr() for matrix in matrices if matrix is not None]
-    return found
+def _addresses(columns: Sequence[NDArray[np.int64]], num_groups: int) -> NDArray[np.int64]:
+    """Return the addresses (groups, S, 4) of adapters, from those (groups, 4) of each."""
+    return np.stack(columns, axis=1) if columns else np.zeros((num_groups, 0, 4), np.int64)

@@ -78,6 +78,26 @@ def step_with_prompt_logprobs(num_requests: int) -> Counts:
         return counts
 
 
+def step_of_adapters_in_another_order() -> Counts:
+    """Return the counts of a step of requests whose adapters are in the bank in another order than theirs."""
+    with engine_of("tiny", cache_bytes_max=1 << 30) as (engine, counting):
+        keys = ["v0", "v1", "v2"]
+        for number, key in enumerate(keys):
+            engine.bank.add(
+                key, AdapterSpec(adapter_id=key, rank=8, alpha=32.0, seed=number, **ALL_KINDS), is_trained=False
+            )
+        _start(engine, "loads", 40, version=SamplerVersion(key="v1"), params=SamplingParams(max_tokens=1, seed=1))
+        engine.decode_step()
+        for key in keys:
+            _start(engine, key, 40, version=SamplerVersion(key=key), num_samples=2)
+        for _ in range(3):
+            engine.decode_step()
+        with counting.stretch() as counts:
+            events = engine.decode_step()
+        assert {event.op_id for event in events} == set(keys)
+        return counts
+
+
 def step_with_late_slots() -> Counts:
     """Return the counts of the step in which a running request's last sample gets the slot of another request."""
     limits = partial(SamplerLimits, num_sequences_max=4)
@@ -97,10 +117,11 @@ def _drawing(events: Sequence[SampleEvent], name: str) -> set[int]:
 
 
 def _start(engine: TrainingEngine, name: str, num_tokens: int, **changes: Any) -> None:
-    """Begin a request on the base model; it streams its tokens."""
+    """Begin a request, of the base model unless `changes` name a version; it streams its tokens."""
     numbers: dict[str, Any] = {"num_samples": 1, "params": SamplingParams(max_tokens=8, seed=1), "stream": True}
-    prompt, version = np.arange(num_tokens, dtype=np.int32), SamplerVersion(key="")
-    engine.start_sample(SampleRequest(op_id=name, scope=name, version=version, prompt=prompt, **numbers | changes))
+    numbers["version"] = SamplerVersion(key="")
+    prompt = np.arange(num_tokens, dtype=np.int32)
+    engine.start_sample(SampleRequest(op_id=name, scope=name, prompt=prompt, **numbers | changes))
 
 
 def memory_of_a_pass(name: str, load: Case, **settings: Any) -> tuple[int, int, int]:
