@@ -47,8 +47,9 @@ def test_sequences_that_get_their_slots_late_begin_in_the_drawing_of_a_step(fake
     assert waits_of(counts.waits) == {"device_drawing.py": 1}
 
 
-def test_a_decode_step_is_two_launches(fake_gpu: FakeCudaProcess) -> None:
-    """Its layers with the logits, and its drawing, whatever the order of adapters in the bank."""
-    counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_of_adapters_in_another_order")
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_decode_step_is_two_launches(fake_gpu: FakeCudaProcess, is_reversed: bool) -> None:
+    """Its layers with the logits, and its drawing, whatever the order of adapters in the pass."""
+    counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_of_adapters", is_reversed=is_reversed)
     assert counts.num_operations == 2
     assert counts.to_device_bytes < 4 * 1024, "the tables of adapters are on the device already"

@@ -31,6 +31,7 @@ from workers.contract.messages import (
 )
 from workers.engine import TrainingEngine
 from workers.rows import RowLayout
+from workers.sampling import sample_pass
 from workers.sampling.sampler import SamplerLimits
 from workers.training import device_logits
 from workers.training.memory import Load, PassMemory
@@ -78,17 +79,18 @@ def step_with_prompt_logprobs(num_requests: int) -> Counts:
         return counts
 
 
-def step_of_adapters_in_another_order() -> Counts:
-    """Return the counts of a step of requests whose adapters are in the bank in another order than theirs."""
-    with engine_of("tiny", cache_bytes_max=1 << 30) as (engine, counting):
+def step_of_adapters(*, is_reversed: bool) -> Counts:
+    """Return the counts of a step of requests with adapters; `is_reversed`: the pass has them in the other order."""
+    bank_order = sample_pass._bank_order
+    with ExitStack() as stack:
+        if is_reversed:  # patched: it depends on where the slabs are in memory
+            other = lambda row: tuple(-number for number in bank_order(row))  # noqa: E731
+            stack.enter_context(patch.object(sample_pass, "_bank_order", other))
+        engine, counting = stack.enter_context(engine_of("tiny", cache_bytes_max=1 << 30))
         keys = ["v0", "v1", "v2"]
         for number, key in enumerate(keys):
-            engine.bank.add(
-                key, AdapterSpec(adapter_id=key, rank=8, alpha=32.0, seed=number, **ALL_KINDS), is_trained=False
-            )
-        _start(engine, "loads", 40, version=SamplerVersion(key="v1"), params=SamplingParams(max_tokens=1, seed=1))
-        engine.decode_step()
-        for key in keys:
+            spec = AdapterSpec(adapter_id=key, rank=8, alpha=32.0, seed=number, **ALL_KINDS)
+            engine.bank.add(key, spec, is_trained=False)
             _start(engine, key, 40, version=SamplerVersion(key=key), num_samples=2)
         for _ in range(3):
             engine.decode_step()
