@@ -84,33 +84,12 @@ class GroupViews:
         )
 
 
-class SlabViews(tuple[GroupViews | None, ...]):
-    """Of each group of the base model, over all rows of a slab; None where the group is not adapted.
-
-    The memory of a slab does not move: later passes use the same addresses.
-    """
-
-    @cached_property
-    def addresses(self) -> NDArray[np.int64]:
-        """The addresses (groups, 4) of A and of each B^T in the first row; 0: there is none."""
-        return _addresses([None if views is None else (views.A, *views.Bs) for views in self])
-
-    @cached_property
-    def gradient_addresses(self) -> NDArray[np.int64]:
-        """The same of their gradients."""
-        return _addresses([None if views is None else (views.A_grad, *views.B_grads) for views in self])
-
-    @cached_property
-    def rank(self) -> int:
-        """The padded rank; a group of experts may have a B^T of each, joined."""
-        return min(views.Bs[0].shape[1] for views in self if views is not None)
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class AdapterViews:
-    """An adapter in its bank slot, as a `Segment` of a pass refers to it."""
+    """An adapter in its bank slot, as a `Segment` of a pass refers to it; the slot never moves in memory."""
 
-    slab: SlabViews
+    slab: Sequence[GroupViews | None]
+    """Of each group of the base model, over all rows of the slab; None where the group is not adapted."""
     groups: Sequence[GroupViews | None]
     """The same of this row alone."""
     slot: int
@@ -123,6 +102,35 @@ class AdapterViews:
         """The device of the slab."""
         return next(views.A.device for views in self.slab if views is not None)
 
+    @cached_property
+    def padded_rank(self) -> int:
+        """R of the slab."""
+        # A group of experts may have a B^T of each, joined.
+        return min(views.Bs[0].shape[1] for views in self.slab if views is not None)
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Addresses (groups, 4) of A and of each B^T; 0: there is none. An array of this slot alone."""
+        return self._addresses([None if views is None else (views.A, *views.Bs) for views in self.slab])
+
+    @cached_property
+    def gradient_addresses(self) -> NDArray[np.int64]:
+        """The same of their gradients."""
+        found: list[tuple[Tensor, ...] | None] = []
+        for views in self.slab:
+            assert views is None or views.A_grad is not None, "a row of a sampler version has no gradient"
+            found.append(None if views is None or views.A_grad is None else (views.A_grad, *views.B_grads))
+        return self._addresses(found)
+
+    def _addresses(self, groups: Sequence[tuple[Tensor, ...] | None]) -> NDArray[np.int64]:
+        """Return the addresses of matrices of this slot, from those of the slab."""
+        found = np.zeros((len(groups), 4), np.int64)
+        for addresses, matrices in zip(found, groups, strict=True):
+            if matrices is not None:
+                row_bytes = matrices[0].stride(0) * matrices[0].element_size()
+                addresses[: len(matrices)] = [matrix.data_ptr() + self.slot * row_bytes for matrix in matrices]
+        return found
+
     def occupy(self, spec: AdapterSpec) -> None:
         """Let the views stand for this adapter, which now lies in the slot."""
         self.scaling = spec.alpha / spec.rank
@@ -130,15 +138,6 @@ class AdapterViews:
     def can_follow(self, last: AdapterViews) -> bool:
         """Return whether this adapter may come behind `last` in a batch."""
         return self.slab is last.slab and self.slot > last.slot and self.scaling == last.scaling
-
-
-def _addresses(groups: Sequence[Sequence[Tensor | None] | None]) -> NDArray[np.int64]:
-    """Return the addresses (groups, 4) of matrices, of at most four in a group; 0: there is none."""
-    found = np.zeros((len(groups), 4), np.int64)
-    for addresses, matrices in zip(found, groups, strict=True):
-        for number, matrix in enumerate(matrices or ()):
-            addresses[number] = 0 if matrix is None else matrix.data_ptr()
-    return found
 
 
 def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:
@@ -200,9 +199,9 @@ class RowLayout:
         self.num_values = end
         """P."""
 
-    def views(self, weights: Tensor, grad: Tensor | None) -> SlabViews:
+    def views(self, weights: Tensor, grad: Tensor | None) -> tuple[GroupViews | None, ...]:
         """Return the views of rows' weights and gradients (S, P), for each group of the base model."""
-        return SlabViews(None if parts is None else self._views(parts, weights, grad) for parts in self.parts)
+        return tuple(None if parts is None else self._views(parts, weights, grad) for parts in self.parts)
 
     def _views(self, parts: GroupParts, weights: Tensor, grad: Tensor | None) -> GroupViews:
         return GroupViews(

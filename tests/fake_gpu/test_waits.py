@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one proc
 
 
 def waits_of(lines: Counter[str]) -> Counter[str]:
-    """Return how often each file waits, without the comparison of a graph that was just captured with its step."""
+    """Return how often each file waits, without the comparison of a graph that was just captured."""
     waits: Counter[str] = Counter()
     for line, number in lines.items():
         waits.update({FILE.findall(line)[0]: number})
-    del waits["step_graphs.py"]
+    del waits["graph_pool.py"]
     return waits
 
 
@@ -45,3 +45,11 @@ def test_a_step_with_prompts_brings_their_log_probabilities_in_one_copy_each(fak
 def test_sequences_that_get_their_slots_late_begin_in_the_drawing_of_a_step(fake_gpu: FakeCudaProcess) -> None:
     counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_late_slots")
     assert waits_of(counts.waits) == {"device_drawing.py": 1}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_decode_step_is_two_launches(fake_gpu: FakeCudaProcess, is_reversed: bool) -> None:
+    """Its layers with the logits, and its drawing, whatever the order of adapters in the pass."""
+    counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_of_adapters", is_reversed=is_reversed)
+    assert counts.num_operations == 2
+    assert counts.to_device_bytes < 4 * 1024, "the tables of adapters are on the device already"

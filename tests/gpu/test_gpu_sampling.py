@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from workers.engine import TrainingEngine
 pytestmark = pytest.mark.gpu
 
 
-def sample(model: Path, **config: Any) -> SampleResult:
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1)
+
+
+def sample(model: Path, params: SamplingParams = GREEDY, **config: Any) -> SampleResult:
     engine = TrainingEngine(EngineSettings(model_path=str(model), **config))
     spec = make_spec("a")
     engine.bank.add("version", spec, is_trained=False)
@@ -25,7 +29,7 @@ def sample(model: Path, **config: Any) -> SampleResult:
         version=SamplerVersion(key="version", spec=spec, state=None),
         prompt=np.arange(40, 70, dtype=np.int32),
         num_samples=3,
-        params=SamplingParams(max_tokens=12, temperature=0.0, seed=1),
+        params=params,
         prompt_logprobs=True,
     )
     engine.start_sample(request)
@@ -64,10 +68,13 @@ def test_cached_prompt_gives_the_same_tokens(even_model: Path) -> None:
     assert [s.tokens.tolist() for s in again.sequences] == [s.tokens.tolist() for s in first.sequences]
 
 
+@pytest.mark.parametrize(
+    "params", [GREEDY, replace(GREEDY, temperature=1.0), replace(GREEDY, temperature=0.5, top_p=0.9)]
+)
 def test_a_model_of_the_usual_form_samples_by_pages_layers_and_graphs(
-    even_qwen3: Path, caplog: pytest.LogCaptureFixture
+    even_qwen3: Path, params: SamplingParams, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sample(even_qwen3, device="cuda")
+    sample(even_qwen3, params, device="cuda")
     assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 

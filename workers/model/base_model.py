@@ -283,11 +283,14 @@ class BaseModel:
             torch.autograd.backward(hidden, dhidden)
 
     @torch.no_grad()
-    def unembed(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Return the logits (N, V), adapters included, of hidden states (N, D). Segments count rows of `hidden`."""
+    def unembed(self, hidden: Tensor, segments: Sequence[Segment] | Routing) -> Tensor:
+        """Return the logits (N, V), adapters included, of hidden states (N, D). Segments count rows of `hidden`.
+
+        Segments whose runs are made already come as a routing.
+        """
         num_rows = hidden.shape[0]
         padding = max(0, self.current.rows_min - num_rows)
-        routing = self.current.route(segments, needs_grad=False)
+        routing = segments if isinstance(segments, Routing) else self.current.route(segments, needs_grad=False)
         (logits,), _ = self.unembedding.forward(F.pad(hidden, (0, 0, 0, padding)), routing)
         return logits[:num_rows]
 

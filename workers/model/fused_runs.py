@@ -72,9 +72,9 @@ class AdapterTables(Generic[T]):
             for segment in segments
             for start in range(segment.start, segment.stop, tile_rows)
         ]
-        addresses, ranks = _addresses(adapters, num_groups)
+        ranks = [adapter.padded_rank for adapter in adapters]
         return AdapterTables(
-            addresses,
+            _addresses([adapter.addresses for adapter in adapters], num_groups),
             np.array(tiles, np.int32).reshape(-1, 3),
             np.array(ranks, np.int32),
             np.array([adapter.scaling for adapter in adapters], np.float32),
@@ -119,7 +119,7 @@ class GradientTables(Generic[T]):
         of_adapter: dict[int, list[tuple[int, int, bool]]] = {id(adapter): [] for adapter in adapters}
         for segment in segments:
             of_adapter[id(segment.adapter)].extend(_pieces(segment))
-        addresses, _ = _addresses(adapters, len(tables.addresses), of_gradients=True)
+        addresses = _addresses([adapter.gradient_addresses for adapter in adapters], len(tables.addresses))
         pieces = np.array([piece for own in of_adapter.values() for piece in own], np.int32).reshape(-1, 3)
         firsts = np.cumsum([0, *map(len, of_adapter.values())], dtype=np.int32)
         arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
@@ -315,25 +315,6 @@ def _pieces(segment: Segment) -> list[tuple[int, int, bool]]:
     ]
 
 
-def _addresses(
-    adapters: Sequence[AdapterViews], num_groups: int, *, of_gradients: bool = False
-) -> tuple[NDArray[np.int64], list[int]]:
-    """Return the addresses (groups, S, 4) of each adapter's A and B^Ts, 0 where there is none, and its padded rank.
-
-    `of_gradients`: those of their gradients.
-    """
-    found, ranks = np.zeros((num_groups, len(adapters), 4), np.int64), np.zeros(len(adapters), np.int64)
-    of_slab: dict[int, list[int]] = {}
-    for number, adapter in enumerate(adapters):
-        of_slab.setdefault(id(adapter.slab), []).append(number)
-    for numbers in of_slab.values():
-        slab = adapters[numbers[0]].slab
-        views = next(views for views in slab if views is not None)
-        matrix = views.A_grad if of_gradients else views.A
-        assert matrix is not None, "a row of a sampler version has no gradient"
-        first = (slab.gradient_addresses if of_gradients else slab.addresses)[:, None]  # (groups, 1, 4)
-        slots = np.array([adapters[number].slot for number in numbers])
-        offsets = slots * (matrix.stride(0) * matrix.element_size())
-        found[:, numbers] = np.where(first, first + offsets[:, None], 0)
-        ranks[numbers] = slab.rank
-    return found, ranks.tolist()
+def _addresses(columns: Sequence[NDArray[np.int64]], num_groups: int) -> NDArray[np.int64]:
+    """Return the addresses (groups, S, 4) of adapters, from those (groups, 4) of each."""
+    return np.stack(columns, axis=1) if columns else np.zeros((num_groups, 0, 4), np.int64)

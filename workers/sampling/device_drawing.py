@@ -12,15 +12,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.messages import SamplingParams
 from workers.host.uploads import on_device
 from workers.sampling.drawing import NonFiniteLogitsError
+
+
+class Kind(NamedTuple):
+    """What a drawing of rows computes."""
+
+    is_sampled: bool
+    """Whether any row has a temperature above 0."""
+    is_filtered: bool
+    """Whether top-k or top-p of any of these rows drops tokens."""
+
+
+def kind_of(params: Sequence[SamplingParams], vocab_size: int) -> Kind:
+    """Return what rows with these parameters need."""
+    sampled = [own for own in params if own.temperature]
+    return Kind(bool(sampled), any(0 < own.top_k < vocab_size or own.top_p < 1 for own in sampled))
 
 
 def draw_rows(
@@ -34,26 +52,52 @@ def draw_rows(
     is_drawn = np.arange(max(1, *map(len, numbers))) < np.array([[len(of_row)] for of_row in numbers])  # (N, K)
     at = np.zeros(is_drawn.shape)
     at[is_drawn] = [number for of_row in numbers for number in of_row]
-    settings = on_device(np.hstack((list(map(_settings, params)), at)), logits.device)  # (N, 3 + K)
-    temperatures, top_k, top_p = settings[:, :3].split(1, dim=1)  # (N, 1)
-    tokens = logits.argmax(1, keepdim=True).expand(is_drawn.shape)
-    if any(own.temperature for own in params):
-        weights = _weights(logits, temperatures)
-        if any(own.temperature and (0 < own.top_k < logits.shape[1] or own.top_p < 1) for own in params):
-            weights *= _is_kept(logits, weights, top_k, top_p)
-        tokens = torch.where(temperatures > 0, _picked(weights, settings[:, 3:]), tokens)
-    drawn = torch.stack((tokens.double(), logprobs.gather(1, tokens).double())).flatten(1)  # (2, N K)
+    settings = on_device(np.hstack((settings_of(params), at)), logits.device)
+    drawn, extremes = draw(logits, logprobs, settings, kind_of(params, logits.shape[1]))
+    drawn = drawn.flatten(1)
     if not is_drawn.all():
         drawn = drawn.index_select(1, on_device(np.flatnonzero(is_drawn), logits.device))
-    *found, is_finite = torch.cat((drawn.flatten(), logits.isfinite().all().view(1))).cpu().tolist()
-    if not is_finite:
+    return read(torch.cat((drawn.flatten(), extremes.flatten())), drawn.shape[1], len(logits))
+
+
+def draw(logits: Tensor, logprobs: Tensor, settings: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Return the tokens drawn and their log-probabilities (2, N, K), and the least and largest logits (2, N), in fp64.
+
+    Of logits and their log-probabilities (N, V); `settings` (N, 3 + K), fp64: those of `settings_of`, and numbers.
+    """
+    temperatures, top_k, top_p = settings[:, :3].split(1, dim=1)  # (N, 1)
+    at = settings[:, 3:]
+    tokens = logits.argmax(1, keepdim=True).expand(at.shape)
+    if kind.is_sampled:
+        weights = _weights(logits, temperatures)
+        if kind.is_filtered:
+            weights *= _is_kept(logits, weights, top_k, top_p)
+        tokens = torch.where(temperatures > 0, _picked(weights, at), tokens)
+    drawn = torch.stack((tokens.double(), logprobs.gather(1, tokens).double()))
+    return drawn, torch.stack(logits.aminmax(dim=1)).double()
+
+
+def read(values: Tensor, num_drawn: int, num_rows: int, num_used: int | None = None) -> tuple[list[int], list[float]]:
+    """Return tokens and their log-probabilities from the device, once it has computed them.
+
+    `values`: the results of `draw`, flat; of so many tokens and rows, of which the first `num_used` count (None: all).
+    Raises NonFiniteLogitsError.
+    """
+    tokens, logprobs, least, largest = (
+        part[:num_used].tolist() for part in values.cpu().split([num_drawn, num_drawn, num_rows, num_rows])
+    )
+    # The least and the largest of values with one that is not a number are not numbers.
+    if not all(map(math.isfinite, chain(least, largest))):
         raise NonFiniteLogitsError
-    num_drawn = len(found) // 2
-    return [int(token) for token in found[:num_drawn]], found[num_drawn:]
+    return [int(token) for token in tokens], logprobs
+
+
+def settings_of(params: Sequence[SamplingParams]) -> NDArray[np.float64]:
+    """Return temperature, top-k and top-p (N, 3) of rows; infinite where a filter keeps everything."""
+    return np.array(list(map(_settings, params)))
 
 
 def _settings(own: SamplingParams) -> tuple[float, float, float]:
-    """Return temperature, top-k and top-p; infinite where a filter keeps everything."""
     top_k, top_p = (own.top_k if own.top_k > 0 else math.inf), (own.top_p if own.top_p < 1 else math.inf)
     return own.temperature, top_k, top_p
 

@@ -96,6 +96,8 @@ class LogitsRows:
     """(N, V) fp32."""
     logprobs: Tensor
     """(N, V) fp32."""
+    is_of_graph: bool = False
+    """Whether they are the first rows of what all step graphs write; then the next step overwrites them."""
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -168,6 +170,8 @@ class SamplePass:
         order = sorted(range(len(parts)), key=lambda index: self._order(parts[index], bank_rows))
         ordered = [parts[index] for index in order]
         starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()
+        if self._graphs is not None and (logits := self._by_graph(self._graphs, ordered, bank_rows)) is not None:
+            return Outcome(logits, [slice(starts[place], starts[place + 1]) for place in np.argsort(order)])
         hidden = self._hidden(ordered, starts, bank_rows)  # (T, D)
         hidden_of = [hidden[start:stop] for start, stop in pairwise(starts)]  # (n, D) each
         for part, rows in zip(ordered, hidden_of, strict=True):
@@ -190,15 +194,22 @@ class SamplePass:
         is_last = self._steps.are_prompts_last and isinstance(part, PromptPart)
         return is_last, *_bank_order(bank_rows.get(part.key))
 
+    def _by_graph(self, graphs: StepGraphs, parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows | None:
+        """Return the rows of parts, in their order; None: run without a graph."""
+        if any(isinstance(part, PromptPart) for part in parts):
+            return None
+        counts = [len(part.tokens) for part in parts]
+        token_ids, positions = (np.concatenate(rows) for rows in zip(*map(_inputs, parts), strict=True))
+        segments = _segments([(part.key, count) for part, count in zip(parts, counts, strict=True)], bank_rows)
+        _, tokens = _places(parts, np.cumsum([0, *counts]).tolist())
+        rows = graphs.run(token_ids, positions, tokens, segments, _temperatures(parts, counts))
+        return None if rows is None else LogitsRows(*rows, is_of_graph=True)
+
     def _hidden(self, parts: Sequence[Part], starts: Sequence[int], bank_rows: dict[str, Row]) -> Tensor:
         """Return the last hidden states (T, D) of parts, in their order."""
         token_ids, positions = (np.concatenate(rows) for rows in zip(*map(_inputs, parts), strict=True))
         segments = _segments([(part.key, len(part.tokens)) for part in parts], bank_rows)
         chunks, tokens = _places(parts, starts)
-        if self._graphs is not None and not chunks:
-            hidden = self._graphs.run(token_ids, positions, tokens, segments)
-            if hidden is not None:
-                return hidden
         device = self._base_model.device
         inputs = on_device(token_ids, device), on_device(positions, device)
         recur = None if self._states is None else self._states.begin(*_moves(parts, starts))
@@ -209,8 +220,7 @@ class SamplePass:
         counts = [len(rows) for rows in hidden]
         runs = [(part.key, count) for part, count in zip(parts, counts, strict=True) if count]
         logits = self._base_model.unembed(torch.cat(list(hidden)), _segments(runs, bank_rows)).float()  # (N, V)
-        temperatures = np.repeat([part.logprobs_temperature for part in parts], counts)
-        return LogitsRows(logits, _logprobs(logits, temperatures))
+        return LogitsRows(logits, _logprobs(logits, _temperatures(parts, counts)))
 
     def _note(self, part: PromptPart, hidden: Tensor, bank_rows: dict[str, Row]) -> None:
         """Call `part.note` with the logits that are wanted, from the hidden states (n, D) of the part's tokens."""
@@ -220,6 +230,11 @@ class SamplePass:
             segments = _segments([(part.key, stop - start)], bank_rows)
             rows = hidden[start - part.start : stop - part.start]
             part.note(start, self._base_model.unembed(rows, segments).float())
+
+
+def _temperatures(parts: Sequence[Part], counts: Sequence[int]) -> NDArray[np.float64]:
+    """Return the temperature of each row's log-probabilities, of parts with so many rows each."""
+    return np.repeat([part.logprobs_temperature for part in parts], counts)
 
 
 def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:

@@ -38,8 +38,10 @@ from workers.sampling import device_drawing
 from workers.sampling.attention.pages import PageKernel, PageSteps
 from workers.sampling.attention.step import BlockSteps, Steps
 from workers.sampling.delta_states import OWNER_PLACES, DeltaStates, StatePool, state_bytes
+from workers.sampling.draw_graphs import DrawGraphs
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
+from workers.sampling.graph_pool import GraphPool
 from workers.sampling.kv_cache import BlockPool, KVCache, PagedCache, block_bytes
 from workers.sampling.prefill import Prefill
 from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
@@ -151,6 +153,7 @@ class Sampler:
         self._cache: KVCache | PagedCache
         self._steps: Steps
         graphs: StepGraphs | None = None
+        self._draw_graphs: DrawGraphs | None = None
         if page_kernel is None:
             self._cache = cache = KVCache(base_model, num_blocks)
             self._steps = BlockSteps(cache, base_model)
@@ -158,7 +161,9 @@ class Sampler:
             self._cache = pages = PagedCache(base_model, num_blocks)
             self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
             if base_model.sampling_layers is not None and base_model.device.type == "cuda":
-                graphs = StepGraphs(base_model, pages, page_kernel)
+                pool = GraphPool()
+                graphs = StepGraphs(base_model, pages, page_kernel, self.num_sequence_slots, pool)
+                self._draw_graphs = DrawGraphs(graphs.logits, graphs.logprobs, pool)
         states = DeltaStates(base_model, num_states) if base_model.delta_layers else None
         self._pass = SamplePass(base_model, bank, self._steps, graphs, states)
         self._clock = clock
@@ -355,9 +360,11 @@ class Sampler:
         drawing = [draw for draw in drawing if not draw.active.is_over]
         if not drawing:
             return
+        # In the order of their rows, so that these need not be picked.
+        in_rows = sorted(drawing, key=lambda draw: (id(draw.logits), draw.rows.start))
         try:
-            numbers = [draw.numbers() for draw in drawing]
-            tokens, logprobs = _drawn(drawing, list(chain.from_iterable(numbers)))
+            numbers = [draw.numbers() for draw in in_rows]
+            tokens, logprobs = self._drawn(in_rows, list(chain.from_iterable(numbers)))
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             if len(drawing) == 1:
                 active = drawing[0].active
@@ -366,11 +373,27 @@ class Sampler:
             for one in drawing:
                 self._draw([one])
             return
+        drawn: dict[_Draw, tuple[list[int], list[float]]] = {}
         stop = 0
-        for draw, of_draw in zip(drawing, numbers, strict=True):
+        for draw, of_draw in zip(in_rows, numbers, strict=True):
             start, stop = stop, stop + sum(map(len, of_draw))
-            drawn = tokens[start:stop], logprobs[start:stop]
-            self._run_or_fail(draw.active, partial(draw.active.append, draw.sequences, *drawn, draw.logits, draw.rows))
+            drawn[draw] = tokens[start:stop], logprobs[start:stop]
+        for draw in drawing:
+            append = partial(draw.active.append, draw.sequences, *drawn[draw], draw.logits, draw.rows)
+            self._run_or_fail(draw.active, append)
+
+    def _drawn(self, drawing: Sequence[_Draw], numbers: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
+        """Return a token for each number of each row, and its log-probability. Raises NonFiniteLogitsError."""
+        params = [draw.active.request.params for draw in drawing for _ in draw.row_indices]
+        rows = _rows(drawing)
+        if not rows.logits.is_cpu:
+            by_graph = None
+            if rows.is_of_graph and self._draw_graphs is not None:
+                by_graph = self._draw_graphs.draw_rows(params, numbers)
+            return by_graph or device_drawing.draw_rows(rows.logits, rows.logprobs, params, numbers)
+        check_finite(rows.values)
+        tokens = draw_rows(rows.values, params, numbers)
+        return tokens, rows.logprobs_of([row for row, of_row in enumerate(numbers) for _ in of_row], tokens)
 
     def _run_or_fail(
         self, active: ActiveRequest, change: Callable[[], tuple[list[SampleEvent], list[ActiveSequence]]]
@@ -412,17 +435,6 @@ def _late(active: ActiveRequest) -> _Draw:
     first = active.first
     assert first is not None
     return _Draw(active, active.begin(), first, slice(0, 1))
-
-
-def _drawn(drawing: Sequence[_Draw], numbers: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
-    """Return a token for each number of each row, and its log-probability. Raises NonFiniteLogitsError."""
-    params = [draw.active.request.params for draw in drawing for _ in draw.row_indices]
-    rows = _rows(drawing)
-    if not rows.logits.is_cpu:
-        return device_drawing.draw_rows(rows.logits, rows.logprobs, params, numbers)
-    check_finite(rows.values)
-    tokens = draw_rows(rows.values, params, numbers)
-    return tokens, rows.logprobs_of([row for row, of_row in enumerate(numbers) for _ in of_row], tokens)
 
 
 def _rows(drawing: Sequence[_Draw]) -> LogitsRows:

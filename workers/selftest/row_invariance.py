@@ -25,7 +25,7 @@ from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainP
 from workers.model.numerics import EXPERT_ROWS, ROWS_MIN, SUM_MAX, Numerics
 from workers.model.pretrained import UnsupportedModelError, activation_of
 from workers.model.segments import Run, backward_segments, forward_segments
-from workers.rows import AdapterViews, GroupViews, SlabViews
+from workers.rows import AdapterViews, GroupViews
 from workers.selftest.expert_invariance import find_expert_rows
 from workers.selftest.sequence_invariance import keeps_sequences
 
@@ -86,7 +86,7 @@ def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, leng
     x = kernel.values(num * length + 1, d_in)
     dy = kernel.values(num * length + 1, aligned)[:, :d_out]
     As, Bs = (kernel.values(num * rank, width).view(num, rank, width) for width in (d_in, aligned))
-    adapters = [AdapterViews(SlabViews(), (), slot, 2.0) for slot in range(num)]
+    adapters = [AdapterViews((), (), slot, 2.0) for slot in range(num)]
 
     def compute(start: int, segments: slice) -> list[Tensor]:
         """Return y, dx, dA, dB of some segments, whose rows begin at `start`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,21 @@ from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from workers.contract.messages import SampledSequence, SampleRequest
-from workers.model.fused_runs import forward_runs
+from workers.model.fused_runs import AdapterTables, forward_runs
 from workers.model.sampling_layers import SamplingLayers
 from workers.model.usual_layers import UsualModel
 from workers.sampling import step_graphs
 from workers.sampling.attention.pages import triton_pages
+from workers.sampling.graph_pool import GraphPool, is_same
 from workers.sampling.kv_cache import PagedCache
-from workers.sampling.step_graphs import GraphStep, StepGraphs, is_same
+from workers.sampling.step_graphs import GraphStep, StepGraphs
 
 pytestmark = [pytest.mark.usefixtures("own_base_models"), pytest.mark.slow]
 
 
-def again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def again(_: GraphPool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Stand in for a capture: run on the same inputs, into the same result."""
-    out = run().clone()
+    out = run()
     return lambda: out.copy_(run())
 
 
@@ -45,7 +47,7 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     """A sampler with graphs, and the samples of one without pages, layers or graphs."""
     interpret()
     # patched: a CPU captures nothing
-    monkeypatch.setattr(step_graphs, "capture", again)
+    monkeypatch.setattr(GraphPool, "capture", again)
     driver = Driver(qwen3)
     by_blocks = Sampling(driver, make_sampler(driver))
     by_blocks.publish("a", "b")
@@ -56,7 +58,8 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     model.current.fuse_forward = forward_runs
     sampler = make_sampler(driver, 400, triton_pages)
     assert isinstance(sampler._cache, PagedCache)
-    sampler._pass._graphs = StepGraphs(model, sampler._cache, triton_pages)  # a sampler makes them on a GPU alone
+    # A sampler makes them on a GPU alone.
+    sampler._pass._graphs = StepGraphs(model, sampler._cache, triton_pages, 8, GraphPool())
     return Sampling(driver, sampler), expected
 
 
@@ -74,15 +77,34 @@ def test_samples_by_graphs_are_those_without(
     begun = list[int]()
     begin = GraphStep.begin
 
-    def noted(step: GraphStep) -> Tensor:
+    def noted(step: GraphStep, pool: GraphPool) -> None:
         begun.append(1)
-        return begin(step)
+        begin(step, pool)
 
     monkeypatch.setattr(GraphStep, "begin", noted)
     assert_same(sampling.sequences(*wanted()), expected)
     assert len(begun) == 3, "five, four and one sequence"
     assert_same(sampling.sequences(*wanted()), expected)
     assert len(begun) == 3, "the second time every bucket has its graph"
+
+
+def test_a_graph_takes_the_adapters_of_its_step(
+    by_graphs: tuple[Sampling, list[tuple[SampledSequence, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, _ = by_graphs
+    sent = list[int]()
+    fill_tables = GraphStep._fill_tables
+
+    def noted(step: GraphStep, adapters: AdapterTables[Any]) -> None:
+        sent.append(1)
+        fill_tables(step, adapters)
+
+    monkeypatch.setattr(GraphStep, "_fill_tables", noted)
+    by_blocks = Sampling(sampling.driver, make_sampler(sampling.driver))
+    for name in ("a", "b", "a"):
+        asked = request(name, f"{name}/v", length=5, max_tokens=5, seed=1, temperature=0.5, scales_logprobs=True)
+        assert_same(sampling.sequences(asked), by_blocks.sequences(asked))
+    assert len(sent) == 3, "once for each, not for each of its steps"
 
 
 def test_the_least_recently_used_graph_gives_way(
@@ -112,11 +134,11 @@ def test_steps_run_without_graphs_if_a_capture_fails(
 ) -> None:
     sampling, expected = by_graphs
 
-    def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def fails(_: GraphPool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if way == "refuses":
             raise RuntimeError("operation not permitted when stream is capturing")
         return lambda: torch.zeros_like(run())
 
-    monkeypatch.setattr(step_graphs, "capture", fails)
+    monkeypatch.setattr(GraphPool, "capture", fails)
     assert_same(sampling.sequences(*wanted()), expected)
     assert caplog.text.count("decode steps run without graphs") == 1

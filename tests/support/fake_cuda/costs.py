@@ -503,7 +503,7 @@ _table("PadNd.cpp: constant_pad_nd fills and copies", padded, "constant_pad_nd")
 _table("TensorShape.cpp: zeros, and a copy into them", padded, "select_backward", "slice_backward")
 _table("cuda/ReduceSumProdKernel.cu, ReduceMaxValuesKernel.cu, ReduceArgMaxKernel.cu, ReduceNormKernel.cu by "
        "Reduce.cuh: one kernel; its blocks' counters are cleared by a memset", kernels(1),
-       "sum", "amax", "argmax", "all", "any", "mean", "linalg_vector_norm")  # fmt: skip
+       "sum", "amax", "aminmax", "argmax", "all", "any", "mean", "linalg_vector_norm")  # fmt: skip
 _table("cuda/Indexing.cu, IndexKernel.cu", picked, "index", "index_select", "embedding")
 _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
@@ -525,7 +525,7 @@ _table("cuda/Bucketization.cu: searchsorted_cuda_contiguous", searched, "searchs
 _table("cuda/Indexing.cu: index_add_cuda_impl", added, "index_add_")
 _table("cuda/IndexKernel.cu: index_put_kernel, without accumulation", put, "index_put_", "_index_put_impl_")
 _table("cuda/Shape.cu: cat_out_cuda, parallel_cat", joined, "cat", "stack")
-_table("cuda/SoftMax.cu: host_softmax, cunn_SoftMaxForward", softmax, "_log_softmax", "_softmax")
+_table("cuda/SoftMax.cu: host_softmax, cunn_SoftMaxForward", softmax, "_log_softmax", "log_softmax", "_softmax")
 _table("cuda/SoftMax.cu: host_softmax_backward", kernels(1), "_softmax_backward_data")
 _table("cuda/ScanUtils.cuh: scan_dim; ATen/cuda/cub.cuh", scan, "cumsum")
 _table("cuda/Blas.cpp: one call of cuBLAS, which may split its sum over two kernels", product,

@@ -31,6 +31,7 @@ from workers.contract.messages import (
 )
 from workers.engine import TrainingEngine
 from workers.rows import RowLayout
+from workers.sampling import sample_pass
 from workers.sampling.sampler import SamplerLimits
 from workers.training import device_logits
 from workers.training.memory import Load, PassMemory
@@ -78,6 +79,27 @@ def step_with_prompt_logprobs(num_requests: int) -> Counts:
         return counts
 
 
+def step_of_adapters(*, is_reversed: bool) -> Counts:
+    """Return the counts of a step of requests with adapters; `is_reversed`: the pass has them in the other order."""
+    bank_order = sample_pass._bank_order
+    with ExitStack() as stack:
+        if is_reversed:  # patched: it depends on where the slabs are in memory
+            other = lambda row: tuple(-number for number in bank_order(row))  # noqa: E731
+            stack.enter_context(patch.object(sample_pass, "_bank_order", other))
+        engine, counting = stack.enter_context(engine_of("tiny", cache_bytes_max=1 << 30))
+        keys = ["v0", "v1", "v2"]
+        for number, key in enumerate(keys):
+            spec = AdapterSpec(adapter_id=key, rank=8, alpha=32.0, seed=number, **ALL_KINDS)
+            engine.bank.add(key, spec, is_trained=False)
+            _start(engine, key, 40, version=SamplerVersion(key=key), num_samples=2)
+        for _ in range(3):
+            engine.decode_step()
+        with counting.stretch() as counts:
+            events = engine.decode_step()
+        assert {event.op_id for event in events} == set(keys)
+        return counts
+
+
 def step_with_late_slots() -> Counts:
     """Return the counts of the step in which a running request's last sample gets the slot of another request."""
     limits = partial(SamplerLimits, num_sequences_max=4)
@@ -97,10 +119,11 @@ def _drawing(events: Sequence[SampleEvent], name: str) -> set[int]:
 
 
 def _start(engine: TrainingEngine, name: str, num_tokens: int, **changes: Any) -> None:
-    """Begin a request on the base model; it streams its tokens."""
+    """Begin a request, of the base model unless `changes` name a version; it streams its tokens."""
     numbers: dict[str, Any] = {"num_samples": 1, "params": SamplingParams(max_tokens=8, seed=1), "stream": True}
-    prompt, version = np.arange(num_tokens, dtype=np.int32), SamplerVersion(key="")
-    engine.start_sample(SampleRequest(op_id=name, scope=name, version=version, prompt=prompt, **numbers | changes))
+    numbers["version"] = SamplerVersion(key="")
+    prompt = np.arange(num_tokens, dtype=np.int32)
+    engine.start_sample(SampleRequest(op_id=name, scope=name, prompt=prompt, **numbers | changes))
 
 
 def memory_of_a_pass(name: str, load: Case, **settings: Any) -> tuple[int, int, int]:
