@@ -65,7 +65,8 @@ DEADLINE_UNKNOWN_S = 600.0
 SOLO_FACTOR = 4.0
 """How many times longer a batch may take for each solo loss of its operation: it may only be slow."""
 STEP_TOKENS = 640
-"""The most rows of a decode step that may be running when a batch arrives: of prompts and of running sequences."""
+"""The most rows of a decode step that may be running when a batch arrives: of prompts and of running sequences. On a
+GPU there may be seven times as many, which take less than `DEADLINE_FACTOR` times as long."""
 BYTES_PER_S, SAVE_S = 20e6, 5.0
 """The slowest transfer of states to a worker and back, and the most seconds that a save may take besides."""
 

@@ -54,6 +54,9 @@ STATES_SHARE = 1 / 2
 """The part of the memory for samples that a hybrid's states of linear attention take at most."""
 NUM_CHECKPOINTS = 64
 """States beyond those of as many sequences and prompts as may run: for prompts that begin alike."""
+PREFILL_TOKENS_MAX, PAGED_PREFILL_TOKENS_MAX = 512, 4096
+"""What a GPU computes of prompts in the time of some decode steps; it takes hardly longer for few tokens than for so
+many, because the host launches as many kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +69,9 @@ class SamplerLimits:
     """Keys and values, as a part of the memory that is free at the start of a worker."""
     num_sequences_max: int = SEQUENCE_SLOTS
     """Sequence slots."""
-    prefill_tokens_max: int = 512
-    """Tokens of prompts in one step while no sequence is decoding; see `prefill.DECODING_SHARE`."""
+    prefill_tokens_max: int | None = None
+    """Tokens of prompts in one step while no sequence is decoding; see `prefill.DECODING_SHARE`. None:
+    `PREFILL_TOKENS_MAX`, and over pages on a GPU `PAGED_PREFILL_TOKENS_MAX`."""
 
     def cache_bytes(self, free_bytes: int) -> int:
         """Return the bytes for keys and values, if so many are free at the start of a worker."""
@@ -148,7 +152,8 @@ class Sampler:
         """Sequences that may run at a time."""
         if num_states:
             self.num_sequence_slots = min(self.num_sequence_slots, num_states // OWNER_PLACES - 1)
-        self._prefill = Prefill(self.blocks, self.states, bank, limits.prefill_tokens_max)
+        own_max = PREFILL_TOKENS_MAX if page_kernel is None else PAGED_PREFILL_TOKENS_MAX
+        self._prefill = Prefill(self.blocks, self.states, bank, limits.prefill_tokens_max or own_max)
         self.slots = SequenceSlots(self.blocks, self.states, self._prefill, self.num_sequence_slots)
         self._cache: KVCache | PagedCache
         self._steps: Steps

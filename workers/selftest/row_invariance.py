@@ -134,7 +134,6 @@ def find_numerics(base_model: BaseModel) -> Numerics:
         return numerics
     keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
     expert_rows = find_expert_rows(base_model)
-    keeps = keeps and expert_rows is not None
     if numerics.is_exact:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
         is_aligned = base_model.device.type == "cpu" or base_model.vocab_size % ALIGNED_VALUES == 0
@@ -142,10 +141,16 @@ def find_numerics(base_model: BaseModel) -> Numerics:
             are_invariant = are_blocks_invariant(weights, numerics.block_rows)
         else:
             are_invariant = are_tiles_invariant(weights)
-        if not (keeps and is_aligned and are_invariant):
+        holds = {
+            "in linear attention a sequence's bits depend on the others": keeps,
+            "in products of experts a row's bits depend on the others": expert_rows is not None,
+            f"its vocabulary of {base_model.vocab_size} is no multiple of {ALIGNED_VALUES}": is_aligned,
+            "in products with its weights a row's bits depend on its place": are_invariant,
+        }
+        if broken := [reason for reason, does_hold in holds.items() if not does_hold]:
             raise UnsupportedModelError(
-                "exact mode is not possible with this model on this device: in products with its weights a row's bits "
-                "depend on its place; load it without exact"
+                f"exact mode is not possible with this model on this device: {', and '.join(broken)}; load it without "
+                "exact"
             )
         return replace(numerics, expert_rows=expert_rows or EXPERT_ROWS)
     elementwise = _elementwise(base_model)
@@ -159,7 +164,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
             can_batch_parts = not shapes_unbatched(group, rows_min or ROWS_MIN, SUM_MAX)
             (in_parts if can_batch_parts else unbatched).update(shapes)
     return Numerics(
-        rows_min=rows_min if keeps else None,
+        rows_min=rows_min if keeps and expert_rows is not None else None,
         is_packed=is_packed,
         expert_rows=expert_rows or EXPERT_ROWS,
         can_batch=not (unbatched and base_model.expert_layers),

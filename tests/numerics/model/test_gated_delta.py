@@ -155,5 +155,5 @@ def test_the_trial_finds_a_library_whose_bits_depend_on_the_number_of_values(
 def test_a_model_that_fails_the_trial_says_so_in_its_fingerprint(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.selftest.row_invariance.keeps_sequences", lambda *_: False)
     assert "rows depend on their neighbours" in Driver(hybrid).engine.info.fingerprint
-    with pytest.raises(UnsupportedModelError, match="exact mode is not possible"):
+    with pytest.raises(UnsupportedModelError, match="in linear attention a sequence's bits depend"):
         load_base_model(EngineSettings(model_path=str(hybrid), exact=True))

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.numerics.harness import Driver, code, make_data, make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
+from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import AdamParams, ErrorCode, SampleResult
 from workers.host.free_memory import MemoryShare
-from workers.sampling.kv_cache import block_bytes
+from workers.sampling.kv_cache import PAGE_TOKENS, block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,18 @@ def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytes
     pool = s.sampler.blocks
     # private: cached and used blocks together are counted nowhere else
     assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt stay cached, once"
+
+
+def test_many_prompts_are_computed_in_one_step_over_pages(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, and a quarter as many tokens while others decode."""
+    s = sampling(qwen3)
+    s.sampler = make_sampler(s.driver, 4000, page_kernel=slow_pages)
+    rows = s.count_rows(monkeypatch)
+    for number in range(9):
+        s.sampler.start_sample(request(str(number), prompt=prompt_of(500, seed=number), max_tokens=3))
+    s.step()
+    s.step()
+    assert rows == [8 * 500 + PAGE_TOKENS, 500 - PAGE_TOKENS + 8], "up to whole pages, and eight decode"
 
 
 def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
