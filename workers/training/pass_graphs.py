@@ -128,10 +128,13 @@ class PassGraphs:
         self.has_failed = False
         """Whether a graph could not be captured."""
 
-    def trunk(self, rows: Rows) -> Trunk | None:
-        """Return the layers of a pass with a backward, its inputs filled; None: run it without a graph."""
+    def trunk(self, rows: Rows, can_keep: Callable[[], bool] = lambda: True) -> Trunk | None:
+        """Return the layers of a pass with a backward, its inputs filled; None: run it without a graph.
+
+        `can_keep` returns whether the memory of the pass may stay its graphs'.
+        """
         is_off = self.has_failed or not can_capture(self._model)
-        if is_off or len(rows.tokens) > ROWS_MAX or not rows.segments:
+        if is_off or len(rows.tokens) > ROWS_MAX or not rows.segments or not can_keep():
             return None
         num_groups = len(self._model.groups)
         adapters = AdapterTables.of(rows.segments, num_groups, TRAINING_TILE_ROWS)

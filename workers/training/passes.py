@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -276,12 +277,14 @@ class PassRunner:
                 self._bank.entry(key).note_gradient()
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
-        load = self._load(packed, rows, num_pending)
-        recompute = is_deep and (must_recompute or self.room.must_recompute(load))
+        load = partial(self._load, packed, rows, num_pending)
+        recompute = is_deep and (must_recompute or self.room.must_recompute(load()))
         is_tight = recompute and self.base_model.device.type == "cpu"
         self.times.end("pack")
         with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
-            by_graphs = self._graphs.trunk(packed) if is_deep and not recompute and self.room.can_keep(load) else None
+            by_graphs = None
+            if is_deep and not recompute:
+                by_graphs = self._graphs.trunk(packed, lambda: self.room.can_keep(load()))
             trunk = by_graphs or PlainTrunk(self.base_model, packed, recompute=recompute)
             hidden = trunk.forward()
             self.times.end("forward")
