@@ -339,7 +339,7 @@ class BaseModel:
 
     def info(self, *, is_thread_count_invariant: bool, are_samples_batch_invariant: bool) -> ModelInfo:
         """Return the facts that the coordinator and clients need; the flags are part of the `fingerprint`."""
-        # A deferred loss does not pad its blocks of logits to `rows_min`.
+        # A deferred loss neither pads its blocks of logits to `rows_min` nor aligns their rows.
         numerics = replace(self.numerics, rows_min=None) if self.is_deferred else self.numerics
         return ModelInfo(
             name=self.name,

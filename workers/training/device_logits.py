@@ -6,8 +6,10 @@ log-probabilities stay on the device until `settle` fetches those of all request
 
 Depends on the unembedding, the losses and the rows of each request; not on lower layers.
 
-Main invariant: the results of a request's rows depend on its own rows alone, and no step waits for the device. If a
-request's loss is not finite, its slopes become zero; its own rows may stay infinite, but no product mixes rows of two
+Main invariant: the results of a request's rows depend on its own rows alone, and no step waits for the device. On a CPU
+their last bits may depend on their place in the pass: rows of logits are as long as the vocabulary, so not all begin at
+whole cache lines, and products of few columns depend on that. The fingerprint promises no bits there. If a request's
+loss is not finite, its slopes become zero; its own rows may stay infinite, but no product mixes rows of two
 requests, so its neighbours' are not affected.
 
 Dimensions: T rows of the pass, B rows of a block, D hidden size, V vocabulary.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.harness import Driver
-from tests.support.numerics.interpreted import interpret, metered
+from tests.support.numerics.interpreted import interpret, metered, sums_in_order
 from tests.support.numerics.random_adapters import (
     D_IN,
     NUM_ROWS,
@@ -102,9 +102,10 @@ def test_segments_add_the_same_bits_in_one_pass_as_in_one_after_another() -> Non
     interpret()
     x, dys = operands(0, torch.bfloat16)
     together, apart = segments_of(torch.bfloat16), segments_of(torch.bfloat16)
-    backward(together, 0, x, dys)
-    for segment in apart:
-        backward([segment], 0, x, dys)
+    with sums_in_order():
+        backward(together, 0, x, dys)
+        for segment in apart:
+            backward([segment], 0, x, dys)
     for segment, other in zip(together, apart, strict=True):
         pairs = zip(gradients_of([segment], 0).values(), gradients_of([other], 0).values(), strict=True)
         assert all(torch.equal(one, two) for own, theirs in pairs for one, two in zip(own, theirs, strict=True))
@@ -113,11 +114,12 @@ def test_segments_add_the_same_bits_in_one_pass_as_in_one_after_another() -> Non
 def test_an_adapter_has_the_same_gradients_whatever_else_is_in_the_pass() -> None:
     interpret()
     together, (x, dys) = segments_of(torch.bfloat16), operands(0, torch.bfloat16)
-    dx = backward(together, 0, x, dys)
     alone = segments_of(torch.bfloat16)
     alone = [segment for segment in alone if segment.adapter is alone[0].adapter]
     assert len(alone) == 2, "an adapter with two segments"
-    own_dx = backward(alone, 0, x, dys)
+    with sums_in_order():
+        dx = backward(together, 0, x, dys)
+        own_dx = backward(alone, 0, x, dys)
     assert torch.equal(dx[50:58], own_dx[50:58])
     (own,) = gradients_of(alone, 0).values()
     for gradient, right in zip(gradients_of(together, 0)[id(together[0].adapter)], own, strict=True):
@@ -152,8 +154,9 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass() -> None:
     interpret()
     segments, (x, ys) = segments_of(torch.bfloat16), operands(0, torch.bfloat16)
     solo = [y.clone() for y in ys]
-    ForwardRun.of(segments).forward(0, x, ys)
-    ForwardRun.of(segments[1:2]).forward(0, x, solo)
+    with sums_in_order():
+        ForwardRun.of(segments).forward(0, x, ys)
+        ForwardRun.of(segments[1:2]).forward(0, x, solo)
     for y, own in zip(ys, solo, strict=True):
         assert torch.equal(y[1:8], own[1:8])
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,28 @@ def interpret() -> None:
     for name in defined:
         library.impl(name, launcher(name), "CPU")
     _LIBRARIES.append(library)
+
+
+@contextmanager
+def sums_in_order() -> Iterator[None]:
+    """Let the interpreter's products in this block add up one value after another, after `interpret`.
+
+    For tests of bits. The interpreter multiplies by numpy, whose library may choose the order of an element's sum by
+    the shape of the product: with OpenBLAS's kernels for AVX2, 16 columns of a product have other bits than the product
+    of these columns alone, and a program's columns depend on the largest rank of a pass. So these tests show the
+    order in which the kernels add products, not that in which a product adds values. It takes 20 to 70 times as long.
+    """
+    interpreter: ModuleType = importlib.import_module("triton.runtime.interpreter")
+
+    def dot(self: Any, left: Any, right: Any, total: Any, *_: Any) -> Any:
+        del self
+        product = np.zeros_like(total.data)  # (M, N), of (M, K) and (K, N)
+        for k in range(left.data.shape[1]):
+            product += left.data[:, k : k + 1] * right.data[k]
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    with patch.object(interpreter.InterpreterBuilder, "create_dot", dot):
+        yield
 
 
 @dataclass(slots=True)
