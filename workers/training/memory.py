@@ -33,8 +33,9 @@ from workers.training.kernel_scores import can_score
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
-KEPT_FRACTION = 0.5
-"""The part of the above that graphs may keep: passes without graphs need memory beside it."""
+KEPT_FRACTION = 0.75
+"""The part of the above that graphs may keep: smaller passes without graphs need memory beside it, and one that finds too
+little drops the graphs."""
 FULL_BYTES = 4
 """Of an fp32 value."""
 INDEX_BYTES = 8
