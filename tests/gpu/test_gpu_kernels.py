@@ -163,6 +163,18 @@ def test_attention_over_pages_is_that_of_each_sequence_and_reads_nothing_beyond(
         assert torch.equal(sums, whole[1][:, rows])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_over_pages_in_a_window_is_that_row_by_row(*, is_causal: bool) -> None:
+    pages = RandomPages.of((8, 2), 128, torch.bfloat16, [1, 9, 200, 4], [1, 300, PAGE_TOKENS, 2777], device="cuda")
+    reads = pages.reads(is_causal=is_causal)
+    exact = pages.to(torch.float32)
+    for window in (1, 70, 1500):
+        actual = triton_pages(pages.query, pages.keys, pages.values, reads, 0.1, window)
+        expected = slow_pages(exact.query, exact.keys, exact.values, reads, 0.1, window)
+        assert close(actual[0], expected[0])
+        assert close(actual[1], expected[1])
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
     even_models: dict[str, Path], architecture: str
@@ -178,8 +190,10 @@ def test_a_model_of_the_usual_form_samples_by_layers_in_few_kernels(
 def test_attention_of_projections_is_that_of_separate_operations(kernel: PageKernel, *, has_norms: bool) -> None:
     """Of the same queries and keys, rotated and rounded to bf16: softmax turns their rounding into more."""
 
-    def slowly(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float) -> tuple[Tensor, Tensor]:
-        out, log_sums = slow_pages(query.float(), keys.float(), values.float(), reads, scaling)
+    def slowly(
+        query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, log_sums = slow_pages(query.float(), keys.float(), values.float(), reads, scaling, window)
         return out.to(query.dtype), log_sums
 
     results = []

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.host.input_block import Shape
 from workers.host.uploads import all_on_device, on_device
 from workers.model.gpu_operations import (
     GRADIENT_DEPTH,
@@ -87,16 +88,23 @@ class AdapterTables(Generic[T]):
         addresses, tiles, ranks, scalings = (on_device(array, device) for array in arrays)
         return AdapterTables(addresses, tiles, ranks, scalings, self.rank_max)
 
-    def padded(self: AdapterTables[NDArray[Any]], num_adapters: int, num_tiles: int) -> AdapterTables[NDArray[Any]]:
-        """Return the tables with further adapters that adapt nothing, and further tiles without rows."""
-        missing, no_tiles = num_adapters - len(self.ranks), num_tiles - len(self.tiles)
-        return AdapterTables(
-            np.pad(self.addresses, ((0, 0), (0, missing), (0, 0))),
-            np.pad(self.tiles, ((0, no_tiles), (0, 0))),
-            np.pad(self.ranks, (0, missing)),
-            np.pad(self.scalings, (0, missing)),
-            self.rank_max,
-        )
+    @staticmethod
+    def shapes(num_groups: int, num_adapters: int, num_tiles: int) -> list[Shape]:
+        """Return types and shapes of addresses, tiles, ranks and scalings, for an `InputBlock`."""
+        return [
+            (np.int64, (num_groups, num_adapters, 4)),
+            (np.int32, (num_tiles, 3)),
+            (np.int32, (num_adapters,)),
+            (np.float32, (num_adapters,)),
+        ]
+
+    def write(self: AdapterTables[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> None:
+        """Write to zeros of `shapes`: further adapters adapt nothing, and further tiles have no rows."""
+        addresses, tiles, ranks, scalings = targets
+        num_adapters = len(self.ranks)
+        addresses[:, :num_adapters] = self.addresses
+        tiles[: len(self.tiles)] = self.tiles
+        ranks[:num_adapters], scalings[:num_adapters] = self.ranks, self.scalings
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +133,22 @@ class GradientTables(Generic[T]):
         arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
         return GradientTables(addresses, pieces, firsts, arrivals)
 
-    def padded(self: GradientTables[NDArray[Any]], num_adapters: int, num_pieces: int) -> GradientTables[NDArray[Any]]:
-        """Return the tables with further adapters without pieces, and further pieces of no adapter."""
-        missing, no_pieces = num_adapters - self.addresses.shape[1], num_pieces - len(self.pieces)
-        return GradientTables(
-            np.pad(self.addresses, ((0, 0), (0, missing), (0, 0))),
-            np.pad(self.pieces, ((0, no_pieces), (0, 0))),
-            np.pad(self.firsts, (0, missing), mode="edge"),
-            self.arrivals,
-        )
+    @staticmethod
+    def shapes(num_groups: int, num_adapters: int, num_pieces: int) -> list[Shape]:
+        """Return types and shapes of addresses, pieces and firsts, for an `InputBlock`."""
+        return [
+            (np.int64, (num_groups, num_adapters, 4)),
+            (np.int32, (num_pieces, 3)),
+            (np.int32, (num_adapters + 1,)),
+        ]
+
+    def write(self: GradientTables[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> None:
+        """Write to zeros of `shapes`: further adapters have no pieces, and further pieces are no adapter's."""
+        addresses, pieces, firsts = targets
+        num_adapters = self.addresses.shape[1]
+        addresses[:, :num_adapters] = self.addresses
+        pieces[: len(self.pieces)] = self.pieces
+        firsts[:num_adapters], firsts[num_adapters:] = self.firsts[:-1], self.firsts[-1]
 
 
 class FusedRun(ABC):

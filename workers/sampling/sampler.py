@@ -164,7 +164,8 @@ class Sampler:
             self._steps = BlockSteps(cache, base_model)
         else:
             self._cache = pages = PagedCache(base_model, num_blocks)
-            self._steps = PageSteps(pages, page_kernel, base_model.num_heads // base_model.num_key_value_heads)
+            heads_per_key = base_model.num_heads // base_model.num_key_value_heads
+            self._steps = PageSteps(pages, page_kernel, heads_per_key, has_windows=base_model.has_sliding_window)
             if base_model.sampling_layers is not None and base_model.device.type == "cuda":
                 pool = GraphPool()
                 graphs = StepGraphs(base_model, pages, page_kernel, self.num_sequence_slots, pool)

@@ -194,15 +194,7 @@ class GraphStep:
                 (parts[:3], parts[3:]), self._widths, (bucket.most_queries, self._heads_per_key), strict=True
             )
         )
-        self._tables = InputBlock(
-            [
-                (np.int64, (num_groups, num_rows, 4)),
-                (np.int32, (num_tiles, 3)),
-                (np.int32, (num_rows,)),
-                (np.float32, (num_rows,)),
-            ],
-            cache.device,
-        )
+        self._tables = InputBlock(AdapterTables.shapes(num_groups, num_rows, num_tiles), cache.device)
         """Addresses, tiles, ranks and scalings of adapters."""
         self._filled: AdapterTables[NDArray[Any]] | None = None
         """What `_tables` have."""
@@ -248,12 +240,9 @@ class GraphStep:
             self._fill_tables(adapters)
 
     def _fill_tables(self, adapters: AdapterTables[NDArray[Any]]) -> None:
-        """Overwrite the tables of adapters; further adapters adapt nothing, and further tiles have no rows."""
-        block, (addresses, tiles, ranks, scalings) = self._tables.blank()
-        num_adapters = len(adapters.ranks)
-        addresses[:, :num_adapters] = adapters.addresses
-        tiles[: len(adapters.tiles)] = adapters.tiles
-        ranks[:num_adapters], scalings[:num_adapters] = adapters.ranks, adapters.scalings
+        """Overwrite the tables of adapters."""
+        block, targets = self._tables.blank()
+        adapters.write(targets)
         self._tables.send(block)
         self._filled = adapters
 

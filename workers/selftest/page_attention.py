@@ -30,6 +30,8 @@ OWN_LENGTHS = (0, 37, PAGE_TOKENS - 1)
 OWN_PAGES = (3, 0, 5)
 CHUNK = PromptChunk(len(OWN_LENGTHS), PromptBlocks([2, 6], PAGE_TOKENS + 33), PAGE_TOKENS - 64, PAGE_TOKENS + 33)
 NUM_PAGES = 7
+WINDOW = 50
+"""Of a model with sliding windows: one sample sees keys of its prompt, one none."""
 
 
 def tried_page_kernel(model: BaseModel) -> PageKernel | None:
@@ -57,14 +59,16 @@ def is_right(model: BaseModel, kernel: PageKernel) -> bool:
         NextToken(row, PROMPT, SequenceBlocks(row, [page], length))
         for row, (page, length) in enumerate(zip(OWN_PAGES, OWN_LENGTHS, strict=True))
     ]
-    tables = make_tables([CHUNK], tokens, num_heads // num_keys, model.device)
+    tables = make_tables([CHUNK], tokens, num_heads // num_keys, model.device, has_windows=model.has_sliding_window)
     attend = PagedAttention(cache, kernel, tables)
     scaling = head_dim**-0.5
     heads = [draw(1, heads, tables.num_rows, head_dim) for heads in (num_heads, num_keys, num_keys)]  # (1, heads, T, E)
-    actual = attend(0, *heads, scaling=scaling, sliding_window=None)[0]  # (T, H, E)
-    expected = _row_by_row(cache, heads[0][0].transpose(0, 1), scaling)
-    if not torch.allclose(actual.float(), expected, atol=TOLERANCE):
-        return False
+    sinks = draw(num_heads) if model.has_sinks else None
+    for window in (None, *[WINDOW] * model.has_sliding_window):
+        actual = attend(0, *heads, scaling=scaling, sliding_window=window, sinks=sinks)[0]  # (T, H, E)
+        expected = _row_by_row(cache, heads[0][0].transpose(0, 1), scaling, window, sinks)
+        if not torch.allclose(actual.float(), expected, atol=TOLERANCE):
+            return False
     if model.sampling_layers is None:
         return True
     width = (num_heads + 2 * num_keys) * head_dim
@@ -75,7 +79,7 @@ def is_right(model: BaseModel, kernel: PageKernel) -> bool:
     return torch.allclose(one, other, atol=TOLERANCE * float(other.abs().max()))
 
 
-def _row_by_row(cache: PagedCache, queries: Tensor, scaling: float) -> Tensor:
+def _row_by_row(cache: PagedCache, queries: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> Tensor:
     """Return the attention (T, H, E), fp32, of the step's queries (T, H, E); its keys and values are in the cache."""
     places = [
         (PROMPT.blocks, PROMPT.length, page, length + 1) for page, length in zip(OWN_PAGES, OWN_LENGTHS, strict=True)
@@ -89,6 +93,11 @@ def _row_by_row(cache: PagedCache, queries: Tensor, scaling: float) -> Tensor:
         )  # (n, K, E)
         num_shared = query.shape[0] // keys.shape[1]
         keys, values = (part.repeat_interleave(num_shared, dim=1) for part in (keys, values))  # (n, H, E)
-        weights = (torch.einsum("he,nhe->nh", query.float(), keys) * scaling).softmax(0)
+        if window is not None:
+            keys, values = keys[-window:], values[-window:]
+        scores = torch.einsum("he,nhe->nh", query.float(), keys) * scaling
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().unsqueeze(0)])
+        weights = scores.softmax(0)[: len(keys)]
         results.append(torch.einsum("nh,nhe->he", weights, values))
     return torch.stack(results)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from workers.host.allocator import is_out_of_memory
+from workers.host.input_block import InputBlock
 from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, GradientTables, TrainingRun
@@ -204,21 +205,23 @@ class Trunk:
         """T of the pass whose inputs are filled."""
         self._rows = torch.zeros(2, bucket.num_rows, dtype=torch.int64, device=device)
         """Token ids and positions."""
-        sizes = [bucket.num_sequences + 1, 3 * bucket.num_tiles, bucket.num_adapters]
-        sizes += [3 * bucket.num_pieces, bucket.num_adapters + 1]
-        self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        """Ends of sequences, tiles, ranks, pieces, firsts."""
-        self._addresses = torch.zeros(2, num_groups, bucket.num_adapters, 4, dtype=torch.int64, device=device)
-        """Of the adapters' matrices, and of their gradients."""
-        self._scalings = torch.zeros(bucket.num_adapters, dtype=torch.float32, device=device)
-        self._ends, tiles, ranks, pieces, firsts = self._numbers.split(sizes)
+        self._tables = InputBlock(
+            [
+                (np.int32, (bucket.num_sequences + 1,)),
+                *AdapterTables.shapes(num_groups, bucket.num_adapters, bucket.num_tiles),
+                *GradientTables.shapes(num_groups, bucket.num_adapters, bucket.num_pieces),
+            ],
+            device,
+        )
+        """Ends of sequences, and what adapters and their gradients need."""
+        ends, addresses, tiles, ranks, scalings, of_gradients, pieces, firsts = self._tables.tensors
         arrivals = torch.zeros(num_arrivals(bucket.num_tiles, bucket.rank), dtype=torch.int32, device=device)
-        adapters = AdapterTables(self._addresses[0], tiles.view(-1, 3), ranks, self._scalings, bucket.rank)
-        gradients = GradientTables(self._addresses[1], pieces.view(-1, 3), firsts, arrivals)
+        adapters = AdapterTables(addresses, tiles, ranks, scalings, bucket.rank)
+        gradients = GradientTables(of_gradients, pieces, firsts, arrivals)
         self._routing = Routing((), 1)
         self._routing.runs.append(TrainingRun(adapters, gradients, [True] * num_groups))
         self._dhidden = torch.zeros(bucket.num_rows, model.hidden_size, dtype=model.dtype, device=device)
-        self._attend: Attend = VarlenAttention.between(self._ends, bucket.num_rows, bucket.longest)
+        self._attend: Attend = VarlenAttention.between(ends, bucket.num_rows, bucket.longest)
         if bucket.requests:
             self._attend = model.attend_packed([*chain(*bucket.requests)], [*map(len, bucket.requests)])
         self._hidden: Tensor | None = None
@@ -240,17 +243,12 @@ class Trunk:
         """Overwrite the inputs; `lengths` are those of all sequences, left over rows among them."""
         bucket, num_rows = self._bucket, len(rows.tokens)
         self._num_rows = num_rows
-        adapters = adapters.padded(bucket.num_adapters, bucket.num_tiles)
-        gradients = gradients.padded(bucket.num_adapters, bucket.num_pieces)
-        ends = np.full(bucket.num_sequences + 1, bucket.num_rows, np.int32)
+        block, (ends, *targets) = self._tables.blank()
+        ends[:] = bucket.num_rows
         ends[: len(lengths) + 1] = [0, *accumulate(lengths)]
-        numbers = [ends, adapters.tiles.ravel(), adapters.ranks, gradients.pieces.ravel(), gradients.firsts]
-        for target, source in (
-            (self._numbers, np.concatenate(numbers)),
-            (self._addresses, np.stack([adapters.addresses, gradients.addresses])),
-            (self._scalings, adapters.scalings),
-        ):
-            target.copy_(torch.from_numpy(source), non_blocking=True)
+        adapters.write(targets[:4])
+        gradients.write(targets[4:])
+        self._tables.send(block)
         self._rows[:, num_rows:] = 0
         self._rows[0, :num_rows] = rows.tokens
         self._rows[1, :num_rows] = rows.positions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,23 @@ def test_attention_is_that_row_by_row_and_reads_nothing_beyond(
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(log_sums, expected_sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 70, PART_KEYS + 5])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_row_sees_the_keys_of_its_window(window: int, *, is_causal: bool) -> None:
+    """Which end at the row's own token, or behind further keys of the sequence, and may begin in any part."""
+    pages = RandomPages.of((4, 2), 16, torch.float32, [1, 9, 0, 40], [1, 300, 1, PART_KEYS + 50])
+    reads = pages.reads(is_causal=is_causal)
+    if not is_causal:
+        of_rows = [5, *range(300, 300 + 63, 7), *range(PART_KEYS + 50, PART_KEYS + 50 + 40 * 30, 30)]
+        reads = replace(reads, behinds=torch.tensor(of_rows, dtype=torch.int32))
+    out, log_sums = triton_pages(pages.query, pages.keys, pages.values, reads, 0.2, window)
+    expected, expected_sums = slow_pages(pages.query, pages.keys, pages.values, reads, 0.2, window)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_sums, expected_sums, rtol=1e-5, atol=1e-5)
+    if not is_causal and window == 1:
+        assert (log_sums[:, 0] == -torch.inf).all(), "the window is behind all keys"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

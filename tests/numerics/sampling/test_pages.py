@@ -22,8 +22,6 @@ slow = pytest.mark.slow
 def paged(model: Path) -> tuple[Sampling, Sampling]:
     """Return samplers by blocks and by pages, with versions a/v and b/v in the bank that they share."""
     driver = Driver(model)
-    if driver.engine.base_model.has_sliding_window:
-        pytest.skip("models with sliding windows attend by blocks")
     by_blocks, by_pages = (
         Sampling(driver, make_sampler(driver)),
         Sampling(driver, make_sampler(driver, 400, slow_pages)),

@@ -17,32 +17,58 @@ from workers.selftest import page_attention
 from workers.selftest.page_attention import is_right, tried_page_kernel
 
 
-def sees_all(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float) -> tuple[Tensor, Tensor]:
-    return slow_pages(query, keys, values, replace(reads, is_causal=False), scaling)
+def sees_all(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return slow_pages(query, keys, values, replace(reads, is_causal=False), scaling, window)
 
 
 def one_key_too_many(
-    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     last = (reads.lengths + 1).clamp(max=PAGE_TOKENS * reads.table.shape[1])
-    return slow_pages(query, keys, values, replace(reads, lengths=last, most_keys=int(last.max())), scaling)
+    return slow_pages(query, keys, values, replace(reads, lengths=last, most_keys=int(last.max())), scaling, window)
 
 
 def pages_in_order(
-    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     table = reads.table.sort(1).values
-    return slow_pages(query, keys, values, replace(reads, table=table), scaling)
+    return slow_pages(query, keys, values, replace(reads, table=table), scaling, window)
 
 
-def base_two(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float) -> tuple[Tensor, Tensor]:
-    out, sums = slow_pages(query, keys, values, reads, scaling)
+def base_two(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    out, sums = slow_pages(query, keys, values, reads, scaling, window)
     return out, sums / torch.log(torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_right_kernel_passes(qwen3: Path, dtype: str) -> None:
     assert is_right(Driver(qwen3, dtype=dtype).engine.base_model, slow_pages)
+
+
+def without_windows(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    del window
+    return slow_pages(query, keys, values, reads, scaling)
+
+
+def windows_behind_the_prompt(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return slow_pages(query, keys, values, replace(reads, behinds=None), scaling, window)
+
+
+def test_windows_and_sinks_are_tried_of_a_model_that_has_them(model_directories: dict[str, Path]) -> None:
+    for name in ("mistral-window", "gpt-oss"):
+        model = Driver(model_directories[name], dtype="bfloat16").engine.base_model
+        assert model.has_sliding_window
+        assert is_right(model, slow_pages)
+        assert not is_right(model, without_windows)
+        assert not is_right(model, windows_behind_the_prompt)
 
 
 @pytest.mark.parametrize("kernel", [one_key_too_many, pages_in_order, base_two, sees_all])

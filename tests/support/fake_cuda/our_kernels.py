@@ -150,13 +150,16 @@ def _joined(call: Call) -> Cost:
 def _attended(call: Call) -> Cost:
     """Each tile of query rows reads all keys of its sequence, which are taken to be as many as the table has room for.
 
-    As in `costs.attention_forward`, at most `keys_max`; only a causal call has queries that see fewer.
+    As in `costs.attention_forward`, at most `keys_max`; only a causal call has queries that see fewer, and none sees
+    more than its window.
     """
     query, keys, table = call.argument("query"), call.argument("keys"), call.argument("table")
-    most_queries, is_causal = call.argument("most_queries"), call.argument("is_causal")
-    num_tiles = -(-most_queries * query.shape[1] // (keys.shape[2] * tile_rows(query.shape[2], is_causal=is_causal)))
+    most_queries, is_causal, window = (call.argument(name) for name in ("most_queries", "is_causal", "window"))
+    num_rows = tile_rows(query.shape[2], is_causal=is_causal, has_window=window > 0)
+    num_tiles = -(-most_queries * query.shape[1] // (keys.shape[2] * num_rows))
     num_keys = most_keys(table.shape[1] * keys.shape[1])
     num_seen = num_keys - most_queries / 2 if is_causal else num_keys
+    num_seen = min(num_seen, window or num_seen)
     read = int(2 * num_tiles * len(table) * num_seen * num_bytes(keys[0, 0]))
     operands = sum(map(num_bytes, (query, call.argument("out"), call.argument("log_sums"))))
     return Cost(1, read + operands, 4.0 * query.numel() * num_seen, is_attention=True)

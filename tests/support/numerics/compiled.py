@@ -35,10 +35,10 @@ FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slope
 FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
-INT32 |= {"lengths", "table"}
+INT32 |= {"lengths", "table", "behinds"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width"}
+NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 FRACTIONS = {"eps", "scaling"}
 HEADS = {"H": 32, "K": 8, "E": 128}
@@ -72,9 +72,11 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     for has_norms in (False, True):
         yield page_kernels._rotate, HEADS | {"HALF": 64, "HAS_NORMS": has_norms}
     yield page_kernels._join, HEADS | {"WIDTH": 128}
-    for head_dim, is_causal in product((64, 80, 128, 256), (False, True)):
-        sizes = attend_kernels._sizes(32, PAGE_TOKENS, 8, head_dim, is_causal=is_causal)
-        yield attend_kernels._attend_pages, sizes | {"PART": PART_KEYS, "WIDENS": False}
+    for head_dim, is_causal, has_window in product((64, 80, 128, 256), (False, True), (False, True)):
+        sizes = attend_kernels._sizes(32, PAGE_TOKENS, 8, head_dim, is_causal=is_causal, has_window=has_window)
+        sizes |= {"PART": PART_KEYS, "WIDENS": False}
+        has_behinds = {"HAS_BEHINDS": True} if has_window and not is_causal else {"HAS_BEHINDS": False, "behinds": None}
+        yield attend_kernels._attend_pages, sizes | has_behinds
     yield attend_kernels._join_parts, {"H": 32, "E": 128, "WIDTH": 128, "num_warps": 1}
     for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
         sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)

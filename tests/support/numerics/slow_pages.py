@@ -10,7 +10,9 @@ from torch import Tensor
 from workers.sampling.attention.pages import PageReads
 
 
-def slow_pages(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float) -> tuple[Tensor, Tensor]:
+def slow_pages(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Implements `PageKernel`: softmax of all scores, one query row at a time, as its bits depend on no other row."""
     ends, lengths = reads.ends.tolist(), reads.lengths.tolist()
     assert reads.most_queries >= max(stop - start for start, stop in pairwise(ends))
@@ -23,7 +25,9 @@ def slow_pages(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, sc
         )
         for row in range(start, stop):
             num_seen = length - (stop - 1 - row if reads.is_causal else 0)
-            scores = (query[row].float() * own_keys[:num_seen].float()).sum(-1) * scaling  # (seen, H)
-            out[row] = (scores.softmax(0).unsqueeze(-1) * own_values[:num_seen].float()).sum(0)
+            behind = num_seen if reads.behinds is None else int(reads.behinds[row])
+            seen = slice(0 if window is None else max(0, behind - window), num_seen)
+            scores = (query[row].float() * own_keys[seen].float()).sum(-1) * scaling  # (seen, H)
+            out[row] = (scores.softmax(0).unsqueeze(-1) * own_values[seen].float()).sum(0)
             sums[:, row] = scores.logsumexp(0)
     return out, sums

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.host.uploads import ALIGNED_BYTES, COPY_BYTES_MAX, all_on_device
+from workers.host.input_block import ALIGNMENT, COPY_BYTES_MAX
+from workers.host.uploads import all_on_device
 
 
 class Copies(TorchDispatchMode):
@@ -42,6 +43,6 @@ def test_arrays_arrive_by_as_few_copies_as_do_not_wait(num_values: int, num_copi
     for array, tensor in zip(arrays, tensors, strict=True):
         assert torch.equal(tensor, torch.from_numpy(array.copy()))
         assert tensor.is_contiguous()
-        assert tensor.data_ptr() % ALIGNED_BYTES == 0
+        assert tensor.data_ptr() % ALIGNMENT == 0
     assert copies.num_copies == num_copies
     assert copies.bytes_max <= COPY_BYTES_MAX

@@ -32,13 +32,16 @@ WARPS, STAGES = 4, 3
 
 @triton.jit
 def _attend_pages(
-    out, log_sums, query, keys, values, ends, lengths, table, num_rows, row_stride, head_stride, table_width, scaling,
+    out, log_sums, query, keys, values, ends, lengths, table, behinds, num_rows, row_stride, head_stride, table_width,
+    scaling, window,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_CAUSAL: tl.constexpr, WIDENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BEHINDS: tl.constexpr,
 ):  # fmt: skip
     """Attend from some query rows of a sequence, all heads of a key head, to one part of its keys.
 
-    Grid: tiles of rows, key heads of all parts, sequences. The last part has all keys behind it.
+    Grid: tiles of rows, key heads of all parts, sequences. The last part has all keys behind it. A window begins with
+    the tile that has its first key: the tiles before would add zero.
     """
     sequence, part, head = tl.program_id(2), tl.program_id(1) // K, tl.program_id(1) % K
     is_last = tl.program_id(1) + K >= tl.num_programs(1)
@@ -65,13 +68,19 @@ def _attend_pages(
                 last = min(length, length - (stop - start) + 1 + (begin + ROWS - 1) // G)
             if not is_last:
                 last = min(last, (part + 1) * PART)
+            from_key, behind = part * PART, seen
+            if HAS_WINDOW:
+                if HAS_BEHINDS:
+                    behind = tl.load(behinds + rows, mask=is_query, other=0)
+                nearest = tl.min(tl.where(is_query, behind, length + window), 0) - window
+                from_key = tl.maximum(from_key, tl.maximum(nearest, 0) // KEYS * KEYS)
             if WIDENS:
                 own = own.to(tl.float32)
             scale = scaling * 1.4426950408889634  # log2(e)
             most = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             result = tl.zeros((WIDTH, ROWS), tl.float32)
-            for first in range(part * PART, last, KEYS):
+            for first in range(from_key, last, KEYS):
                 page = tl.load(table + sequence * table_width + first // PAGE).to(tl.int64)
                 source = (page * PAGE + first % PAGE) * (K * E) + head * E
                 source += key_place[:, None] * (K * E) + place[None, :]
@@ -81,18 +90,27 @@ def _attend_pages(
                 if WIDENS:
                     own_keys, own_values = own_keys.to(tl.float32), own_values.to(tl.float32)
                 scores = tl.dot(own_keys, own, input_precision="ieee")  # (keys, N)
-                scores = tl.where((first + key_place)[:, None] < seen[None, :], scores, float("-inf"))
+                is_seen = (first + key_place)[:, None] < seen[None, :]
+                if HAS_WINDOW:
+                    is_seen &= (first + key_place + window)[:, None] >= behind[None, :]
+                scores = tl.where(is_seen, scores, float("-inf"))
                 new_most = tl.maximum(most, tl.max(scores, 0))
-                weights = tl.exp2(scores * scale - (new_most * scale)[None, :])
-                kept = tl.exp2((most - new_most) * scale)
+                base = new_most
+                if HAS_WINDOW:
+                    base = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key of the row so far
+                weights = tl.exp2(scores * scale - (base * scale)[None, :])
+                kept = tl.exp2((most - base) * scale)
                 total = total * kept + tl.sum(weights, 0)
                 weights = weights.to(keys.dtype.element_ty).to(own_values.dtype)
                 result = tl.dot(tl.trans(own_values), weights, result * kept[None, :], input_precision="ieee")
                 most = new_most
             target = out + (part * num_rows + rows[None, :]) * (H * E) + heads[None, :] * E + place[:, None]
-            result = (result / total[None, :]).to(out.dtype.element_ty)
+            divisor = total
+            if HAS_WINDOW:
+                divisor = tl.where(total == 0, 1.0, total)
+            result = (result / divisor[None, :]).to(out.dtype.element_ty)
             tl.store(target, result, mask=is_query[None, :] & is_place[:, None])
-            tl.store(sum_of_row, most * scaling + tl.log(total), mask=is_query)
+            tl.store(sum_of_row, most * scaling + tl.log(divisor), mask=is_query)
 
 
 @triton.jit
@@ -107,17 +125,19 @@ def _join_parts(
     most = tl.load(own_sums)
     for part in range(1, num_parts):
         most = tl.maximum(most, tl.load(own_sums + part * (H * num_rows)))
+    base = tl.where(most == float("-inf"), 0.0, most)  # a window may have no key
     total = 0.0
     result = tl.zeros((WIDTH,), tl.float32)
     for part in range(num_parts):
         log_sum = tl.load(own_sums + part * (H * num_rows))
-        share = tl.exp(log_sum - most)
+        share = tl.exp(log_sum - base)
         is_read = place < tl.where(log_sum == float("-inf"), 0, E)  # nothing is written of a part without keys
         source = parts + (part * num_rows + row) * (H * E) + head * E + place
         result += share * tl.load(source, mask=is_read, other=0.0)
         total += share
-    tl.store(out + row * (H * E) + head * E + place, (result / total).to(out.dtype.element_ty), mask=is_place)
-    tl.store(log_sums + head * num_rows + row, most + tl.log(total))
+    divisor = tl.where(total == 0, 1.0, total)
+    tl.store(out + row * (H * E) + head * E + place, (result / divisor).to(out.dtype.element_ty), mask=is_place)
+    tl.store(log_sums + head * num_rows + row, most + tl.log(divisor))
 
 
 def attend_pages(
@@ -129,18 +149,21 @@ def attend_pages(
     ends: Tensor,
     lengths: Tensor,
     table: Tensor,
+    behinds: Tensor | None,
     most_queries: int,
     is_causal: bool,
     scaling: float,
+    window: int,
 ) -> None:
     """See `pages.ATTEND_PAGES`."""
     num_heads, num_keys = query.shape[1], keys.shape[2]
-    sizes = _sizes(num_heads, *keys.shape[1:], is_causal=is_causal)
+    sizes = _sizes(num_heads, *keys.shape[1:], is_causal=is_causal, has_window=window > 0)
     num_tiles = blocks_of(most_queries * num_heads // num_keys, sizes["ROWS"])
     _attend_pages[num_tiles, num_keys * len(out), len(lengths)](
-        out, log_sums, query, keys, values, ends, lengths, table,
-        len(query), *query.stride()[:2], table.shape[1], scaling,
+        out, log_sums, query, keys, values, ends, lengths, table, behinds,
+        len(query), *query.stride()[:2], table.shape[1], scaling, window,
         **sizes, PART=PART_KEYS, WIDENS=bool(triton.knobs.runtime.interpret),
+        HAS_BEHINDS=behinds is not None,
     )  # fmt: skip
 
 
@@ -153,9 +176,14 @@ def join_parts(out: Tensor, log_sums: Tensor, parts: Tensor, part_sums: Tensor) 
     )  # fmt: skip
 
 
-def _sizes(num_heads: int, page_tokens: int, num_keys: int, head_dim: int, *, is_causal: bool) -> dict[str, int]:
+def _sizes(
+    num_heads: int, page_tokens: int, num_keys: int, head_dim: int, *, is_causal: bool, has_window: bool = False
+) -> dict[str, int]:
     """Return the constants of a launch, its warps and its stages."""
     width = max(16, power_of_two(head_dim))
     heads = {"H": num_heads, "K": num_keys, "E": head_dim, "PAGE": page_tokens, "WIDTH": width}
-    tiles = {"ROWS": tile_rows(head_dim, is_causal=is_causal), "KEYS": min(KEYS, TILE_VALUES // width)}
-    return heads | tiles | {"IS_CAUSAL": is_causal, "num_warps": WARPS, "num_stages": STAGES}
+    tiles = {
+        "ROWS": tile_rows(head_dim, is_causal=is_causal, has_window=has_window),
+        "KEYS": min(KEYS, TILE_VALUES // width),
+    }
+    return heads | tiles | {"IS_CAUSAL": is_causal, "HAS_WINDOW": has_window, "num_warps": WARPS, "num_stages": STAGES}

@@ -20,7 +20,7 @@ query heads, G query heads per key-value head, E head dimension, W pages of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from workers.contract.capacity import num_blocks_for
 from workers.host.uploads import on_device
+from workers.model.attention import add_sinks
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import HEAD_DIM_MAX, HEAD_DIM_MULTIPLE
 from workers.model.gpu_operations import define, has_kernels, power_of_two
@@ -49,18 +50,19 @@ JOIN = "join(Tensor(a!) out, Tensor first, Tensor first_sums, Tensor second, Ten
 """Set out (D, H, E) to the sum of two results (D * G, K, E) of attention, by the log-sum-exps (K, D * G) of each."""
 ATTEND_PAGES = (
     "attend_pages(Tensor(a!) out, Tensor(b!) log_sums, Tensor query, Tensor keys, Tensor values, Tensor ends, "
-    "Tensor lengths, Tensor table, int most_queries, bool is_causal, float scaling)"
+    "Tensor lengths, Tensor table, Tensor? behinds, int most_queries, bool is_causal, float scaling, int window)"
 )
 """Set `out` (P, rows, heads, E) and `log_sums` (P, heads, rows), fp32, to the results of a `PageKernel` for each of P
-parts of the keys, from the tensors of its arguments and of `PageReads`. The log-sum-exp of a part without keys is minus
-infinity, and its result is not written."""
+parts of the keys, from the tensors of its arguments and of `PageReads`; window 0: none. The log-sum-exp of a part
+without keys is minus infinity, and its result is not written."""
 JOIN_PARTS = "join_parts(Tensor(a!) out, Tensor(b!) log_sums, Tensor parts, Tensor part_sums)"
 """Set `out` (rows, heads, E) and `log_sums` (heads, rows) to those of all keys, from the results of `ATTEND_PAGES`."""
 define("workers.sampling.attention.page_kernels", ROTATE, JOIN)
 define("workers.sampling.attention.attend_kernels", ATTEND_PAGES, JOIN_PARTS)
 
-NEXT_ROWS, CHUNK_ROWS = 16, 64
-"""Query rows of a program of `ATTEND_PAGES`: of next tokens, which wait for keys, and of chunks of prompts."""
+NEXT_ROWS, CHUNK_ROWS, WINDOW_ROWS = 16, 64, 32
+"""Query rows of a program of `ATTEND_PAGES`: of next tokens, which wait for keys, of chunks of prompts, and of these in
+a window, which takes more registers."""
 TILE_VALUES = 8192
 """At most, of a program's sums, which are in registers, and of the keys of a tile, two of which are in shared memory
 beside their values."""
@@ -87,26 +89,39 @@ class PageReads:
     """At least the keys of the sequence with the most."""
     is_causal: bool
     """Whether the last query row sees all keys, the one before it all but the last, and so on; or all rows see all."""
+    behinds: Tensor | None = None
+    """(rows,) where windows end: the number of the key behind each row's own token, counted from the sequence's first
+    key. None: behind the last key that a row sees."""
 
 
 class PageKernel(Protocol):
     """Attention over pages."""
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        reads: PageReads,
+        scaling: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend from queries (rows, heads, E) to pages (P, B, K, E); heads is a multiple of K.
 
-        Return the result, shaped like the queries, and the log-sum-exps of its scores (heads, rows), fp32.
+        `window`: keys that a row sees at most, its own included. Return the result, shaped like the queries, and the
+        log-sum-exps of its scores (heads, rows), fp32: zeros and minus infinity where a row sees no key.
         """
 
 
-def flash_pages(query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float) -> tuple[Tensor, Tensor]:
-    """Implement `PageKernel` by the library's flash attention; bf16 or fp16, on CUDA.
+def flash_pages(
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Implement `PageKernel` by the library's flash attention; bf16 or fp16, on CUDA; without windows.
 
     It swaps query heads and rows by itself for single query rows, with two copies, unless the call is causal or no
     heads share keys: neither is so here. `mha_varlen_fwd` in torch's `flash_api.cpp`.
     """
+    assert window is None, "see `page_kernel_for`"
     out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
         query,
         keys,
@@ -135,43 +150,45 @@ def takes_tables() -> bool:
 
 
 def triton_pages(
-    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, reads: PageReads, scaling: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Implement `PageKernel` by a kernel of our own, on CUDA; queries may have gaps between heads and rows."""
     assert query.stride(2) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    num_heads, of_reads = query.shape[1], (reads.ends, reads.lengths, reads.table, reads.most_queries, reads.is_causal)
+    num_heads, of_reads = query.shape[1], (reads.ends, reads.lengths, reads.table)
+    how = reads.behinds, reads.most_queries, reads.is_causal, scaling, window or 0
     attend_pages = torch.ops.tinkerpool.attend_pages
     out = query.new_empty(query.shape)
     log_sums = query.new_empty(num_heads, len(query), dtype=torch.float32)
     num_parts = 1 if reads.is_causal else min(PARTS_MAX, num_blocks_for(reads.table.shape[1] * PAGE_TOKENS, PART_KEYS))
     if num_parts == 1:
-        attend_pages(out.unsqueeze(0), log_sums.unsqueeze(0), query, keys, values, *of_reads, scaling)
+        attend_pages(out.unsqueeze(0), log_sums.unsqueeze(0), query, keys, values, *of_reads, *how)
     else:
         parts = query.new_empty(num_parts, *query.shape, dtype=torch.float32)
         part_sums = log_sums.new_empty(num_parts, *log_sums.shape)
-        attend_pages(parts, part_sums, query, keys, values, *of_reads, scaling)
+        attend_pages(parts, part_sums, query, keys, values, *of_reads, *how)
         torch.ops.tinkerpool.join_parts(out, log_sums, parts, part_sums)
     return out, log_sums
 
 
-def tile_rows(head_dim: int, *, is_causal: bool) -> int:
+def tile_rows(head_dim: int, *, is_causal: bool, has_window: bool = False) -> int:
     """Return the query rows of a program, times heads that share keys; one number for all calls of a kind."""
-    return min(CHUNK_ROWS if is_causal else NEXT_ROWS, TILE_VALUES // power_of_two(head_dim))
+    most = (WINDOW_ROWS if has_window else CHUNK_ROWS) if is_causal else NEXT_ROWS
+    return min(most, TILE_VALUES // power_of_two(head_dim))
 
 
 def page_kernel_for(model: BaseModel) -> PageKernel | None:
     """Return the kernel for a model on its device; None: attention is by blocks (`step`).
 
-    The library's is used if it takes tables of pages, which it does as of torch 2.12; otherwise the one of our own, if
-    kernels in Triton can be launched. Neither has sliding windows or sinks.
+    The library's is used if it takes tables of pages, which it does as of torch 2.12, and no layer has a sliding
+    window; otherwise the one of our own, if kernels in Triton can be launched.
     """
     has_kernel = model.device.type == "cuda" and model.dtype in {torch.bfloat16, torch.float16}
     has_kernel = has_kernel and model.head_dim <= HEAD_DIM_MAX and model.head_dim % HEAD_DIM_MULTIPLE == 0
-    if not has_kernel or model.has_sliding_window or model.has_sinks:
+    if not has_kernel:
         return None
-    if takes_tables():
+    if takes_tables() and not model.has_sliding_window:
         return flash_pages
     return triton_pages if has_kernels(model.device) else None
 
@@ -200,15 +217,16 @@ class PageSteps:
     are_prompts_last = True
     is_batch_invariant = True
 
-    def __init__(self, cache: PagedCache, kernel: PageKernel, heads_per_key: int) -> None:
-        """`heads_per_key` is G."""
+    def __init__(self, cache: PagedCache, kernel: PageKernel, heads_per_key: int, *, has_windows: bool = False) -> None:
+        """`heads_per_key` is G; `has_windows`: whether any layer has a sliding window."""
         self._cache = cache
         self._kernel = kernel
         self._heads_per_key = heads_per_key
+        self._has_windows = has_windows
 
     def begin(self, chunks: Sequence[PromptChunk], tokens: Sequence[NextToken]) -> PagedAttention:
         """See `step.Steps`."""
-        tables = make_tables(chunks, tokens, self._heads_per_key, self._cache.device)
+        tables = make_tables(chunks, tokens, self._heads_per_key, self._cache.device, has_windows=self._has_windows)
         return PagedAttention(self._cache, self._kernel, tables)
 
 
@@ -267,9 +285,17 @@ def slots_of(tokens: Sequence[NextToken]) -> NDArray[np.int64]:
 
 
 def make_tables(
-    chunks: Sequence[PromptChunk], tokens: Sequence[NextToken], heads_per_key: int, device: torch.device
+    chunks: Sequence[PromptChunk],
+    tokens: Sequence[NextToken],
+    heads_per_key: int,
+    device: torch.device,
+    *,
+    has_windows: bool = False,
 ) -> StepTables:
-    """Return the tables of a step whose rows are `tokens` and then `chunks`; `heads_per_key` is G."""
+    """Return the tables of a step whose rows are `tokens` and then `chunks`; `heads_per_key` is G.
+
+    `has_windows`: with what windows need.
+    """
     assert [token.row for token in tokens] == list(range(len(tokens)))
     calls = list(next_reads(tokens, heads_per_key)) if tokens else []
     if chunks:
@@ -281,6 +307,10 @@ def make_tables(
     reads = [call.on_device(parts[3 * place : 3 * place + 3]) for place, call in enumerate(calls)]
     slots = np.concatenate([slots_of(tokens), *(_slots(chunk.prompt, chunk.start, chunk.stop) for chunk in chunks)])
     of_prompts, own = (reads[0], reads[1]) if tokens else (None, None)
+    if of_prompts is not None and has_windows:
+        positions = np.array([token.prompt.length + token.own.length for token in tokens], np.int32)
+        behinds = on_device(np.repeat(positions + 1, heads_per_key), device)
+        of_prompts = replace(of_prompts, behinds=behinds)
     return StepTables(
         num_next=len(tokens),
         num_rows=len(slots),
@@ -311,19 +341,25 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
-        assert sliding_window is None, "models with sliding windows attend by blocks"
-        assert sinks is None, "models with sinks attend by blocks"
         tables = self._tables
         keys, values = self._cache.layer(layer)
         queries, key_rows, value_rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         for memory, rows in ((keys, key_rows), (values, value_rows)):
             memory.flatten(0, 1)[tables.slots] = rows[: tables.num_rows]
-        parts = []
+        parts, sums = list[Tensor](), list[Tensor]()  # (rows, H, E), (H, rows)
+        how = scaling, sliding_window
         if tables.of_prompts is not None and tables.own is not None:
-            parts.append(self._next(queries[: tables.num_next], keys, values, tables.of_prompts, tables.own, scaling))
+            out, log_sums = self._next(queries[: tables.num_next], keys, values, tables.of_prompts, tables.own, *how)
+            parts.append(out)
+            sums.append(log_sums)
         if tables.chunks is not None:
             rows = queries[tables.num_next : tables.num_rows]
-            parts.append(self._kernel(rows, keys, values, tables.chunks, scaling)[0])
+            out, log_sums = self._kernel(rows, keys, values, tables.chunks, *how)
+            parts.append(out)
+            sums.append(log_sums)
+        if sinks is not None:
+            for out, log_sums in zip(parts, sums, strict=True):
+                add_sinks(out.transpose(0, 1), log_sums, sinks.unsqueeze(-1))
         if len(queries) > tables.num_rows:
             parts.append(queries.new_zeros(len(queries) - tables.num_rows, *queries.shape[1:]))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -364,17 +400,22 @@ class PagedAttention:
         of_prompts: PageReads,
         own: PageReads,
         scaling: float,
-    ) -> Tensor:
-        """Return the attention (D, H, E) of next tokens' queries (D, H, E) over their prompts and their own pages."""
+        window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention (D, H, E) of next tokens' queries (D, H, E) over their prompts and their own pages.
+
+        With the log-sum-exps (H, D).
+        """
         num_keys = keys.shape[2]
         rows = queries.unflatten(1, (num_keys, -1)).transpose(1, 2).flatten(0, 1)  # (D * G, K, E)
         (first, first_sums), (second, second_sums) = (
-            self._kernel(rows, keys, values, reads, scaling) for reads in (of_prompts, own)
+            self._kernel(rows, keys, values, reads, scaling, window) for reads in (of_prompts, own)
         )
-        share = (first_sums - second_sums).sigmoid_().t().unsqueeze(-1)  # (D * G, K, 1): of all weights, the prompt's
+        share = (first_sums - second_sums).sigmoid().t().unsqueeze(-1)  # (D * G, K, 1): of all weights, the prompt's
         joined = torch.lerp(second.float(), first.float(), share).unflatten(0, (len(queries), -1))  # (D, G, K, E)
         merged: Tensor = joined.transpose(1, 2).flatten(1, 2)  # (D, H, E)
-        return merged.to(queries.dtype)
+        sums = torch.logaddexp(first_sums, second_sums).unflatten(1, (len(queries), -1))  # (K, D, G)
+        return merged.to(queries.dtype), sums.transpose(1, 2).flatten(0, 1)
 
 
 def _slots(prompt: PromptBlocks, start: int, stop: int) -> NDArray[np.int64]:
