@@ -19,16 +19,18 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.numerics.naive import NaiveModel
 
-NUM_DRAWS = 8
+NUM_DRAWS = 3
+NUM_TERMS = 64
+"""Of the sums in the tests' models, about: their hidden size. A sum of so many terms is rounded as often, and moves by
+as many roundings as the root of that number, if these are independent."""
+MOVE = 2 * 2.0**-24 * NUM_TERMS**0.5
+"""Of a result, at most. Twice: the twin's values are rounded, and so are those that it is compared with."""
 COPIES = frozenset({"cat", "clone", "contiguous", "float", "index_select", "pad", "repeat_interleave", "to", "type_as"})
 """Functions that round nothing."""
 
 
 class RandomRounding(TorchFunctionMode):
-    """Moves every new fp32 value in its block by up to 2^-23 of it, twice as far as rounding to nearest does.
-
-    Twice: the twin's values are rounded, and so are those that it is compared with.
-    """
+    """Moves every new fp32 value in its block by up to `MOVE` of it, at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class RandomRounding(TorchFunctionMode):
         storages = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         if out.untyped_storage().data_ptr() in storages:
             return out  # a view, or an operand changed in place
-        return out * (1 + 2.0**-23 * (2 * torch.rand(out.shape, generator=self._generator) - 1))
+        return out * (1 + MOVE * (2 * torch.rand(out.shape, generator=self._generator) - 1))
 
 
 @torch.no_grad()
