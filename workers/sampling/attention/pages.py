@@ -346,20 +346,17 @@ class PagedAttention:
         queries, key_rows, value_rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         for memory, rows in ((keys, key_rows), (values, value_rows)):
             memory.flatten(0, 1)[tables.slots] = rows[: tables.num_rows]
-        parts, sums = list[Tensor](), list[Tensor]()  # (rows, H, E), (H, rows)
+        parts = list[Tensor]()  # (rows, H, E)
         how = scaling, sliding_window
         if tables.of_prompts is not None and tables.own is not None:
-            out, log_sums = self._next(queries[: tables.num_next], keys, values, tables.of_prompts, tables.own, *how)
-            parts.append(out)
-            sums.append(log_sums)
+            rows = queries[: tables.num_next]
+            parts.append(self._next(rows, keys, values, tables.of_prompts, tables.own, *how, sinks))
         if tables.chunks is not None:
             rows = queries[tables.num_next : tables.num_rows]
             out, log_sums = self._kernel(rows, keys, values, tables.chunks, *how)
-            parts.append(out)
-            sums.append(log_sums)
-        if sinks is not None:
-            for out, log_sums in zip(parts, sums, strict=True):
+            if sinks is not None:
                 add_sinks(out.transpose(0, 1), log_sums, sinks.unsqueeze(-1))
+            parts.append(out)
         if len(queries) > tables.num_rows:
             parts.append(queries.new_zeros(len(queries) - tables.num_rows, *queries.shape[1:]))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -401,21 +398,21 @@ class PagedAttention:
         own: PageReads,
         scaling: float,
         window: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the attention (D, H, E) of next tokens' queries (D, H, E) over their prompts and their own pages.
-
-        With the log-sum-exps (H, D).
-        """
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the attention (D, H, E) of next tokens' queries (D, H, E) over their prompts and their own pages."""
         num_keys = keys.shape[2]
         rows = queries.unflatten(1, (num_keys, -1)).transpose(1, 2).flatten(0, 1)  # (D * G, K, E)
         (first, first_sums), (second, second_sums) = (
             self._kernel(rows, keys, values, reads, scaling, window) for reads in (of_prompts, own)
         )
-        share = (first_sums - second_sums).sigmoid().t().unsqueeze(-1)  # (D * G, K, 1): of all weights, the prompt's
+        share = (first_sums - second_sums).sigmoid_().t().unsqueeze(-1)  # (D * G, K, 1): of all weights, the prompt's
         joined = torch.lerp(second.float(), first.float(), share).unflatten(0, (len(queries), -1))  # (D, G, K, E)
         merged: Tensor = joined.transpose(1, 2).flatten(1, 2)  # (D, H, E)
-        sums = torch.logaddexp(first_sums, second_sums).unflatten(1, (len(queries), -1))  # (K, D, G)
-        return merged.to(queries.dtype), sums.transpose(1, 2).flatten(0, 1)
+        if sinks is not None:
+            sums = torch.logaddexp(first_sums, second_sums).unflatten(1, (len(queries), -1))  # (K, D, G)
+            add_sinks(merged.transpose(0, 1), sums.transpose(1, 2).flatten(0, 1), sinks.unsqueeze(-1))
+        return merged.to(queries.dtype)
 
 
 def _slots(prompt: PromptBlocks, start: int, stop: int) -> NDArray[np.int64]:
