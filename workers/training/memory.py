@@ -34,8 +34,8 @@ USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
 KEPT_FRACTION = 0.75
-"""Graphs may keep this part of the above. The rest is for smaller passes, which have no graph. A pass that finds too
-little memory drops the graphs."""
+"""Graphs may keep this part of the above. The rest is for passes that run without one. A pass that finds too little
+memory drops the graphs."""
 FULL_BYTES = 4
 """Of an fp32 value."""
 INDEX_BYTES = 8
