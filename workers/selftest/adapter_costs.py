@@ -42,6 +42,26 @@ def measured_costs(base_model: BaseModel) -> AdapterCosts:
     return _TRIED[key]
 
 
+def evaluated(fastest_s: dict[str, float], num_tokens: int, copy_bytes: int) -> AdapterCosts:
+    """Return the costs from the fastest seconds of each part of the trial.
+
+    Args:
+        fastest_s: Seconds of "few tokens", "many tokens", "items", "steps" and "moves".
+        num_tokens: Tokens that "many tokens" has more than "few tokens".
+        copy_bytes: Bytes of one adapter's copy.
+    """
+    token_s = (fastest_s["many tokens"] - fastest_s["few tokens"]) / num_tokens
+    if token_s <= 0:
+        return AdapterCosts()
+    item = (fastest_s["items"] - fastest_s["few tokens"]) / (NUM_ADAPTERS - 1) / token_s
+    step, move = (fastest_s[name] / NUM_ADAPTERS / token_s for name in ("steps", "moves"))
+    return AdapterCosts(
+        item_tokens=max(0.0, item - step),
+        byte_tokens=step / copy_bytes,
+        move_byte_tokens=move / copy_bytes,
+    )
+
+
 class _Trial:
     """Adapters in a bank of their own."""
 
@@ -73,21 +93,10 @@ class _Trial:
                 self._time(name, part)
             if self._has_failed or time.perf_counter() - began > ROUNDS_S:
                 break
-        return AdapterCosts() if self._has_failed else self._evaluated(long * NUM_LONG - short)
-
-    def _evaluated(self, num_tokens: int) -> AdapterCosts:
-        fastest = self._fastest_s
-        token_s = (fastest["many tokens"] - fastest["few tokens"]) / num_tokens
-        if token_s <= 0:
+        if self._has_failed:
             return AdapterCosts()
         copy_bytes = COPY_PARAM_BYTES * self._bank.entry(self._names[0]).layout.num_values
-        item = (fastest["items"] - fastest["few tokens"]) / (NUM_ADAPTERS - 1) / token_s
-        step, move = (fastest[name] / NUM_ADAPTERS / token_s for name in ("steps", "moves"))
-        return AdapterCosts(
-            item_tokens=max(0.0, item - step),
-            byte_tokens=step / copy_bytes,
-            move_byte_tokens=move / copy_bytes,
-        )
+        return evaluated(self._fastest_s, long * NUM_LONG - short, copy_bytes)
 
     def _time(self, name: str, part: Callable[[], None]) -> None:
         began = time.perf_counter()
