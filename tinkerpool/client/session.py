@@ -20,7 +20,7 @@ _log = logging.getLogger("tinkerpool")
 HEARTBEAT_INTERVAL_S = 10.0
 HEARTBEAT_TIMEOUT_S = 10.0
 SILENCE_MAX_S = 120.0
-"""A warning is logged after this long without a reply to a heartbeat."""
+"""A warning is logged after this long without a reply to a heartbeat, and after twice, four times, ... as long."""
 FINISH_TIMEOUT_S = 2.0
 
 
@@ -72,7 +72,7 @@ class Session:
     async def _keep_alive(self, session_id: str) -> None:
         await self._check_version()
         request = sessions_pb2.HeartbeatRequest(session_id=session_id)
-        silence_s = 0.0
+        silence_s, patience_s = 0.0, SILENCE_MAX_S
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
@@ -82,7 +82,8 @@ class Session:
                 return
             except (ApiError, ConfigurationError) as error:
                 silence_s += HEARTBEAT_INTERVAL_S
-                if silence_s >= SILENCE_MAX_S:
+                if silence_s >= patience_s:
+                    patience_s *= 2
                     _log.warning("no reply to a heartbeat for %.0f s; the session may expire: %s", silence_s, error)
             else:
-                silence_s = 0.0
+                silence_s, patience_s = 0.0, SILENCE_MAX_S

@@ -87,6 +87,20 @@ def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: py
         assert len(pool.requests("Heartbeat")) == num_beats
 
 
+def test_a_pool_that_is_gone_is_named_ever_less_often(
+    pool: FakePool, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 1 / 128)  # the real interval is 10 s
+    monkeypatch.setattr(session_module, "SILENCE_MAX_S", 2 / 128)
+    pool.faults = {"Heartbeat": [UNREACHABLE] * 40}
+    pool.handlers["Heartbeat"] = lambda request: sessions_pb2.HeartbeatResponse()
+    service.create_lora_training_client()
+    while len(pool.requests("Heartbeat")) < 45:
+        time.sleep(0.01)
+    silences = [record.args for record in caplog.records if "no reply to a heartbeat" in record.msg]
+    assert [args[0] for args in silences if isinstance(args, tuple)] == [beats / 128 for beats in (2, 4, 8, 16, 32)]
+
+
 def test_settings_of_an_adapter_are_sent_unchanged(pool: FakePool, service: ServiceClient) -> None:
     service.create_lora_training_client("toy", 8, 5, train_mlp=False, user_metadata={"a": "b"}, alpha=16)
     service.create_lora_training_client()
