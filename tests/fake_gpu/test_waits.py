@@ -31,25 +31,29 @@ def test_a_decode_step_waits_for_its_tokens_alone(fake_gpu: FakeCudaProcess, set
     """
     steps = fake_gpu.call("tests.support.fake_cuda.scenarios:steps_in_which_samples_join", **settings)
     for counts in steps:
-        assert waits_of(counts.waits) <= Counter({"device_drawing.py": 1})
-    assert waits_of(steps[0].waits) == {"device_drawing.py": 1}, "first tokens are drawn in the step of their prompt"
+        assert waits_of(counts.waits) <= Counter({"downloads.py": 1})
+    assert waits_of(steps[0].waits) == {"downloads.py": 1}, "first tokens are drawn in the step of their prompt"
 
 
 def test_a_step_with_prompts_brings_their_log_probabilities_in_one_copy_each(fake_gpu: FakeCudaProcess) -> None:
     """They are of fewer rows than are held at once."""
     counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_prompt_logprobs", 3)
-    assert waits_of(counts.waits) == {"device_drawing.py": 1, "prompts.py": 3}
+    assert waits_of(counts.waits) == {"downloads.py": 1, "prompts.py": 3}
     assert counts.to_host_bytes < 2 * 1024
 
 
 def test_sequences_that_get_their_slots_late_begin_in_the_drawing_of_a_step(fake_gpu: FakeCudaProcess) -> None:
     counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_late_slots")
-    assert waits_of(counts.waits) == {"device_drawing.py": 1}
+    assert waits_of(counts.waits) == {"downloads.py": 1}
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_decode_step_is_two_launches(fake_gpu: FakeCudaProcess, is_reversed: bool) -> None:
-    """Its layers with the logits, and its drawing, whatever the order of adapters in the pass."""
+    """Its layers with the logits, and its drawing, whatever the order of adapters in the pass.
+
+    It begins before the tokens of the step before it are read, and gets them by a copy on the device.
+    """
     counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_of_adapters", is_reversed=is_reversed)
-    assert counts.num_operations == 2
+    assert counts.num_operations == 2 + 1
+    assert waits_of(counts.waits) == {"downloads.py": 1}
     assert counts.to_device_bytes < 4 * 1024, "the tables of adapters are on the device already"

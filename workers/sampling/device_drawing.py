@@ -2,7 +2,7 @@
 
 Gives what `drawing` gives on a CPU, from the same parameters and random numbers, but for sums that a device rounds in
 another order. The device gets three settings and the random numbers of each row, and only tokens and their
-log-probabilities come back, in one copy. Nothing before that copy waits for the device. Does not depend on models,
+log-probabilities come back, in one copy. Nothing but `Drawing.read` waits for the device. Does not depend on models,
 caches or requests.
 
 Dimensions: N rows, V vocabulary, K numbers of the row that has most.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.messages import SamplingParams
+from workers.host.downloads import Download
 from workers.host.uploads import on_device
-from workers.sampling.drawing import NonFiniteLogitsError
+from workers.sampling.drawing import Drawn
 
 
 class Kind(NamedTuple):
@@ -41,13 +41,34 @@ def kind_of(params: Sequence[SamplingParams], vocab_size: int) -> Kind:
     return Kind(bool(sampled), any(0 < own.top_k < vocab_size or own.top_p < 1 for own in sampled))
 
 
+class Drawing:
+    """Tokens that the device draws."""
+
+    def __init__(self, values: Tensor, num_drawn: int, num_rows: int, num_used: int | None = None) -> None:
+        """Take the results of `draw`, flat: of so many tokens and rows, of which the first `num_used` count.
+
+        None: all.
+        """
+        self._download = Download(values)
+        self._sizes = [num_drawn, num_drawn, num_rows, num_rows]
+        self._num_used = num_used
+
+    def read(self) -> Drawn:
+        """Return the tokens once they are drawn."""
+        tokens, logprobs, least, largest = (
+            part[: self._num_used].tolist() for part in self._download.wait().split(self._sizes)
+        )
+        # The least and the largest of values with one that is not a number are not numbers.
+        is_finite = [math.isfinite(low) and math.isfinite(high) for low, high in zip(least, largest, strict=True)]
+        return Drawn([int(token) for token in tokens], logprobs, is_finite)
+
+
 def draw_rows(
     logits: Tensor, logprobs: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
-) -> tuple[list[int], list[float]]:
-    """Return a token for each number, row by row of logits (N, V), and its log-probability, from `logprobs` (N, V).
+) -> Drawing:
+    """Draw a token for each number, row by row of logits (N, V), with its log-probability, from `logprobs` (N, V).
 
-    Rows have their own parameters and numbers. Raises NonFiniteLogitsError if a row is not finite, also one without a
-    number.
+    Rows have their own parameters and numbers.
     """
     is_drawn = np.arange(max(1, *map(len, numbers))) < np.array([[len(of_row)] for of_row in numbers])  # (N, K)
     at = np.zeros(is_drawn.shape)
@@ -57,7 +78,7 @@ def draw_rows(
     drawn = drawn.flatten(1)
     if not is_drawn.all():
         drawn = drawn.index_select(1, on_device(np.flatnonzero(is_drawn), logits.device))
-    return read(torch.cat((drawn.flatten(), extremes.flatten())), drawn.shape[1], len(logits))
+    return Drawing(torch.cat((drawn.flatten(), extremes.flatten())), drawn.shape[1], len(logits))
 
 
 def draw(logits: Tensor, logprobs: Tensor, settings: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -75,21 +96,6 @@ def draw(logits: Tensor, logprobs: Tensor, settings: Tensor, kind: Kind) -> tupl
         tokens = torch.where(temperatures > 0, _picked(weights, at), tokens)
     drawn = torch.stack((tokens.double(), logprobs.gather(1, tokens).double()))
     return drawn, torch.stack(logits.aminmax(dim=1)).double()
-
-
-def read(values: Tensor, num_drawn: int, num_rows: int, num_used: int | None = None) -> tuple[list[int], list[float]]:
-    """Return tokens and their log-probabilities from the device, once it has computed them.
-
-    `values`: the results of `draw`, flat; of so many tokens and rows, of which the first `num_used` count (None: all).
-    Raises NonFiniteLogitsError.
-    """
-    tokens, logprobs, least, largest = (
-        part[:num_used].tolist() for part in values.cpu().split([num_drawn, num_drawn, num_rows, num_rows])
-    )
-    # The least and the largest of values with one that is not a number are not numbers.
-    if not all(map(math.isfinite, chain(least, largest))):
-        raise NonFiniteLogitsError
-    return [int(token) for token in tokens], logprobs
 
 
 def settings_of(params: Sequence[SamplingParams]) -> NDArray[np.float64]:

@@ -2,7 +2,8 @@
 
 A graph draws from the first rows of what step graphs write, by settings that are its only inputs. There is one for each
 power of two of rows and each `device_drawing.Kind`. A graph is captured from a drawing that ran without it, and must
-give what that gave; if it does not, or cannot be captured, there are no graphs from then on.
+give what that gave; if it does not, or cannot be captured, there are no graphs from then on. The tokens stay on the
+device too, for a step that begins before they are read.
 
 Does not depend on models or requests.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from workers.contract.messages import SamplingParams
 from workers.model.gpu_operations import power_of_two
-from workers.sampling.device_drawing import Kind, draw, kind_of, read, settings_of
+from workers.sampling.device_drawing import Drawing, Kind, draw, kind_of, settings_of
 from workers.sampling.graph_pool import GraphError, GraphPool, Run
 
 logger = logging.getLogger(__name__)
@@ -38,23 +39,22 @@ class DrawGraphs:
         self._logits = logits
         self._logprobs = logprobs
         self._pool = pool
+        self.tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        """What was drawn last, in its first rows."""
         self._draws: dict[tuple[int, Kind], DrawGraph] = {}
         self._is_off = False
 
     def draw_rows(
         self, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
-    ) -> tuple[list[int], list[float]] | None:
-        """Return a token of each of the first rows, by its one number, and its log-probability; None: use no graph.
-
-        Raises NonFiniteLogitsError.
-        """
+    ) -> Drawing | None:
+        """Draw a token of each of the first rows, by its one number, with its log-probability; None: use no graph."""
         num_used, vocab_size = len(params), self._logits.shape[1]
         num_rows = power_of_two(num_used)
         if self._is_off or num_rows * vocab_size > VALUES_MAX or any(len(of_row) != 1 for of_row in numbers):
             return None
         place = num_rows, kind_of(params, vocab_size)
         known = self._draws.get(place)
-        graph = known or DrawGraph(self._logits[:num_rows], self._logprobs[:num_rows], place[1])
+        graph = known or DrawGraph(self._logits[:num_rows], self._logprobs[:num_rows], self.tokens[:num_rows], place[1])
         graph.fill(np.hstack((settings_of(params), numbers)))
         try:
             drawn = graph.begin(self._pool) if known is None else graph.replay()
@@ -64,15 +64,16 @@ class DrawGraphs:
             self._draws.clear()
             return None
         self._draws[place] = graph
-        return read(drawn, num_rows, num_rows, num_used)
+        return Drawing(drawn, num_rows, num_rows, num_used)
 
 
 class DrawGraph:
     """The graph of one number of rows and one kind, with its settings."""
 
-    def __init__(self, logits: Tensor, logprobs: Tensor, kind: Kind) -> None:
-        """Allocate the settings."""
+    def __init__(self, logits: Tensor, logprobs: Tensor, tokens: Tensor, kind: Kind) -> None:
+        """Allocate the settings. `tokens` (N,) get what is drawn from logits and log-probabilities (N, V)."""
         self._rows = logits, logprobs
+        self._tokens = tokens
         self._kind = kind
         self._settings = torch.zeros(len(logits), 4, dtype=torch.float64, device=logits.device)
         self._replay: Run | None = None
@@ -95,4 +96,5 @@ class DrawGraph:
 
     def _run(self) -> Tensor:
         drawn, extremes = draw(*self._rows, self._settings, self._kind)
+        self._tokens.copy_(drawn[0, :, 0])
         return torch.cat((drawn.flatten(), extremes.flatten()))

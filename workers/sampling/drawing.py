@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,16 @@ class Distribution:
             return self._greedy
         index = _pick(self._weights, self._ends, number)
         return index if self._kept is None else int(self._kept[index])
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn from rows of logits, row by row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Of the tokens."""
+    is_finite: list[bool]
+    """By row; tokens of a row that is not finite mean nothing."""
 
 
 class NonFiniteLogitsError(Exception):

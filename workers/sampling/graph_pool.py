@@ -3,7 +3,7 @@
 Does not depend on what is captured.
 
 Main invariant: graphs of one pool run one after another on one stream, and what one leaves in the pool's memory is read
-before the next runs.
+by work that is queued before the next one.
 """
 
 from __future__ import annotations

@@ -166,6 +166,18 @@ class SamplePass:
         with torch.inference_mode():
             return self._run(parts, bank_rows)
 
+    def follow(self, parts: Sequence[NextPart], drawn: Tensor) -> LogitsRows | None:
+        """Run one forward of next tokens that the host does not have yet; return their rows. None: no graph runs it.
+
+        Parts are in the order of their rows in the last pass, and `drawn` (at least D,) has their token ids on the
+        device.
+        """
+        if self._graphs is None:
+            return None
+        bank_rows = self._acquire(parts)
+        with torch.inference_mode():
+            return self._by_graph(self._graphs, parts, bank_rows, drawn)
+
     def _run(self, parts: Sequence[Part], bank_rows: dict[str, Row]) -> Outcome:
         order = sorted(range(len(parts)), key=lambda index: self._order(parts[index], bank_rows))
         ordered = [parts[index] for index in order]
@@ -194,15 +206,18 @@ class SamplePass:
         is_last = self._steps.are_prompts_last and isinstance(part, PromptPart)
         return is_last, *_bank_order(bank_rows.get(part.key))
 
-    def _by_graph(self, graphs: StepGraphs, parts: Sequence[Part], bank_rows: dict[str, Row]) -> LogitsRows | None:
-        """Return the rows of parts, in their order; None: run without a graph."""
+    def _by_graph(
+        self, graphs: StepGraphs, parts: Sequence[Part], bank_rows: dict[str, Row], drawn: Tensor | None = None
+    ) -> LogitsRows | None:
+        """Return the rows of parts, in their order, with the token ids in `drawn` if given; None: run without a graph.
+        """
         if any(isinstance(part, PromptPart) for part in parts):
             return None
         counts = [len(part.tokens) for part in parts]
         token_ids, positions = (np.concatenate(rows) for rows in zip(*map(_inputs, parts), strict=True))
         segments = _segments([(part.key, count) for part, count in zip(parts, counts, strict=True)], bank_rows)
         _, tokens = _places(parts, np.cumsum([0, *counts]).tolist())
-        rows = graphs.run(token_ids, positions, tokens, segments, _temperatures(parts, counts))
+        rows = graphs.run(token_ids, positions, tokens, segments, _temperatures(parts, counts), drawn)
         return None if rows is None else LogitsRows(*rows, is_of_graph=True)
 
     def _hidden(self, parts: Sequence[Part], starts: Sequence[int], bank_rows: dict[str, Row]) -> Tensor:

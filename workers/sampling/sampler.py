@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -34,17 +33,18 @@ from workers.contract.messages import (
 from workers.contract.settings import CACHE_SHARE
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
-from workers.sampling import device_drawing
+from workers.sampling import draws
 from workers.sampling.attention.pages import PageKernel, PageSteps
 from workers.sampling.attention.step import BlockSteps, Steps
 from workers.sampling.delta_states import OWNER_PLACES, DeltaStates, StatePool, state_bytes
 from workers.sampling.draw_graphs import DrawGraphs
-from workers.sampling.drawing import check_finite, draw_rows
+from workers.sampling.drawing import NonFiniteLogitsError
+from workers.sampling.draws import Draw, Flight, late
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
 from workers.sampling.graph_pool import GraphPool
 from workers.sampling.kv_cache import BlockPool, KVCache, PagedCache, block_bytes
 from workers.sampling.prefill import Prefill
-from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
+from workers.sampling.sample_pass import NextPart, Outcome, Part, PromptPart, SamplePass
 from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
 from workers.sampling.slot_queue import SequenceSlots
 from workers.sampling.step_graphs import StepGraphs
@@ -95,27 +95,6 @@ class _Prefill:
 
 
 _Work = _Decode | _Prefill
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Draw:
-    """The next tokens of sequences of one request, all of which run already, or all of which begin."""
-
-    active: ActiveRequest
-    sequences: Sequence[ActiveSequence]
-    logits: LogitsRows
-    rows: slice
-    """Of `logits`: one per sequence, or one that all of them begin with."""
-
-    @property
-    def row_indices(self) -> range:
-        """The same rows."""
-        return range(self.rows.start, self.rows.stop)
-
-    def numbers(self) -> list[list[float]]:
-        """Return the random numbers by which each of the rows is drawn."""
-        numbers = self.active.next_numbers(self.sequences)
-        return [numbers] if len(self.row_indices) == 1 else [[number] for number in numbers]
 
 
 class Sampler:
@@ -172,6 +151,8 @@ class Sampler:
                 self._draw_graphs = DrawGraphs(graphs.logits, graphs.logprobs, pool)
         states = DeltaStates(base_model, num_states) if base_model.delta_layers else None
         self._pass = SamplePass(base_model, bank, self._steps, graphs, states)
+        self._flight: Flight | None = None
+        """A step that was begun before the tokens of the one before it were read."""
         self._clock = clock
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""
@@ -219,22 +200,34 @@ class Sampler:
         return bool(self._events or self._requests)
 
     def decode_step(self) -> Sequence[SampleEvent]:
-        """Grant slots, run one forward, draw tokens; return the events since the last step."""
+        """Grant slots, run one forward, draw tokens; return the events since the last step.
+
+        Tokens of a step that runs already are those of this step.
+        """
         self.slots.grant()
+        flight, self._flight = self._flight, None
+        if flight is not None and any(not draw.active.is_over for draw in flight.draws):
+            self._land(flight)
+        else:
+            self._step()
+        # A request with one slot begins its next sequence in the step in which the last one ended.
+        self._draw([late(active) for active in self.slots.running if active.can_begin])
+        self._promise_blocks()
+        events, self._events = self._events, []
+        return events
+
+    def _step(self) -> None:
+        """Run one forward, and draw tokens."""
         decodes = [_Decode(active) for active in self.slots.running if active.sequences]
         stops = self._prefill.plan(is_decoding=bool(decodes))
         for works in self._groups([*decodes, *(_Prefill(*planned) for planned in stops.items())]):
             self._advance(works)
-        # A request with one slot begins its next sequence in the step in which the last one ended.
-        self._draw([_late(active) for active in self.slots.running if active.can_begin])
-        self._promise_blocks()
-        events, self._events = self._events, []
-        return events
 
     def reset(self) -> None:
         """Drop every request, without events, and every cached prompt."""
         for active in list(self._requests):
             self._release(active)
+        self._flight = None
         self._events.clear()
         self.blocks.drop_all()
 
@@ -331,46 +324,47 @@ class Sampler:
                 note=active.note,
                 move=self._prefill.move(active, work.stop),
             )
+        return self._next_part(active)
+
+    def _next_part(self, active: ActiveRequest, num_unread: int = 0) -> NextPart:
+        """Return the next token of all sequences of a request; `num_unread` of each were drawn and are not read."""
         for sequence in active.sequences:
-            self._cache.clear(self.slots.extend(sequence))
+            self._cache.clear(self.slots.extend(sequence, num_unread))
         return NextPart(
             key=active.key,
             prompt=active.prompt.location,
             tokens=np.array([sequence.tokens[-1] for sequence in active.sequences], np.int64),
             logprobs_temperature=active.logprobs_temperature,
-            sequences=[sequence.location for sequence in active.sequences],
+            sequences=[sequence.location(num_unread) for sequence in active.sequences],
             moves=[move for sequence in active.sequences if (move := self.slots.move(active, sequence)) is not None],
         )
 
     def _apply(self, works: Sequence[_Work], outcome: Outcome) -> None:
         """Record how far prompts are; draw the next token of all sequences, running or about to begin, at once."""
-        drawing: list[_Draw] = []
+        drawing: list[Draw] = []
         for work, rows in zip(works, outcome.rows_of, strict=True):
             active = work.active
             if isinstance(work, _Decode):
                 assert rows is not None
                 assert outcome.logits is not None
                 self.slots.moved(active)
-                drawing.append(_Draw(active, list(active.sequences), outcome.logits, rows))
+                drawing.append(Draw(active, list(active.sequences), outcome.logits, rows))
                 continue
             self._prefill.advance(active, work.stop)
             if active.failure is not None:
                 self._end(active, item_error(active.failure))
             elif rows is not None and outcome.logits is not None:
                 active.prompt_computed(outcome.logits.some(rows))
-                drawing.append(_Draw(active, active.begin(), outcome.logits, rows))
-        self._draw([*drawing, *(_late(work.active) for work in works if work.active.can_begin)])
+                drawing.append(Draw(active, active.begin(), outcome.logits, rows))
+        self._draw([*drawing, *(late(work.active) for work in works if work.active.can_begin)])
 
-    def _draw(self, drawing: Sequence[_Draw]) -> None:
+    def _draw(self, drawing: Sequence[Draw]) -> None:
         """Draw the next token of every sequence of some requests; if that fails, of one request at a time."""
         drawing = [draw for draw in drawing if not draw.active.is_over]
         if not drawing:
             return
-        # In the order of their rows, so that these need not be picked.
-        in_rows = sorted(drawing, key=lambda draw: (id(draw.logits), draw.rows.start))
         try:
-            numbers = [draw.numbers() for draw in in_rows]
-            tokens, logprobs = self._drawn(in_rows, list(chain.from_iterable(numbers)))
+            flight = draws.begin(draws.in_rows(drawing), self._draw_graphs)
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             if len(drawing) == 1:
                 active = drawing[0].active
@@ -379,27 +373,58 @@ class Sampler:
             for one in drawing:
                 self._draw([one])
             return
-        drawn: dict[_Draw, tuple[list[int], list[float]]] = {}
-        stop = 0
-        for draw, of_draw in zip(in_rows, numbers, strict=True):
-            start, stop = stop, stop + sum(map(len, of_draw))
-            drawn[draw] = tokens[start:stop], logprobs[start:stop]
-        for draw in drawing:
-            append = partial(draw.active.append, draw.sequences, *drawn[draw], draw.logits, draw.rows)
-            self._run_or_fail(draw.active, append)
+        self._land(flight)
 
-    def _drawn(self, drawing: Sequence[_Draw], numbers: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
-        """Return a token for each number of each row, and its log-probability. Raises NonFiniteLogitsError."""
-        params = [draw.active.request.params for draw in drawing for _ in draw.row_indices]
-        rows = _rows(drawing)
-        if not rows.logits.is_cpu:
-            by_graph = None
-            if rows.is_of_graph and self._draw_graphs is not None:
-                by_graph = self._draw_graphs.draw_rows(params, numbers)
-            return by_graph or device_drawing.draw_rows(rows.logits, rows.logprobs, params, numbers)
-        check_finite(rows.values)
-        tokens = draw_rows(rows.values, params, numbers)
-        return tokens, rows.logprobs_of([row for row, of_row in enumerate(numbers) for _ in of_row], tokens)
+    def _land(self, flight: Flight) -> None:
+        """Append tokens to their sequences once they are drawn; before that, begin the step behind them if it can run.
+
+        That step overwrites the logits, so they cannot be drawn from again.
+        """
+        begin_s = self._clock()
+        self._flight = self._next_flight(flight) or self._flight
+        try:
+            tokens, logprobs, is_finite = flight.arriving.read()
+        except Exception as error:  # noqa: BLE001 (reported as the requests' results)
+            self._flight = None
+            for draw in flight.draws:
+                if not draw.active.is_over:
+                    self._end(draw.active, logged_error(draw.active.request.op_id, error))
+            return
+        end_s, num_rows = self._clock(), len(is_finite)
+        stop = stop_row = 0
+        for draw, count in zip(flight.draws, flight.counts, strict=True):
+            if count:
+                draw.active.ran((end_s - begin_s) * len(draw.row_indices) / num_rows, begin_s, end_s)
+            start, stop = stop, stop + count
+            start_row, stop_row = stop_row, stop_row + len(draw.row_indices)
+            if not all(is_finite[start_row:stop_row]):
+                if not draw.active.is_over:
+                    self._end(draw.active, logged_error(draw.active.request.op_id, NonFiniteLogitsError()))
+                continue
+            self._run_or_fail(draw.active, partial(draw.append, tokens[start:stop], logprobs[start:stop]))
+
+    def _next_flight(self, flight: Flight) -> Flight | None:
+        """Begin the step behind draws whose tokens the host has not read; None: it has other rows, or has no graph.
+
+        A sequence that turns out to have stopped has a row in it that nobody reads. Its blocks are written to by later
+        steps only, which the device runs behind this one.
+        """
+        running, followed = self.slots.running, flight.draws
+        if not flight.stays_on_device or len(running) != len(followed):
+            return None
+        if not all(draw.active.goes_on_with(draw.sequences) for draw in followed):
+            return None
+        assert self._draw_graphs is not None
+        try:
+            parts = [self._next_part(draw.active, num_unread=1) for draw in followed]
+            rows = self._pass.follow(parts, self._draw_graphs.tokens)
+            if rows is None:
+                return None
+            ahead = [Draw(draw.active, draw.sequences, rows, draw.rows) for draw in followed]
+            return draws.begin(ahead, self._draw_graphs, num_unread=1)
+        except Exception as error:
+            logger.warning("a decode step cannot begin before the last one's tokens are read", exc_info=error)
+            return None
 
     def _run_or_fail(
         self, active: ActiveRequest, change: Callable[[], tuple[list[SampleEvent], list[ActiveSequence]]]
@@ -434,18 +459,3 @@ class Sampler:
         if active.key:
             self._bank.unpin(active.key)
         self.blocks.drop_orphans()
-
-
-def _late(active: ActiveRequest) -> _Draw:
-    """Begin sequences that had no slot when their prompt was computed; return the draw of their first tokens."""
-    first = active.first
-    assert first is not None
-    return _Draw(active, active.begin(), first, slice(0, 1))
-
-
-def _rows(drawing: Sequence[_Draw]) -> LogitsRows:
-    """Return the rows of all draws, in their order."""
-    parts = [list(draws) for _, draws in groupby(drawing, key=lambda draw: id(draw.logits))]
-    return LogitsRows.joined(
-        [draws[0].logits.pick([row for draw in draws for row in draw.row_indices]) for draws in parts]
-    )

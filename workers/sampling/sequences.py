@@ -81,21 +81,21 @@ class ActiveSequence:
     state: StateOwner | None = None
     """Of a hybrid, from its first decode step on; that reads the prompt's."""
     _numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    _numbers_from: int = -1
+    """The position of the first of these numbers; -1: there are none yet."""
 
     @property
     def num_cached(self) -> int:
         """Own tokens whose keys and values are computed: all but the last."""
         return len(self.tokens) - 1
 
-    @property
-    def num_blocks_wanted(self) -> int:
-        """Blocks that its next decode step needs."""
-        return self.num_cached // self.block_tokens + 1
+    def num_blocks_wanted(self, num_unread: int = 0) -> int:
+        """Return the blocks that its next decode step needs, with so many tokens drawn that the host has not read."""
+        return (self.num_cached + num_unread) // self.block_tokens + 1
 
-    @property
-    def location(self) -> SequenceBlocks:
-        """The same blocks as attention sees them."""
-        return SequenceBlocks(self.index, self.blocks, self.num_cached)
+    def location(self, num_unread: int = 0) -> SequenceBlocks:
+        """Return the same blocks as attention sees them."""
+        return SequenceBlocks(self.index, self.blocks, self.num_cached + num_unread)
 
     def begin_state(self, state: StateOwner) -> StateOwner:
         """Own this state from now on; return it."""
@@ -106,12 +106,13 @@ class ActiveSequence:
         """Append a block for further tokens."""
         self.blocks.append(block)
 
-    def next_number(self, seed: int) -> float:
-        """Return the random number of its next token."""
-        position = len(self.tokens)
-        if position % NUMBERS_AHEAD == 0:
-            self._numbers = uniforms(seed, self.index, position, NUMBERS_AHEAD)
-        return float(self._numbers[position % NUMBERS_AHEAD])
+    def next_number(self, seed: int, num_unread: int = 0) -> float:
+        """Return the random number of its next token, behind so many that the host has not read."""
+        position = len(self.tokens) + num_unread
+        first = position - position % NUMBERS_AHEAD
+        if first != self._numbers_from:
+            self._numbers, self._numbers_from = uniforms(seed, self.index, first, NUMBERS_AHEAD), first
+        return float(self._numbers[position - first])
 
 
 class ActiveRequest:
@@ -235,12 +236,27 @@ class ActiveRequest:
             self.first = None
         return begun
 
-    def next_numbers(self, sequences: Sequence[ActiveSequence]) -> list[float]:
+    def next_numbers(self, sequences: Sequence[ActiveSequence], num_unread: int = 0) -> list[float]:
         """Return the random number of each sequence's next token; none if the request wants no token."""
         params = self.request.params
         if params.max_tokens == 0:
             return []
-        return [0.0 if params.temperature == 0 else sequence.next_number(params.seed) for sequence in sequences]
+        if params.temperature == 0:
+            return [0.0] * len(sequences)
+        return [sequence.next_number(params.seed, num_unread) for sequence in sequences]
+
+    def goes_on_with(self, sequences: Sequence[ActiveSequence]) -> bool:
+        """Return whether a step behind the one that draws for these sequences has the same ones, unless one stops.
+
+        And whether nothing needs that step's logits on the host.
+        """
+        return (
+            not self.is_over
+            and self.sequences == sequences
+            and not self.can_begin
+            and not self.request.topk_sample_logprobs
+            and all(len(sequence.tokens) + 1 < self.request.params.max_tokens for sequence in sequences)
+        )
 
     def append(
         self,
@@ -250,7 +266,7 @@ class ActiveRequest:
         logits: LogitsRows,
         rows: slice,
     ) -> tuple[list[SampleEvent], list[ActiveSequence]]:
-        """Append a drawn token to each of some running sequences; return events, and sequences that ended.
+        """Append a drawn token to each of some sequences that still run; return events, and sequences that ended.
 
         `rows` of `logits` gave the tokens: one row per sequence, or one that all of them begin with. A request that
         wants no token has none, and its sequences end.
@@ -261,6 +277,8 @@ class ActiveRequest:
         events: list[SampleEvent] = []
         reasons: list[tuple[ActiveSequence, StopReason]] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if self._finished[sequence.index] is not None:
+                continue  # it stopped while this token was drawn
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             if request.stream:

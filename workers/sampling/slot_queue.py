@@ -150,9 +150,12 @@ class SequenceSlots:
         self._prefill.add(active, shared)
         return True
 
-    def extend(self, sequence: ActiveSequence) -> list[int]:
-        """Give a sequence the block for its next token if it needs one; return the blocks given."""
-        if len(sequence.blocks) >= sequence.num_blocks_wanted:
+    def extend(self, sequence: ActiveSequence, num_unread: int = 0) -> list[int]:
+        """Give a sequence the block for its next token if it needs one; return the blocks given.
+
+        `num_unread`: tokens that were drawn for it and that the host has not read.
+        """
+        if len(sequence.blocks) >= sequence.num_blocks_wanted(num_unread):
             return []
         block = self._pool.take("high")
         sequence.add_block(block)

@@ -100,10 +100,12 @@ class StepGraphs:
         tokens: Sequence[NextToken],
         segments: Sequence[Segment],
         temperatures: NDArray[np.float64],
+        drawn: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return the logits (D, V), fp32, of next tokens, and their log-probabilities; None: run without a graph.
 
-        `temperatures` (D,) are those of the log-probabilities. The next step overwrites both.
+        `temperatures` (D,) are those of the log-probabilities. The next step overwrites both. `drawn` (at least D,) are
+        token ids on the device, to be taken in place of `token_ids`.
         """
         if self._is_off:
             return None
@@ -129,6 +131,8 @@ class StepGraphs:
         results = self.logits[: bucket.num_rows], self.logprobs[: bucket.num_rows]
         step = known or GraphStep(self._model, self._cache, self._kernel, bucket, results)
         step.fill(token_ids, positions, slots_of(tokens), (of_prompts, own), temperatures, adapters)
+        if drawn is not None:
+            step.take(drawn[: len(tokens)])
         try:
             if known is None:
                 step.begin(self._pool)
@@ -238,6 +242,10 @@ class GraphStep:
         self._rows.send(block)
         if self._bucket.rank and adapters is not self._filled:
             self._fill_tables(adapters)
+
+    def take(self, token_ids: Tensor) -> None:
+        """Overwrite the first token ids by others on the device."""
+        self._token_ids[: len(token_ids)].copy_(token_ids)
 
     def _fill_tables(self, adapters: AdapterTables[NDArray[Any]]) -> None:
         """Overwrite the tables of adapters."""

@@ -27,7 +27,7 @@ from tests.support.numerics.samplers import (
 )
 from workers.contract.contents import whole
 from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, SamplingParams, StopReason, TokenEvent
-from workers.sampling import sampler as sampler_module
+from workers.sampling import draws
 from workers.sampling.drawing import draw_rows
 from workers.sampling.sequences import StopStrings
 
@@ -185,7 +185,7 @@ def test_a_request_that_fails_in_the_step_of_a_late_first_token_fails_once(
         return draw_rows(logits, params, numbers)
 
     if what == "drawing":
-        monkeypatch.setattr(sampler_module, "draw_rows", drawing)
+        monkeypatch.setattr(draws, "draw_rows", drawing)
     else:
         monkeypatch.setattr(StopStrings, "is_completed", Mock(side_effect=MemoryError))
     s.step()

@@ -38,7 +38,9 @@ def drawn_by(
 ) -> tuple[list[int], list[float]]:
     """Draw as a device does, by any numbers of each row."""
     rows = torch.from_numpy(logits)
-    return device_drawing.draw_rows(rows, rows.log_softmax(-1), params, numbers)
+    tokens, logprobs, is_finite = device_drawing.draw_rows(rows, rows.log_softmax(-1), params, numbers).read()
+    assert all(is_finite)
+    return tokens, logprobs
 
 
 @given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from([2, 97, 2048]), levels=st.sampled_from([3, 10_000]))
@@ -109,15 +111,19 @@ def test_numbers_at_the_ends_pick_kept_tokens(number: float) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("changes", SETTINGS)
-def test_logits_that_are_not_finite_are_refused(bad: float, changes: dict[str, Any]) -> None:
-    logits = np.zeros((2, 97), np.float32)
+def test_rows_that_are_not_finite_are_named(bad: float, changes: dict[str, Any]) -> None:
+    logits = torch.zeros((3, 97))
     logits[1, 96] = bad
-    with pytest.raises(drawing.NonFiniteLogitsError, match="infinite or not a number"):
-        drawn(logits, [SamplingParams(max_tokens=1, **changes)] * 2, [0.5, 0.999])
+    params = [SamplingParams(max_tokens=1, **changes)] * 3
+    tokens, _, is_finite = device_drawing.draw_rows(logits, logits, params, [[0.5], [0.999], [0.5]]).read()
+    assert is_finite == [True, False, True]
+    assert tokens[0] == tokens[2] == drawing.draw_rows(logits[:1].numpy(), params[:1], [[0.5]])[0], "others are drawn"
 
 
 @pytest.mark.parametrize("numbers", [[[0.5], []], [[], []]])
-def test_logits_of_a_request_without_tokens_are_refused_too(numbers: list[list[float]]) -> None:
-    logits = np.array([[0, 1], [0, np.nan]], np.float32)
-    with pytest.raises(drawing.NonFiniteLogitsError):
-        drawn_by(logits, [SamplingParams(max_tokens=1), SamplingParams(max_tokens=0)], numbers)
+def test_the_row_of_a_request_without_tokens_is_named_too(numbers: list[list[float]]) -> None:
+    logits = torch.tensor([[0, 1], [0, torch.nan]])
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=0)]
+    tokens, _, is_finite = device_drawing.draw_rows(logits, logits, params, numbers).read()
+    assert len(tokens) == sum(map(len, numbers))
+    assert is_finite == [True, False]

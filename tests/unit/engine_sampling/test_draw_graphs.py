@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.contract.messages import SamplingParams
 from workers.sampling import device_drawing, draw_graphs
 from workers.sampling.draw_graphs import DrawGraphs
-from workers.sampling.drawing import NonFiniteLogitsError
+from workers.sampling.drawing import Drawn
 from workers.sampling.graph_pool import GraphPool
 
 NUM_USED, NUM_ROWS, VOCAB_SIZE = 5, 16, 97
@@ -50,6 +50,12 @@ def rows() -> tuple[Tensor, Tensor]:
     return logits, logits.log_softmax(-1)
 
 
+def drawn(graphs: DrawGraphs, params: list[SamplingParams], numbers: list[list[float]]) -> Drawn | None:
+    """Return what graphs draw; None if they do not."""
+    drawing = graphs.draw_rows(params, numbers)
+    return None if drawing is None else drawing.read()
+
+
 def numbers_of(seed: int) -> list[list[float]]:
     return [[number] for number in np.random.default_rng(seed).random(NUM_USED).tolist()]
 
@@ -61,18 +67,27 @@ def test_tokens_by_graphs_are_those_without(rows: tuple[Tensor, Tensor]) -> None
         for kind in KINDS:
             params = [SamplingParams(max_tokens=1, **own) for own in [*KINDS, {}]]
             params = params if kind == KINDS[-1] else [SamplingParams(max_tokens=1, **kind)] * NUM_USED
-            expected = device_drawing.draw_rows(rows[0][:NUM_USED], rows[1][:NUM_USED], params, numbers_of(seed))
-            assert graphs.draw_rows(params, numbers_of(seed)) == expected
+            used = rows[0][:NUM_USED], rows[1][:NUM_USED]
+            expected = device_drawing.draw_rows(*used, params, numbers_of(seed)).read()
+            assert drawn(graphs, params, numbers_of(seed)) == expected
+            assert graphs.tokens[:NUM_USED].tolist() == expected.tokens, "for a step that begins before they are read"
     assert pool.num_captured == 3, "greedy, sampled, filtered; settings and numbers are inputs"
 
 
-def test_logits_that_are_not_finite_are_refused_by_a_graph(rows: tuple[Tensor, Tensor]) -> None:
+def test_tokens_can_be_read_after_the_next_ones_are_drawn(rows: tuple[Tensor, Tensor]) -> None:
     graphs, params = DrawGraphs(*rows, AgainPool()), [SamplingParams(max_tokens=1)] * NUM_USED
-    assert graphs.draw_rows(params, numbers_of(0)) is not None
-    for bad in (torch.nan, torch.inf, -torch.inf):
+    expected = [drawn(graphs, params, numbers_of(seed)) for seed in range(2)]
+    drawings = [graphs.draw_rows(params, numbers_of(seed)) for seed in range(2)]
+    assert [drawing and drawing.read() for drawing in drawings] == expected
+
+
+def test_rows_that_are_not_finite_are_named_by_a_graph(rows: tuple[Tensor, Tensor]) -> None:
+    graphs, params = DrawGraphs(*rows, AgainPool()), [SamplingParams(max_tokens=1)] * NUM_USED
+    for bad in (0.0, torch.nan, torch.inf, -torch.inf):
         rows[0][NUM_USED - 1, 3] = bad
-        with pytest.raises(NonFiniteLogitsError):
-            graphs.draw_rows(params, numbers_of(0))
+        result = drawn(graphs, params, numbers_of(0))
+        assert result is not None
+        assert result.is_finite == [True] * (NUM_USED - 1) + [bad == 0.0]
 
 
 def test_rows_with_other_numbers_than_one_have_no_graph(rows: tuple[Tensor, Tensor]) -> None:
