@@ -42,15 +42,18 @@ class AttackedPool(PoolProcess):
         *,
         is_tls: bool = False,
         disk_bytes: int | None = None,
+        is_probed: bool = True,
     ) -> None:
         """`files_max`: file descriptors that the coordinator may open. None: as many as this program.
 
         `disk_bytes`: the size of a file system of its own for the data directory, which takes the rights to mount it.
+        `is_probed`: whether the event loop is measured, which takes a tenth of its time.
         """
         self._arguments = list(serve_arguments)
         self._is_tls = is_tls
         self._files_max = files_max
         self._disk_bytes = disk_bytes
+        self._is_probed = is_probed
         folder = Path(tempfile.mkdtemp(prefix="tpa-", dir="/tmp"))
         super().__init__(folder, temp_dir=folder)
         self._probe: RemoteProbe | None = None
@@ -139,13 +142,16 @@ class AttackedPool(PoolProcess):
         if self._is_tls:
             certificate, key = make_certificate(self.folder, "IP:127.0.0.1")
             arguments += ["--tls-cert", str(certificate), "--tls-key", str(key)]
-        self.begin(*arguments, module="scripts.attack.probed", **{SOCKET: str(socket)})
+        if self._is_probed:
+            self.begin(*arguments, module="scripts.attack.probed", **{SOCKET: str(socket)})
+        else:
+            self.begin(*arguments)
         if self._files_max is not None:
             resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (self._files_max, self._files_max))
         serving = self.wait_ready()
         self.model = serving.models[0]
         self.grpc, self.http = (url.partition("://")[2] for url in (serving.url, serving.http_url))
-        self._probe = RemoteProbe(socket)
+        self._probe = RemoteProbe(socket) if self._is_probed else None
         self.log_bytes_at_start = self.log.stat().st_size
 
     def _remove(self) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.host.input_block import Shape
-from workers.host.uploads import all_on_device, on_device
+from workers.host.uploads import all_on_device
 from workers.model.gpu_operations import (
     GRADIENT_DEPTH,
     TILE_ROWS,
@@ -84,8 +84,8 @@ class AdapterTables(Generic[T]):
 
     def on(self: AdapterTables[NDArray[Any]], device: torch.device) -> AdapterTables[Tensor]:
         """Return the tables on a device."""
-        arrays = self.addresses, self.tiles, self.ranks, self.scalings
-        addresses, tiles, ranks, scalings = (on_device(array, device) for array in arrays)
+        arrays = [self.addresses, self.tiles, self.ranks, self.scalings]
+        addresses, tiles, ranks, scalings = all_on_device(arrays, device)
         return AdapterTables(addresses, tiles, ranks, scalings, self.rank_max)
 
     @staticmethod

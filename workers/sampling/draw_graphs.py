@@ -44,9 +44,7 @@ class DrawGraphs:
         self._draws: dict[tuple[int, Kind], DrawGraph] = {}
         self._is_off = False
 
-    def draw_rows(
-        self, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
-    ) -> Drawing | None:
+    def draw_rows(self, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]) -> Drawing | None:
         """Draw a token of each of the first rows, by its one number, with its log-probability; None: use no graph."""
         num_used, vocab_size = len(params), self._logits.shape[1]
         num_rows = power_of_two(num_used)

@@ -209,8 +209,7 @@ class SamplePass:
     def _by_graph(
         self, graphs: StepGraphs, parts: Sequence[Part], bank_rows: dict[str, Row], drawn: Tensor | None = None
     ) -> LogitsRows | None:
-        """Return the rows of parts, in their order, with the token ids in `drawn` if given; None: run without a graph.
-        """
+        """Return the rows of parts, in their order, with token ids from `drawn` if given; None: run without a graph."""
         if any(isinstance(part, PromptPart) for part in parts):
             return None
         counts = [len(part.tokens) for part in parts]

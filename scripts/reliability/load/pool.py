@@ -42,7 +42,7 @@ class LoadedPool(AttackedPool):
         `options`: more options of `tinkerpool serve`.
         """
         engine = ("--engine", TIMED) if is_timed else ()
-        super().__init__(["--pool", "local", *engine, *options], None)
+        super().__init__(["--pool", "local", *engine, *options], None, is_probed=False)
         self._weights = weights
         self.keys: dict[str, str] = {}
 

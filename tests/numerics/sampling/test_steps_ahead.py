@@ -97,7 +97,7 @@ def test_samples_of_steps_ahead_are_those_of_steps_one_by_one(
     expected = theirs.sequences(*wanted())
     assert not ahead
     assert_same(mine.sequences(*wanted()), expected)
-    assert ahead == [4, 4], "the third and the fourth token of all; a step without one that has its tokens waits for them"
+    assert ahead == [4, 4], "third and fourth tokens; when one sequence has all its tokens, the step waits for them"
 
 
 def test_a_step_gives_each_sequence_one_token(both: tuple[Sampling, Sampling]) -> None:
