@@ -41,6 +41,8 @@ _IGNORED = frozenset(
     }
 )
 """Settings that are read below, or change nothing that a saved adapter computes while the others are as accepted."""
+_SERVICES_TARGETS = {"unembed_tokens": "lm_head"}
+"""Modules by the names that the Tinker service gives them, and by PEFT's."""
 _MERGE = "merge the adapter into its base model (merge_and_unload) and serve that"
 
 
@@ -183,7 +185,7 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise not_importable(
             f"adapter_config.json has target_parameters = {_shown(parameters)}: it must be a list of names"
         )
-    return (*targets, *parameters)
+    return (*(_SERVICES_TARGETS.get(each, each) for each in targets), *parameters)
 
 
 def _pattern(config: Mapping[str, Any], name: str) -> Mapping[str, float]:

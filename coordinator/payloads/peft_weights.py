@@ -35,8 +35,13 @@ _Read = Callable[[int, int], bytes]
 """Returns so many bytes of the data from a place on."""
 PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
-_TEXT_MODEL = re.compile(rf"^{re.escape(PREFIX)}model\.language_model\.")
-"""How names begin if PEFT adapted the text model inside a model that can see; the pool has the text model alone."""
+_RENAMED = (
+    (re.compile(rf"^{re.escape(PREFIX)}model\.language_model\."), f"{PREFIX}model."),
+    (re.compile(rf"^{re.escape(PREFIX)}model\.unembed_tokens\."), f"{PREFIX}lm_head."),
+    (re.compile(rf"^({re.escape(PREFIX)}model\.layers\.\d+)\.attn\."), r"\1.self_attn."),
+)
+"""Beginnings of names, and what the pool has in their place: of the text model inside a model that can see, as PEFT
+adapts it; of the unembedding, and of attention in gpt-oss, as the Tinker service calls them."""
 HEADER_BYTES, ENTRY_BYTES = 64 << 10, 512
 """Most bytes of a header: this many for its metadata, and for each matrix of the base model's modules. PEFT's entries
 have less than 200; what is longer would only hold the interpreter while it is parsed."""
@@ -423,11 +428,15 @@ def _checked_tensors(
         )
     found = load_object(header, "the header of adapter_model.safetensors")
     found.pop("__metadata__", None)
-    entries = {_TEXT_MODEL.sub(f"{PREFIX}model.", name): entry for name, entry in found.items()}
-    if len(entries) != len(found):
-        raise not_importable(
-            "adapter_model.safetensors has matrices of model and of model.language_model: save it again"
-        )
+    entries: dict[str, Any] = {}
+    own_names = {name for linear in adapted for name, _ in linear.matrices}
+    for given, entry in found.items():
+        name = given if given in own_names else _renamed(given)
+        if name in entries:
+            raise not_importable(
+                f"adapter_model.safetensors has {name} twice, once as {given[:200]}: remove one, or save it again"
+            )
+        entries[name] = entry
     tensors: dict[str, Tensor] = {}
     for linear in adapted:
         for name, shape in linear.matrices:
@@ -446,6 +455,13 @@ def _checked_tensors(
             )
         end += tensor.num_bytes
     return tensors, end
+
+
+def _renamed(name: str) -> str:
+    """Return what the pool calls a tensor that PEFT or the Tinker service has written."""
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 def _tensor(name: str, entry: Any, shape: tuple[int, ...], config: PeftConfig, model: ModelInfo) -> Tensor:

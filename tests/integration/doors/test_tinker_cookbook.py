@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import tinkerpool
 from tests.support.mini_model import build_mini_model, build_mini_vision_model
 from tests.support.served_pool import ServedPool, shipped_pool
 
@@ -31,6 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "untied": build_mini_model(where / "untied", "llama"),
         "sees": build_mini_vision_model(where / "sees", is_tied=False),
         "experts": build_mini_model(where / "experts", "qwen3-moe"),
+        "gpt-oss": build_mini_model(where / "gpt-oss", "gpt-oss"),
     }
 
 
@@ -57,9 +59,27 @@ def downloaded_and_merged(pool: ServedPool, model: str, base: Path, out: Path, *
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def forward_of_import(pool: ServedPool, model: str, adapter: Path) -> list[float]:
+    """Import a download; return the log-probabilities of the program's tokens."""
+    tokens = [5, 9, 60, 61, 5, 9, 60, 62, 63, 64, 65]
+    datum = tinkerpool.Datum(tokens[:-1], {"target_tokens": tokens[1:]})
+    with pool.client("cook") as service:
+        imported = service.create_rest_client().import_checkpoint(adapter, base_model=model).result(60)
+        trainer = service.get_training_client(imported.model_id)
+        [output] = trainer.forward([datum], "cross_entropy").result(60).loss_fn_outputs
+    found: list[float] = output["logprobs"].to_numpy().tolist()
+    return found
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("untied", ["train_unembed"]), ("tied", []), ("sees", ["train_unembed"]), ("experts", ["to_peft"])],
+    [
+        ("untied", ["train_unembed"]),
+        ("tied", []),
+        ("sees", ["train_unembed"]),
+        ("experts", ["shard", "to_peft"]),
+        ("gpt-oss", ["shard", "to_vllm"]),
+    ],
 )
 def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(
     pool: ServedPool, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
@@ -70,7 +90,10 @@ def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_c
     assert np.allclose(report["merged"], report["forward"], atol=2e-4)
     if "to_peft" in options:
         assert np.allclose(report["in_peft"], report["forward"], atol=2e-4)
+    if "to_vllm" in options:
+        assert report["of_experts"] < 1e-6
     assert -np.mean(report["forward"]) < 4.0, "the adapter changed little: the comparison would show nothing"
+    assert np.array_equal(forward_of_import(pool, model, tmp_path / "adapter"), report["forward"]), "the way back"
 
 
 def test_the_cookbook_adds_a_trained_unembedding_to_the_shared_matrix_of_a_tied_model(

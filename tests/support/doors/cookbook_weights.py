@@ -1,10 +1,11 @@
 """Train a little with the official SDK, then download and merge with the cookbook's own functions; print a report.
 
-    python cookbook_weights.py URL KEY BASE_MODEL BASE_DIRECTORY OUT [train_unembed] [to_peft]
+    python cookbook_weights.py URL KEY BASE_MODEL BASE_DIRECTORY OUT [train_unembed] [shard] [to_peft] [to_vllm]
 
 Runs in a process of its own, because the cookbook is not installed beside the tests. `forward` in the report are the
-pool's log-probabilities, `merged` those of the merged model, both of TOKENS; with `to_peft` also `in_peft`, those of
-the adapter that the cookbook converts, in PEFT.
+pool's log-probabilities, `merged` those of the merged model, both of TOKENS. With `to_peft` also `in_peft`, those of
+the adapter that the cookbook converts, in PEFT; with `to_vllm`, of gpt-oss, the largest difference between what the
+converted adapter adds to an expert's weights, as vLLM reads it, and what merging added.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import peft
 import tinker
 import torch
+from safetensors.torch import load_file
 from tinker_cookbook import weights
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +49,7 @@ def main() -> None:
         output_path=str(model),
         dtype="float32",
         # Of a mixture "full" takes transformers' joined gates and ups for interleaved ones.
-        merge_strategy="shard" if "to_peft" in options else "full",
+        merge_strategy="shard" if "shard" in options else "full",
     )
     report = {
         "files": sorted(file.name for file in adapter.iterdir()),
@@ -55,12 +57,36 @@ def main() -> None:
         "forward": forward,
         "merged": logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)),
     }
-    if "to_peft" in options:
-        converted = Path(out) / "peft"
+    converted = Path(out) / "converted"
+    if "to_peft" in options or "to_vllm" in options:
         weights.build_lora_adapter(base_model=base_directory, adapter_path=str(adapter), output_path=str(converted))
+    if "to_peft" in options:
         base = AutoModelForCausalLM.from_pretrained(base_directory, dtype=torch.float32)
         report["in_peft"] = logprobs(peft.PeftModel.from_pretrained(base, converted))
+    if "to_vllm" in options:
+        report["of_experts"] = difference_of_experts(converted, Path(base_directory), model)
     print(json.dumps(report))
+
+
+def difference_of_experts(adapter: Path, base: Path, merged: Path) -> float:
+    """Return the largest difference between an adapter's products and what merged experts of gpt-oss have more."""
+    factors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    before, after = (load_file(directory / "model.safetensors") for directory in (base, merged))
+    differences, changes = [], []
+    for name, B in factors.items():
+        if ".experts." not in name or not name.endswith(".lora_B.weight"):
+            continue
+        product = config["lora_alpha"] / config["r"] * B @ factors[name.replace(".lora_B.", ".lora_A.")]
+        layer, _, rest = name.removeprefix("base_model.model.").partition(".experts.")
+        expert, module, *_ = rest.split(".")
+        stored = "down_proj" if module == "down_proj" else "gate_up_proj"
+        change = (after[f"{layer}.experts.{stored}"] - before[f"{layer}.experts.{stored}"])[int(expert)].T
+        columns = {"gate_proj": change[::2], "up_proj": change[1::2], "down_proj": change}[module]
+        changes.append(float(columns.abs().max()))
+        differences.append(float((columns - product).abs().max()))
+    assert max(changes) > 1e-2, "the adapter changed little: the comparison would show nothing"
+    return max(differences)
 
 
 @torch.no_grad()

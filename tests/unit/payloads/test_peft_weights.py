@@ -352,7 +352,25 @@ def test_an_adapter_of_the_text_model_in_a_model_that_can_see_is_imported() -> N
     state, expected = state_of(renamed), state_of(files)
     assert all(np.array_equal(state[name], values) for name, values in expected.items())
     both = with_header(files, **{FIRST_A.replace("model.layers", "model.language_model.layers"): {}})
-    assert "model.language_model" in refusal(files, both)
+    assert "twice, once as base_model.model.model.language_model.layers" in refusal(files, both)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "unembed_tokens"])
+def test_an_adapter_with_the_tinker_services_names_is_imported(target: str) -> None:
+    """The unembedding of every model, and attention of gpt-oss; its downloads name PEFT's or its own targets."""
+    adapted = [*QUERIES, MODULES[-1]]
+    files = adapter_files(adapted)
+    names = {"model.layers.0.self_attn.": "model.layers.0.attn.", "model.layers.1.self_attn.": "model.layers.1.attn."}
+    names["model.lm_head."] = "model.model.unembed_tokens."
+    services = dict[str, np.ndarray[Any, Any]]()
+    for name, values in safetensors.numpy.load(files.weights).items():
+        ours = next(ours for ours in names if ours in name)
+        services[name.replace(ours, names[ours])] = values
+    assert not services.keys() & safetensors.numpy.load(files.weights).keys()
+    config = files.config | {"target_modules": ["q_proj", target]}
+    state, expected = state_of(AdapterFiles(config, safetensors.numpy.save(services))), state_of(files)
+    assert state.keys() == expected.keys()
+    assert all(np.array_equal(state[name], values) for name, values in expected.items())
 
 
 def test_a_module_that_is_named_alone_and_with_others_is_refused() -> None:
