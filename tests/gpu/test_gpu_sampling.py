@@ -13,6 +13,7 @@ from tests.support.numerics.harness import make_spec
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
+from workers.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 
@@ -87,3 +88,36 @@ def test_prompt_log_probabilities_in_bf16_are_those_of_the_cpu_to_rounding(even_
     has_experts = "moe" in even_model.name or even_model.name in {"mixtral", "olmoe", "gpt-oss"}
     assert np.median(apart) < 0.05
     assert apart.max() < (0.3 if has_experts else 0.1)
+
+
+def test_steps_that_begin_ahead_draw_what_steps_one_by_one_draw(
+    even_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence stops at its third token, and has a row in the step ahead; others go on."""
+    engine = TrainingEngine(EngineSettings(model_path=str(even_qwen3), device="cuda", exact=True))
+
+    def drawn(stop_tokens: tuple[int, ...]) -> list[list[int]]:
+        params = SamplingParams(max_tokens=40, seed=3, stop_tokens=stop_tokens)
+        prompt = np.arange(40, 70, dtype=np.int32)
+        for op_id, num_samples in (("one", 3), ("two", 4)):
+            engine.start_sample(
+                SampleRequest(
+                    op_id=op_id,
+                    version=SamplerVersion(key=""),
+                    prompt=prompt,
+                    num_samples=num_samples,
+                    params=params,
+                )
+            )
+        results: dict[str, SampleResult] = {}
+        while engine.can_decode():
+            results |= {event.op_id: event for event in engine.decode_step() if isinstance(event, SampleResult)}
+        assert {result.error for result in results.values()} == {None}
+        return [sequence.tokens.tolist() for name in ("one", "two") for sequence in results[name].sequences]
+
+    stop = drawn(())[0][2]
+    ahead = drawn((stop,))
+    assert min(map(len, ahead)) < max(map(len, ahead))
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "_next_flight", lambda *_: None)
+        assert drawn((stop,)) == ahead
