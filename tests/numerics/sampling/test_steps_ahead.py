@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
-from workers.contract.messages import SampledSequence, SampleRequest, StopReason, TokenEvent
+from workers.contract.messages import SampledSequence, SampleEvent, SampleRequest, StopReason, TokenEvent
 from workers.host.downloads import Download
 from workers.model.fused_runs import forward_runs
 from workers.model.sampling_layers import SamplingLayers
@@ -90,6 +91,10 @@ def assert_same(mine: list[tuple[SampledSequence, ...]], theirs: list[tuple[Samp
             assert one.stop_reason == other.stop_reason
 
 
+def is_of(event: SampleEvent, index: int) -> TypeGuard[TokenEvent]:
+    return isinstance(event, TokenEvent) and event.sequence_index == index
+
+
 def test_samples_of_steps_ahead_are_those_of_steps_one_by_one(
     both: tuple[Sampling, Sampling], ahead: list[int]
 ) -> None:
@@ -113,10 +118,14 @@ def test_a_sequence_that_stops_is_not_drawn_further(both: tuple[Sampling, Sampli
     mine, theirs = both
     (long,) = theirs.sequences(request("long", num_samples=3, max_tokens=8, seed=5))
     stop = int(long[0].tokens[3])
-    asked = request("long", num_samples=3, max_tokens=8, seed=5, stop_tokens=(stop,))
+    asked = request("long", num_samples=3, max_tokens=8, seed=5, stop_tokens=(stop,), stream=True)
     expected = theirs.sequences(asked)
     assert StopReason.STOP in [sequence.stop_reason for sequence in expected[0]]
-    assert_same(mine.sequences(asked), expected)
+    [result] = mine.run(asked)
+    assert_same([result.sequences], expected)
+    for index, sequence in enumerate(result.sequences):
+        streamed = [event.token for event in mine.events if is_of(event, index)]
+        assert streamed == sequence.tokens.tolist(), "the token that was drawn behind its stop is nobody's"
     assert len(set(ahead)) > 1, "with all sequences, and with those that are left"
 
 
