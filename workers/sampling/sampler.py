@@ -152,7 +152,7 @@ class Sampler:
         states = DeltaStates(base_model, num_states) if base_model.delta_layers else None
         self._pass = SamplePass(base_model, bank, self._steps, graphs, states)
         self._flight: Flight | None = None
-        """A step that was begun before the tokens of the one before it were read."""
+        """A step that was begun before the tokens of the one before it were read. Requests of it may be over."""
         self._clock = clock
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""
@@ -227,7 +227,6 @@ class Sampler:
         """Drop every request, without events, and every cached prompt."""
         for active in list(self._requests):
             self._release(active)
-        self._flight = None
         self._events.clear()
         self.blocks.drop_all()
 
@@ -385,7 +384,6 @@ class Sampler:
         try:
             tokens, logprobs, is_finite = flight.arriving.read()
         except Exception as error:  # noqa: BLE001 (reported as the requests' results)
-            self._flight = None
             for draw in flight.draws:
                 if not draw.active.is_over:
                     self._end(draw.active, logged_error(draw.active.request.op_id, error))
