@@ -47,7 +47,7 @@ class AttackedPool(PoolProcess):
         """`files_max`: file descriptors that the coordinator may open. None: as many as this program.
 
         `disk_bytes`: the size of a file system of its own for the data directory, which takes the rights to mount it.
-        `is_probed`: whether the event loop is measured, which takes a tenth of its time.
+        `is_probed`: whether the event loop is measured, which slows each of its callbacks.
         """
         self._arguments = list(serve_arguments)
         self._is_tls = is_tls
