@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.captures import again
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
@@ -25,12 +26,6 @@ from workers.sampling.kv_cache import PagedCache
 from workers.sampling.step_graphs import GraphStep, StepGraphs
 
 pytestmark = [pytest.mark.usefixtures("own_base_models"), pytest.mark.slow]
-
-
-def again(_: GraphPool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Stand in for a capture: run on the same inputs, into the same result."""
-    out = run()
-    return lambda: out.copy_(run())
 
 
 def wanted() -> list[SampleRequest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.numerics.captures import again
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.samplers import Sampling, make_sampler, request
@@ -26,12 +27,6 @@ from workers.sampling.sample_pass import LogitsRows, NextPart, SamplePass
 from workers.sampling.step_graphs import StepGraphs
 
 pytestmark = [pytest.mark.usefixtures("own_base_models"), pytest.mark.slow]
-
-
-def again(_: GraphPool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Stand in for a capture: run on the same inputs, into the same result."""
-    out = run()
-    return lambda: out.copy_(run())
 
 
 @pytest.fixture
