@@ -22,13 +22,15 @@ key head, E key head dimension, P value head dimension, K = H E, V = H G P.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from workers.model.fused_modules import rms_norm
 
 UNIT_EPS = 1e-6
 """What is added to the square of a query's or key's length."""
@@ -122,40 +124,58 @@ def chunked(
     num, length = beta.shape[:2]
     shape = weights.shape
     heads, per_key = shape.num_key_heads, shape.heads_per_key
-    query, key = (unit(rows.view(num, length, heads, -1)).transpose(1, 2) for rows in (query, key))  # (N, H, C, E)
-    query = query * shape.key_dim**-0.5
+    query, key = (unit(rows.view(num, length, heads, -1)).transpose(1, 2).contiguous() for rows in (query, key))
+    query = query * shape.key_dim**-0.5  # (N, H, C, E)
     value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
     beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
     total = log_decay.cumsum(-1)  # (N, H, G, C)
     hidden = torch.ones(length, length, dtype=torch.bool, device=total.device).triu_(1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()  # (N, H, G, C, C)
-    passed = total.exp().unsqueeze(-1)  # (N, H, G, C, 1): the decay since the chunk began
-    left = (total[..., -1:] - total).exp().unsqueeze(-1)  # until it ends
     key_t = key.transpose(-1, -2)
     reads = (query @ key_t).unsqueeze(2) * between
     system = (key @ key_t).unsqueeze(2) * between * beta.unsqueeze(-1)
-    keys, queries = key.unsqueeze(2), query.unsqueeze(2) * passed  # (N, H, 1, C, E), (N, H, G, C, E)
-    known = torch.cat([value, keys * passed], -1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    values, corrections = solved.flatten(0, 2).split([shape.value_dim, shape.key_dim], -1)
-    writes = (keys * left).transpose(-1, -2)  # (N, H, G, E, C)
-    kept = passed[..., -1:, :]  # (N, H, G, 1, 1)
-    whole = [values, corrections, *(each.flatten(0, 2) for each in (reads, queries, writes, kept))]  # (N H G, ...)
-    num_heads, keeps_state = heads * per_key, state is not None
-    sizes = [count * num_heads for count in counts]
+    inverse = _inverse(system) * beta.unsqueeze(-2)
+    sizes, keeps_state = [count * heads * per_key for count in counts], state is not None
+    # Chunks before `begin` have a state of zeros before them; behind those from `end` on no state is needed.
+    begin, end = (0, num) if keeps_state else (counts[0], num - counts[-1])
+    reading: Iterator[Sequence[Tensor]] = iter(())
+    writing: Iterator[Sequence[Tensor]] = iter(())
+    if begin < num:
+        passed = total[begin:].exp()  # (N, H, G, C): the decay since the chunk began
+        queries = query[begin:].unsqueeze(2) * passed.unsqueeze(-1)  # (N, H, G, C, E)
+        of_keys = (inverse[begin:] * passed.unsqueeze(-2)).flatten(2, 3)  # (N, H, G C, C)
+        corrections = (of_keys @ key[begin:]).view_as(queries)
+        reading = _rounds((corrections, queries), sizes if keeps_state else sizes[1:])
+    if end:
+        left = (total[:end, ..., -1:] - total[:end]).exp().unsqueeze(-1)  # the decay until the chunk ends
+        writes = (key[:end].unsqueeze(2) * left).transpose(-1, -2)  # (N, H, G, E, C)
+        kept = total[:end, ..., -1:, None].exp()  # (N, H, G, 1, 1)
+        writing = _rounds((writes, kept), sizes if keeps_state else sizes[:-1])
     if state is not None:
         state = state.flatten(0, 2)
     outs = []
-    rounds = zip(*(each.split(sizes) for each in whole), [*sizes[1:], sizes[-1] if keeps_state else 0], strict=True)
-    for value, correction, read, query, write, keep, goes_on in rounds:
-        deltas = value if state is None else torch.baddbmm(value, correction, state, alpha=-1)
-        outs.append(read @ deltas if state is None else torch.baddbmm(query @ state, read, deltas))
-        if goes_on:
-            update = _first(write, goes_on), _first(deltas, goes_on)
-            state = torch.bmm(*update) if state is None else torch.baddbmm(_first(state * keep, goes_on), *update)
-    out = torch.cat(outs).view(num, num_heads, length, -1).transpose(1, 2)  # (N, C, H G, P)
+    rounds = zip(_rounds((inverse @ value, reads), sizes), [*sizes[1:], sizes[-1]], strict=True)
+    for (values, read), goes_on in rounds:
+        if state is None:
+            deltas = values
+            outs.append(read @ deltas)
+        else:
+            correction, query = next(reading)
+            deltas = torch.baddbmm(values, correction, state, alpha=-1)
+            outs.append(torch.baddbmm(query @ state, read, deltas))
+        if (written := next(writing, None)) is not None:
+            write, keep = (_first(each, goes_on) for each in written)
+            added = write, _first(deltas, goes_on)
+            state = torch.bmm(*added) if state is None else torch.baddbmm(_first(state, goes_on) * keep, *added)
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    out = out.view(num, heads * per_key, length, -1).transpose(1, 2).contiguous()  # (N, C, H G, P)
     last = state.view(-1, heads, per_key, *state.shape[1:]) if state is not None and keeps_state else None
     return gated(out, inputs.gate, weights), last
+
+
+def _rounds(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Sequence[Tensor]]:
+    """Yield each round's matrices of (N, H, G, ..., ...): as many as `sizes` says."""
+    return zip(*(tensor.flatten(0, 2).split(sizes) for tensor in tensors), strict=True)
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:
@@ -202,14 +222,25 @@ def coefficients(inputs: DeltaInputs, weights: DeltaWeights, is_token: Tensor | 
 
 def unit(rows: Tensor) -> Tensor:
     """Return rows (..., E) divided by their length."""
-    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
+    units: Tensor = _UnitFunction.apply(rows)  # type: ignore[no-untyped-call]
+    return units
 
 
 def gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
     """Return results (..., H G, P), normalised by head and multiplied by SiLU of the gate (..., V): (..., V)."""
-    normal = F.rms_norm(out, (weights.shape.value_dim,), weights.norm, weights.norm_eps)
+    normal = rms_norm(out, weights.norm, weights.norm_eps)
     gated: Tensor = normal * F.silu(gate.float()).view(normal.shape)
     return gated.flatten(-2)
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """Return the inverse of unit lower triangular matrices (..., C, C), whose other values are ignored.
+
+    Those of the rule have no value beyond 1, because no token makes what it reads longer: products with the inverse are
+    as exact as solutions, and take a quarter of the time.
+    """
+    inverse: Tensor = _InverseFunction.apply(system)  # type: ignore[no-untyped-call]
+    return inverse
 
 
 def _convolved(rows: Tensor, weights: Tensor) -> Tensor:
@@ -240,3 +271,38 @@ class _ConvFunction(torch.autograd.Function):
         for offset, weight in enumerate(weights):
             drows[:, offset : offset + length].addcmul_(dtotal, weight)
         return drows, None
+
+
+class _InverseFunction(torch.autograd.Function):
+    """Autograd's own backward solves the systems again."""
+
+    @staticmethod
+    def forward(ctx: Any, system: Tensor) -> Tensor:
+        identity = torch.eye(system.shape[-1], device=system.device).expand_as(system)
+        inverse: Tensor = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, dinverse: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        dsystem: Tensor = transposed @ dinverse @ transposed
+        return dsystem.tril_(-1).neg_()
+
+
+class _UnitFunction(torch.autograd.Function):
+    """Autograd's own backward reads the rows twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        scale = torch.rsqrt(rows.square().sum(-1, keepdim=True) + UNIT_EPS)
+        units = rows * scale
+        ctx.save_for_backward(units, scale)
+        return units
+
+    @staticmethod
+    def backward(ctx: Any, dunits: Tensor) -> Tensor:
+        units, scale = ctx.saved_tensors
+        along = (dunits * units).sum(-1, keepdim=True)
+        return torch.addcmul(dunits, units, along, value=-1).mul_(scale)

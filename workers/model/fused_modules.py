@@ -50,6 +50,19 @@ class _RmsNormFunction(torch.autograd.Function):
         return dx.addcmul_(x, total, value=-1 / x.shape[-1]).mul_(inverse), None, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x (..., D), normalised over its last dimension, times a frozen weight (D,).
+
+    Except for fp32 on a CPU by the library's kernel: sums in fp32, rounded to the dtype of x once.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if not torch.is_grad_enabled():
+        return (x * _inverse(x, eps)).mul_(weight)
+    out: Tensor = _RmsNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
 class FusedRmsNorm(nn.Module):
     """Normalises the last dimension; `weight` (D,) is the factor itself (Gemma's 1 + w already added)."""
 
@@ -60,25 +73,8 @@ class FusedRmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., D) for x (..., D)."""
-        if not torch.is_grad_enabled():
-            assert isinstance(self.weight, Tensor)
-            return (x * _inverse(x, self.eps)).mul_(self.weight)
-        out: Tensor = _RmsNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return out
-
-
-class LibraryRmsNorm(nn.Module):
-    """Like `FusedRmsNorm`, by the library's kernel: sums in fp32, rounded to the dtype of x once."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach().clone(), persistent=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., D) for x (..., D)."""
         assert isinstance(self.weight, Tensor)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +103,19 @@ def fuse_rms_norms(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _fused(module: nn.Module) -> FusedRmsNorm | LibraryRmsNorm | None:
+def _fused(module: nn.Module) -> FusedRmsNorm | None:
     """Return the replacement of a module, with either convention for its weight; None if neither fits."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    is_full = weight.dtype == torch.float32
-    make = FusedRmsNorm if is_full and weight.device.type == "cpu" else LibraryRmsNorm
-    rtol = 1e-5 if is_full else LOW_PRECISION_TOLERANCE
+    rtol = 1e-5 if weight.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     x = torch.linspace(-2, 3, 4 * weight.numel(), device=weight.device).view(4, -1).sin().to(weight.dtype)
     expected = module(x)
     for factor in (weight, 1 + weight):
         # 1 + w must not lose bits: the comparison would not show an error that is the same in all rows.
         is_same = factor is weight or torch.equal(factor.float(), 1 + weight.float())
-        fused = make(factor, eps)
+        fused = FusedRmsNorm(factor, eps)
         if is_same and torch.allclose(fused(x), expected, rtol=rtol, atol=1e-6):
             return fused
     return None

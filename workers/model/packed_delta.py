@@ -103,6 +103,15 @@ class Chunks:
         others = [rows.index_select(0, own) for rows in inputs.tensors()[3:]]
         return DeltaInputs.of([*(r.view(num, width, -1) for r in qkv), *(r.view(num, self.size, -1) for r in others)])
 
+    def gather_tokens(self, rows: Tensor) -> Tensor:
+        """Return the tokens' values (N, C, F), copied from rows of the pass (T, F), with zeros at padding."""
+        positions, own_rows = self.own
+        own = rows.index_select(0, own_rows)
+        num = len(self.rows)
+        if len(own) == num * self.size:
+            return own.view(num, self.size, -1)
+        return own.new_zeros(num * self.size, own.shape[1]).index_copy_(0, positions, own).view(num, self.size, -1)
+
     def scatter(self, chunks: Tensor, rows: Tensor) -> None:
         """Copy the tokens' results (N, C, F) to rows of the pass (T, F)."""
         _move(rows.index_copy_, chunks, self.own)
@@ -227,8 +236,6 @@ class _PackedFunction(torch.autograd.Function):
             leaves = [tensor.requires_grad_() for tensor in chunks.gather(inputs).tensors()]
             with torch.enable_grad():
                 result, _ = chunked(DeltaInputs.of(leaves), ctx.weights, chunks.is_token, chunks.counts, None)
-            dresult = torch.zeros_like(result)
-            positions, rows = chunks.own
-            dresult.view(-1, dresult.shape[-1]).index_copy_(0, positions, dout.index_select(0, rows).float())
+            dresult = chunks.gather_tokens(dout).float()
             chunks.scatter_gradients(DeltaInputs.of(torch.autograd.grad(result, leaves, dresult)), gradients)
         return None, None, None, *gradients.tensors()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
-from workers.model.fused_modules import FusedRmsNorm, HeadNorms, LibraryRmsNorm
+from workers.model.fused_modules import FusedRmsNorm, HeadNorms
 from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
 from workers.model.numerics import Numerics
 from workers.model.segments import Routing
@@ -136,7 +136,7 @@ def _is_usual(layer: nn.Module, head_dim: int) -> bool:
     return (
         _names(attention) - norms == ATTENTION_PARTS
         and len(norms) in {0, 2}
-        and all(isinstance(getattr(attention, name), FusedRmsNorm | LibraryRmsNorm) for name in norms)
+        and all(isinstance(getattr(attention, name), FusedRmsNorm) for name in norms)
         and all(getattr(attention, name).weight.shape == (head_dim,) for name in norms)
         and len({getattr(attention, name).eps for name in norms}) <= 1
         and _names(mlp) - {"act_fn"} == MLP_PARTS

@@ -209,6 +209,12 @@ def written_only(call: Call) -> Cost:
     return Cost(num_pieces(tensors), sum(map(num_bytes, tensors)))
 
 
+def filled_twice(call: Call) -> Cost:
+    """A new matrix is filled whole, and then its diagonal."""
+    (out,) = call.written
+    return Cost(2, num_bytes(out) + len(out) * out.element_size())
+
+
 def picked(call: Call) -> Cost:
     """Elements that indices name are read, and written to the result."""
     return Cost(1, sum(map(num_bytes, call.read[1:])) + 2 * sum(map(num_bytes, call.written)))
@@ -498,6 +504,7 @@ _table("TensorShape.cpp: a view", nothing, "_unsafe_view", "unbind", "lift_fresh
 _table("cuda/Copy.cu: copy_kernel_cuda, a copy of memory or one kernel", copied, "_to_copy", "copy_", "clone")
 _table("cuda/FillKernel.cu", written_only, "fill_", "zero_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like",
        "new_ones", "full", "full_like", "new_full", "scalar_tensor")  # fmt: skip
+_table("cuda/TensorFactories.cu: eye_out_cuda", filled_twice, "eye")
 _table("cuda/RangeFactories.cu", written_only, "arange")
 _table("PadNd.cpp: constant_pad_nd fills and copies", padded, "constant_pad_nd")
 _table("TensorShape.cpp: zeros, and a copy into them", padded, "select_backward", "slice_backward")
