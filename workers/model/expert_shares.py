@@ -7,12 +7,13 @@ Main invariants: gradients add up over a share, padded by its own number of rows
 A gradient that two segments of an adapter add to is added to in their order.
 
 Dimensions: T rows of the pass, k experts of a row, P rows of all experts with their padding, D hidden size, F inner
-size, E experts, R padded rank, N shares of a batch, L rows of a padded share.
+size, E experts, R padded rank, S slots of a slab, N shares of a batch, L rows of a padded share, M rows of all shares
+of a slab with their padding, J without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,16 @@ WIDTH_MIN = 16
 """Columns of the narrowest buffer: rows are whole cache lines apart, or products depended on where a segment is."""
 
 
+class Share(NamedTuple):
+    """The rows that a segment sends to an expert."""
+
+    slot: int
+    expert: int
+    begin: int
+    """The first one among the experts' P."""
+    length: int
+
+
 class Stretch(NamedTuple):
     """Shares of a batch whose matrices are adjacent in a slab: those of consecutive experts of one adapter."""
 
@@ -51,8 +62,6 @@ class Shares:
     Each pair of adapter and expert is there at most once.
     """
 
-    part: int
-    """Which of the pass's parts they are of."""
     stretches: Sequence[Stretch] | None
     """All of them; None: they are many, and matrices are copied."""
     slots: Tensor
@@ -63,12 +72,10 @@ class Shares:
     """(N L,) the rows among the experts' P; padding repeats the last of the share."""
     rows_of_pass: Tensor
     """(N L,) the rows of the pass."""
-    own: Tensor
-    """The rows of the batch that are no padding, as indices of `rows`."""
-    own_rows: Tensor
-    """The same among the experts' P."""
     padding: Tensor
     """(N, L, 1) true where a row is padding."""
+    place: slice
+    """Of these rows among those of all batches of the part."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the rows (N, L, F) of (P, F)."""
@@ -78,40 +85,64 @@ class Shares:
         """Return the rows (N, L, F) of (T, F)."""
         return tensor.index_select(0, self.rows_of_pass).view(len(self.slots), -1, tensor.shape[-1])
 
-    def times(self, values: Tensor, slab_matrices: Tensor, num_experts: int, *, is_transposed: bool = False) -> Tensor:
-        """Return rows (N, L, ..) times their adapter's and expert's matrix (R, F), of a slab (S, E R, F)."""
-        by_expert: Tensor = slab_matrices.unflatten(1, (num_experts, -1))  # (S, E, R, F)
-        if is_transposed:
-            by_expert = by_expert.transpose(2, 3)
+    def multiply(self, out: Tensor, values: Tensor, slab_matrices: Tensor, *, is_transposed: bool = False) -> None:
+        """Set the batch's rows of `out` (M, ..) to rows (N, L, ..) times their adapter's and expert's matrix (R, F), of
+        a slab (S, E, R, F)."""
+        matrices = slab_matrices.transpose(2, 3) if is_transposed else slab_matrices
+        products = out[self.place].view(*values.shape[:2], -1)
         if self.stretches is None:
-            return values @ by_expert[self.slots, self.experts]
-        products = values.new_empty(*values.shape[:2], by_expert.shape[3])
+            torch.bmm(values, matrices[self.slots, self.experts], out=products)
+            return
         for shares, slot, experts in self.stretches:
-            torch.bmm(values[shares], by_expert[slot, experts], out=products[shares])
-        return products
+            torch.bmm(values[shares], matrices[slot, experts], out=products[shares])
 
-    def add_products(self, slab_gradients: Tensor, num_experts: int, left: Tensor, right: Tensor) -> None:
-        """Add left^T right (R, F) of each share to the gradients (S, E R, F) of a slab.
+    def add_products(self, slab_gradients: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add left^T right (R, F) of each share to the gradients (S, E, R, F) of a slab.
 
         No pair of adapter and expert is in a batch twice.
         """
         left = left.masked_fill(self.padding, 0).transpose(1, 2).to(slab_gradients.dtype)
         right = right.to(slab_gradients.dtype)
-        by_expert: Tensor = slab_gradients.unflatten(1, (num_experts, -1))
         if self.stretches is None:
-            gradients = by_expert[self.slots, self.experts]
-            by_expert[self.slots, self.experts] = gradients.baddbmm_(left, right)
+            gradients = slab_gradients[self.slots, self.experts]
+            slab_gradients[self.slots, self.experts] = gradients.baddbmm_(left, right)
             return
         for shares, slot, experts in self.stretches:
-            by_expert[slot, experts].baddbmm_(left[shares], right[shares])
+            slab_gradients[slot, experts].baddbmm_(left[shares], right[shares])
 
-    def add_rows(self, target: Tensor, values: Tensor) -> None:
-        """Add the shares' rows (N, L, F) to those of (P, F).
 
-        A row is in one share: copying sums back is faster than adding to rows with gaps.
-        """
-        sums = target.index_select(0, self.own_rows).add_(values.flatten(0, 1).index_select(0, self.own))
+@dataclass(slots=True)
+class SharesOfPart:
+    """The shares of the adapters in one slab: M rows in all, padding included."""
+
+    batches: Sequence[Shares]
+    """In the order in which gradients are added."""
+    own: Tensor
+    """(J,) which of the M are no padding."""
+    own_rows: Tensor
+    """(J,) the same among the experts' P."""
+    places: Tensor | None
+    """(P,) each row's among the M; None: some rows are in no share."""
+
+    def buffer(self, like: Tensor, width: int) -> Tensor:
+        """Return an undefined (M, width)."""
+        return like.new_empty(self.batches[-1].place.stop, width)
+
+    def add_rows(self, target: Tensor, products: Tensor) -> None:
+        """Add the products (M, F) of the shares' rows to those of (P, F)."""
+        if self.places is not None:
+            target.add_(products.index_select(0, self.places))
+            return
+        # A row is in one share: copying sums back is faster than adding to rows with gaps.
+        sums = target.index_select(0, self.own_rows).add_(products.index_select(0, self.own))
         target.index_copy_(0, self.own_rows, sums)
+
+    def set_rows(self, target: Tensor, products: Tensor) -> None:
+        """Set (P, R) to the products (M, R) of the shares' rows, and to zeros where there is none."""
+        if self.places is not None:
+            torch.index_select(products, 0, self.places, out=target)
+            return
+        target.zero_().index_copy_(0, self.own_rows, products.index_select(0, self.own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +176,20 @@ class ExpertSegments:
         """See `expert_products.AdaptersOfPass`."""
         return SharesOfLayer(layer, dispatch, self.parts, self._shares(dispatch)) if self.parts else None
 
-    def _shares(self, dispatch: Dispatch) -> list[Shares]:
-        """Return what the segments send to the experts, in the order in which gradients are added."""
+    def _shares(self, dispatch: Dispatch) -> list[SharesOfPart]:
+        """Return what the segments of each part send to the experts."""
         owners = self._owners[dispatch.rows_of_pass]
         keys = dispatch.experts * (len(self._of_segment) + 1) + owners  # those of a share are equal and adjacent
         begins = np.flatnonzero(np.diff(keys, prepend=-2))
         lengths = np.diff(begins, append=len(keys))
-        batches: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+        batches: list[dict[tuple[int, int], list[Share]]] = [{} for _ in self.parts]
         for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
             if (owner := int(owners[begin])) < 0:
                 continue
             part, slot, occurrence = self._of_segment[owner]
-            share = slot, int(dispatch.experts[begin]), int(dispatch.sorted_places[begin]), length
-            batches.setdefault((occurrence, part, share_rows(length)), []).append(share)
-        return [
-            _batch(part, num_rows, np.array(sorted(shares)), dispatch)
-            for (_, part, num_rows), shares in sorted(batches.items())
-        ]
+            share = Share(slot, int(dispatch.experts[begin]), int(dispatch.sorted_places[begin]), length)
+            batches[part].setdefault((occurrence, share_rows(length)), []).append(share)
+        return [_shares_of_part(of_part, dispatch) for of_part in batches]
 
 
 def _parts(routing: Routing, gate_up: int, down: int) -> list[Part]:
@@ -182,23 +210,38 @@ def share_rows(length: int) -> int:
     return -(-length // step) * step
 
 
-def _batch(part: int, num_rows: int, shares: Ints, dispatch: Dispatch) -> Shares:
+def _shares_of_part(shares: Mapping[tuple[int, int], list[Share]], dispatch: Dispatch) -> SharesOfPart:
+    """Take the shares by the number of earlier segments of their adapter, and by padded length."""
     device = dispatch.places.device
-    slots, experts, begins, lengths = shares.T
-    steps = np.arange(num_rows)
-    is_own = steps < lengths[:, None]  # (N, L)
-    rows = begins[:, None] + np.minimum(steps, lengths[:, None] - 1)
-    rows_on_device = on_device(rows.reshape(-1), device)
-    return Shares(
-        part=part,
-        stretches=_stretches(slots, experts),
-        slots=on_device(slots, device),
-        experts=on_device(experts, device),
-        rows=rows_on_device,
-        rows_of_pass=dispatch.rows.index_select(0, rows_on_device),
-        own=on_device(np.flatnonzero(is_own), device),
-        own_rows=on_device(rows[is_own], device),
-        padding=on_device(~is_own[..., None], device),
+    batches, own, own_rows, num_before = [], [], [], 0
+    for (_, num_rows), of_batch in sorted(shares.items()):
+        slots, experts, begins, lengths = np.array(sorted(of_batch)).T
+        steps = np.arange(num_rows)
+        is_own = steps < lengths[:, None]  # (N, L)
+        rows = begins[:, None] + np.minimum(steps, lengths[:, None] - 1)
+        rows_on_device = on_device(rows.reshape(-1), device)
+        batch = Shares(
+            stretches=_stretches(slots, experts),
+            slots=on_device(slots, device),
+            experts=on_device(experts, device),
+            rows=rows_on_device,
+            rows_of_pass=dispatch.rows.index_select(0, rows_on_device),
+            padding=on_device(~is_own[..., None], device),
+            place=slice(num_before, num_before + rows.size),
+        )
+        batches.append(batch)
+        own.append(num_before + np.flatnonzero(is_own))
+        own_rows.append(rows[is_own])
+        num_before += rows.size
+    positions, targets, places = np.concatenate(own), np.concatenate(own_rows), None
+    if len(targets) == len(dispatch.experts):
+        places = np.zeros(len(dispatch.rows), np.int64)  # nothing reads what the experts' padding gets
+        places[targets] = positions
+    return SharesOfPart(
+        batches=batches,
+        own=on_device(positions, device),
+        own_rows=on_device(targets, device),
+        places=None if places is None else on_device(places, device),
     )
 
 
@@ -217,7 +260,9 @@ def _stretches(slots: Ints, experts: Ints) -> list[Stretch] | None:
 class SharesOfLayer:
     """Implements `expert_products.AdaptersOfLayer`."""
 
-    def __init__(self, layer: ExpertLayer, dispatch: Dispatch, parts: Sequence[Part], shares: Sequence[Shares]) -> None:
+    def __init__(
+        self, layer: ExpertLayer, dispatch: Dispatch, parts: Sequence[Part], shares: Sequence[SharesOfPart]
+    ) -> None:
         self._layer, self._dispatch, self._parts, self._shares = layer, dispatch, parts, shares
         self._num_experts = len(layer.weights.gate_up)
         self._shrunk: list[Tensor] = []
@@ -227,24 +272,27 @@ class SharesOfLayer:
 
     def add_to_gates(self, x: Tensor, gates: Tensor) -> None:
         """See `expert_products.AdaptersOfLayer`."""
-        self._shrunk = [self._shrunk_of(part, x) for part in self._parts]
-        for share in self._shares:
-            for values, half, Bs in zip(
-                share.of_pass(self._shrunk[share.part]).chunk(2, -1),
-                self._layer.weights.halves(gates),
-                self._slab(share, self._layer.gate_up).Bs,
-                strict=True,
-            ):
-                share.add_rows(half, share.times(values, Bs, self._num_experts))
+        halves = self._layer.weights.halves(gates)
+        for part, shares in zip(self._parts, self._shares, strict=True):
+            shrunk = self._shrunk_of(part, x)
+            self._shrunk.append(shrunk)
+            views = self._slab(part, self._layer.gate_up)
+            values = [batch.of_pass(shrunk) for batch in shares.batches]
+            for number, (half, B) in enumerate(zip(halves, views.Bs, strict=True)):
+                products = shares.buffer(gates, half.shape[1])
+                for batch, own in zip(shares.batches, values, strict=True):
+                    batch.multiply(products, own.chunk(2, -1)[number], self._by_expert(B))
+                shares.add_rows(half, products)
 
     def add_to_output(self, hidden: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `expert_products.AdaptersOfLayer`."""
-        for number, part in enumerate(self._parts):
-            inner = _buffer(hidden, part.rank).zero_()
-            for share in self._shares:
-                if share.part == number:
-                    A = self._slab(share, self._layer.down).A
-                    share.add_rows(inner, share.times(share.of(hidden), A, self._num_experts, is_transposed=True))
+        for part, shares in zip(self._parts, self._shares, strict=True):
+            A = self._by_expert(self._slab(part, self._layer.down).A)
+            products = shares.buffer(hidden, part.rank)
+            for batch in shares.batches:
+                batch.multiply(products, batch.of(hidden), A, is_transposed=True)
+            inner = _buffer(hidden, len(hidden), part.rank)
+            shares.set_rows(inner, products)
             total = _wide(self._dispatch.sum_choices(inner, weights).to(out.dtype))
             for run in part.runs:
                 views = run.views(self._layer.down)
@@ -255,23 +303,22 @@ class SharesOfLayer:
 
     def backward_output(self, dout: Tensor, hidden: Tensor, row_weights: Tensor, dweighted: Tensor) -> None:
         """See `expert_products.AdaptersOfLayer`."""
-        inner = [
-            self._backward_outer(part, summed, dout) for part, summed in zip(self._parts, self._summed, strict=True)
-        ]
-        for share in self._shares:
-            views = self._slab(share, self._layer.down)
-            dinner = share.of_pass(inner[share.part])  # (N, L, R)
-            share.add_rows(dweighted, share.times(dinner, views.A, self._num_experts))
+        for part, shares, summed in zip(self._parts, self._shares, self._summed, strict=True):
+            inner = self._backward_outer(part, summed, dout)
+            views = self._slab(part, self._layer.down)
             assert views.A_grad is not None, "a row of a sampler version has no gradient"
-            share.add_products(views.A_grad, self._num_experts, dinner * share.of(row_weights), share.of(hidden))
+            A, A_grad = self._by_expert(views.A), self._by_expert(views.A_grad)
+            products = shares.buffer(dweighted, dweighted.shape[1])
+            for batch in shares.batches:
+                dinner = batch.of_pass(inner)  # (N, L, R)
+                batch.multiply(products, dinner, A)
+                batch.add_products(A_grad, dinner * batch.of(row_weights), batch.of(hidden))
+            shares.add_rows(dweighted, products)
 
     def backward_gates(self, x: Tensor, dgates: Tensor, dx: Tensor) -> None:
         """See `expert_products.AdaptersOfLayer`."""
-        for number, part in enumerate(self._parts):
-            dshrunk = _buffer(dgates, 2 * part.rank).zero_()
-            for share in self._shares:
-                if share.part == number:
-                    self._backward_own(share, dgates, dshrunk)
+        for part, shares, shrunk in zip(self._parts, self._shares, self._shrunk, strict=True):
+            dshrunk = self._backward_own(part, shares, shrunk, dgates)
             total = _wide(self._dispatch.sum_choices(dshrunk))
             for run in part.runs:
                 run.rows(total).mul_(run.adapters[0].scaling)
@@ -279,7 +326,7 @@ class SharesOfLayer:
 
     def _shrunk_of(self, part: Part, x: Tensor) -> Tensor:
         """Return s x A13^T (T, 2 R); rows in no segment of the part are undefined."""
-        shrunk = _buffer(x, 2 * part.rank)
+        shrunk = _buffer(x, len(x), 2 * part.rank)
         for run in part.runs:
             views = run.views(self._layer.gate_up)
             assert views is not None
@@ -288,7 +335,7 @@ class SharesOfLayer:
 
     def _backward_outer(self, part: Part, summed: Tensor, dout: Tensor) -> Tensor:
         """Return the gradient (T, R) of the sum of w_j h_j A2^T; add that of B2."""
-        dinner = _buffer(dout, part.rank)
+        dinner = _buffer(dout, len(dout), part.rank)
         for run in part.runs:
             views = run.views(self._layer.down)
             assert views is not None
@@ -296,20 +343,19 @@ class SharesOfLayer:
             run.add_gradients(self._layer.down, None, [run.sum_over_rows(summed, dout)])
         return dinner
 
-    def _backward_own(self, share: Shares, dgates: Tensor, dshrunk: Tensor) -> None:
-        """Add the gradients of B1 and B3 of a batch of shares, and set those (P, 2 R) of s x A13^T."""
-        views = self._slab(share, self._layer.gate_up)
-        halves = zip(
-            share.of_pass(self._shrunk[share.part]).chunk(2, -1),
-            self._layer.weights.halves(share.of(dgates)),
-            dshrunk.chunk(2, 1),
-            views.Bs,
-            views.B_grads,
-            strict=True,
-        )
-        for values, dvalues, target, B, B_grad in halves:
-            share.add_products(B_grad, self._num_experts, values, dvalues)
-            share.add_rows(target, share.times(dvalues, B, self._num_experts, is_transposed=True))
+    def _backward_own(self, part: Part, shares: SharesOfPart, shrunk: Tensor, dgates: Tensor) -> Tensor:
+        """Add the gradients of B1 and B3; return those (P, 2 R) of s x A13^T."""
+        views = self._slab(part, self._layer.gate_up)
+        dshrunk = _buffer(dgates, len(dgates), 2 * part.rank)
+        taken = [(batch.of_pass(shrunk), batch.of(dgates)) for batch in shares.batches]
+        for number, (B, B_grad) in enumerate(zip(views.Bs, views.B_grads, strict=True)):
+            products = shares.buffer(dgates, part.rank)
+            for batch, (values, dvalues) in zip(shares.batches, taken, strict=True):
+                value, dvalue = values.chunk(2, -1)[number], self._layer.weights.halves(dvalues)[number]
+                batch.add_products(self._by_expert(B_grad), value, dvalue)
+                batch.multiply(products, dvalue, self._by_expert(B), is_transposed=True)
+            shares.set_rows(dshrunk.chunk(2, 1)[number], products)
+        return dshrunk
 
     def _backward_shared(self, part: Part, x: Tensor, dshrunk: Tensor, dx: Tensor) -> None:
         """Add to the gradients of A13, and of x."""
@@ -319,18 +365,23 @@ class SharesOfLayer:
             run.add_gradients(self._layer.gate_up, run.sum_over_rows(dshrunk, x), None)
             run.add_product(dshrunk, views.A, dx)
 
-    def _slab(self, share: Shares, group: int) -> GroupViews:
-        """Return the views of all rows of the slab that the adapters of a batch are in."""
-        views = self._parts[share.part].segments[0].adapter.slab[group]
+    def _slab(self, part: Part, group: int) -> GroupViews:
+        """Return the views of all rows of the slab that the adapters of a part are in."""
+        views = part.segments[0].adapter.slab[group]
         assert views is not None
         return views
 
+    def _by_expert(self, slab_matrices: Tensor) -> Tensor:
+        """Return the view (S, E, R, F) of (S, E R, F)."""
+        by_expert: Tensor = slab_matrices.unflatten(1, (self._num_experts, -1))
+        return by_expert
 
-def _buffer(like: Tensor, width: int) -> Tensor:
-    """Return an undefined (rows of `like`, width), whose rows are whole cache lines apart."""
-    return like.new_empty(len(like), max(width, WIDTH_MIN))[:, :width]
+
+def _buffer(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Return an undefined (num_rows, width), whose rows are whole cache lines apart."""
+    return like.new_empty(num_rows, max(width, WIDTH_MIN))[:, :width]
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return (T, R) with rows that are whole cache lines apart."""
-    return tensor if tensor.shape[1] >= WIDTH_MIN else _buffer(tensor, tensor.shape[1]).copy_(tensor)
+    return tensor if tensor.shape[1] >= WIDTH_MIN else _buffer(tensor, *tensor.shape).copy_(tensor)
