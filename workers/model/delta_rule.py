@@ -34,6 +34,9 @@ from workers.model.fused_modules import rms_norm
 
 UNIT_EPS = 1e-6
 """What is added to the square of a query's or key's length."""
+LOG_DECAY_MIN = -60.0
+"""Of a decay between two tokens of a chunk, at least: nothing is left of a value times e^-60, and the library's `exp`
+takes fifteen times as long for results that are too small for fp32."""
 STRENGTH_MIN = -80.0
 """beta before the sigmoid, at least: exp of more than 88 is infinite, and its derivative not a number."""
 
@@ -129,8 +132,7 @@ def chunked(
     value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
     beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
     total = log_decay.cumsum(-1)  # (N, H, G, C)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=total.device).triu_(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()  # (N, H, G, C, C)
+    between = _decays(total)  # (N, H, G, C, C)
     key_t = key.transpose(-1, -2)
     reads = (query @ key_t).unsqueeze(2) * between
     system = (key @ key_t).unsqueeze(2) * between * beta.unsqueeze(-1)
@@ -233,6 +235,12 @@ def gated(out: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
     return gated.flatten(-2)
 
 
+def _decays(total: Tensor) -> Tensor:
+    """Return exp(total_i - total_j), (..., C, C), of totals (..., C) that fall; 0 where token j comes after i."""
+    decays: Tensor = _DecaysFunction.apply(total)  # type: ignore[no-untyped-call]
+    return decays
+
+
 def _inverse(system: Tensor) -> Tensor:
     """Return the inverse of unit lower triangular matrices (..., C, C), whose other values are ignored.
 
@@ -271,6 +279,24 @@ class _ConvFunction(torch.autograd.Function):
         for offset, weight in enumerate(weights):
             drows[:, offset : offset + length].addcmul_(dtotal, weight)
         return drows, None
+
+
+class _DecaysFunction(torch.autograd.Function):
+    """Sets the values of later tokens, whose differences are not negative, to zero in place."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        between = total.unsqueeze(-1) - total.unsqueeze(-2)
+        decays = between.clamp_(LOG_DECAY_MIN, 0.0).exp_().tril_()
+        ctx.save_for_backward(decays)
+        return decays
+
+    @staticmethod
+    def backward(ctx: Any, ddecays: Tensor) -> Tensor:
+        (decays,) = ctx.saved_tensors
+        dbetween = (ddecays * decays).tril_()
+        dtotal: Tensor = dbetween.sum(-1)
+        return dtotal.sub_(dbetween.sum(-2))
 
 
 class _InverseFunction(torch.autograd.Function):
