@@ -40,6 +40,7 @@ X = "x = torch.empty(64, 32, device='cuda')"
         (X, "x.index_fill_(0, torch.empty(3, dtype=torch.long, device='cuda'), 0.0)", 1, 24 + 3 * 128),
         (X, "x.index_copy_(0, torch.empty(3, dtype=torch.long, device='cuda'), x[:3])", 1, 24 + 2 * 3 * 128),
         (X, "torch.linalg.solve_triangular(x[:32], x[:32], upper=False)", 4, 3 * 4096 + 2 * 4096),
+        ("", "torch.eye(32, device='cuda')", 2, 4096 + 128),
         (
             "x = torch.empty(4, 64, 64, device='cuda')",  # few and large: one call for each, after the copy
             "torch.linalg.solve_triangular(x, x, upper=False)",

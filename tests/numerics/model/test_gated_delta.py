@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.support.numerics.harness import Driver
@@ -72,6 +73,51 @@ def test_a_layer_has_the_numbers_of_transformers_for_each_sequence_alone(any_hyb
             expected = own(input_ids=part.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
             torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
     model.reset()
+
+
+def by_recurrence(weights: DeltaWeights, rows: Sequence[Tensor]) -> Tensor:
+    """Return the results (T, V) of one sequence, token by token as the formula of the rule says, in fp64."""
+    shape = weights.shape
+    *qkv, gate, strength, decay = rows
+    convolved = []
+    for part, conv in zip(qkv, weights.conv, strict=True):
+        padded = F.pad(part, (0, 0, shape.history, 0))
+        terms = [padded[offset : offset + len(part)] * weight for offset, weight in enumerate(conv.double())]
+        convolved.append(F.silu(torch.stack(terms).sum(0)).unflatten(1, (-1, shape.key_dim)))
+    queries, keys = (
+        (heads / (heads.square().sum(-1, keepdim=True) + delta_rule.UNIT_EPS).sqrt()).repeat_interleave(
+            shape.heads_per_key, 1
+        )
+        for heads in convolved[:2]
+    )
+    betas = strength.sigmoid()
+    decays = (-weights.decay.double() * F.softplus(decay + weights.dt_bias.double())).exp()
+    state = torch.zeros(shape.num_value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
+    outs = []
+    for query, key, value, beta, kept in zip(queries, keys, convolved[2], betas, decays, strict=True):
+        state = state * kept[:, None, None]
+        delta = beta[:, None] * (value - torch.einsum("hep,he->hp", state, key))
+        state = state + key.unsqueeze(-1) * delta.unsqueeze(1)
+        outs.append(torch.einsum("hep,he->hp", state, query) * shape.key_dim**-0.5)
+    normal = F.rms_norm(torch.stack(outs), (shape.value_dim,), weights.norm.double(), weights.norm_eps)
+    return normal.flatten(1) * F.silu(gate)
+
+
+@pytest.mark.parametrize("length", [1, 16, 64, 200])
+@pytest.mark.parametrize("faster", [0.01, 1.0, 10.0])
+def test_chunks_have_the_numbers_of_the_recurrence_however_fast_states_decay(
+    hybrid: Path, length: int, faster: float
+) -> None:
+    """Ten times as fast, decays between distant tokens of a chunk are too small for fp32."""
+    weights = weights_of(hybrid)
+    assert weights.shape.key_dim == weights.shape.value_dim
+    weights = replace(weights, decay=weights.decay * faster)
+    rows = inputs_of(weights, length)
+    leaves = [tensor.double().requires_grad_() for tensor in rows]
+    out = by_recurrence(weights, leaves)
+    expected = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    for actual, value in zip(results(weights, [length], rows), expected, strict=True):
+        torch.testing.assert_close(actual.double(), value, rtol=0, atol=2e-5 * float(value.abs().max()) + 1e-12)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
