@@ -4,6 +4,7 @@
     python -m scripts.bench.versions OLD_DIR NEW_DIR --only engine planner --rounds 10
 
 engine   steps of 4m: 16 x 1 x 64, 8 x 4 x 64 and 1 x 1 x 64 (tenants x sequences x tokens)
+hybrid   steps of a hybrid: 8 x 1 x 64 and 1 x 1 x 1024; only by --only, because both versions must know hybrids
 decode   8 tenants with 4 sequences each, in one batch
 planner  a cycle's planning for 1,000 tenants with 10,000 operations, in processor time
 service  a step of one and of 16 tenants, and one whose request has 4 MiB, through gRPC and Ray
@@ -34,6 +35,7 @@ from workers.contract.settings import num_cores
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 GOAL = 0.98
+DEFAULT = [item for item in ITEMS if item != "hybrid"]
 ALONE = ("service",)
 """Items whose versions do not run at the same time."""
 
@@ -117,7 +119,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8, help="of each pair of processes (default %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="of each version and item (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each case and round (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), help="some items (default: all)")
+    parser.add_argument("--only", nargs="+", choices=ITEMS, default=DEFAULT, help="some items")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the engine (default: the cores)")
     parser.add_argument("--quick", action="store_true", help="few tenants are planned: a smoke test")
     parser.add_argument("--results", type=Path, help="folder for versions.json (default: the table is only printed)")

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ MODEL = "4m"
 RANK = 8
 ENGINE_CASES = ((16, 1, 64), (8, 4, 64), (1, 1, 64))
 """Tenants, sequences of each, tokens of a sequence."""
+HYBRID_CASES = ((8, 1, 64), (1, 1, 1024))
 SERVICE_CASES = ((1, 4, 64), (16, 1, 64))
 LARGE_TOKENS, LARGE_TARGETS = 512, 1024
 """A step whose request has 4 MiB: a target id and a weight, four bytes each, for each target of each token."""
@@ -68,13 +69,24 @@ def base_model(name: str = MODEL) -> Iterator[Any]:
 def engine(args: argparse.Namespace) -> Iterator[Sides]:
     """Open the engine, for its steps."""
     with base_model() as model:
-        sides: Sides = {}
-        for num_tenants, num_seqs, num_tokens in ENGINE_CASES:
-            case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
-            fused = module("training").Fused(model, [RANK] * num_tenants, args.threads)
-            fused.give(case.data(model.vocab_size))
-            sides[f"engine step, {case}"] = fused.step
-        yield sides
+        yield _steps(model, ENGINE_CASES, args)
+
+
+@contextlib.contextmanager
+def hybrid(args: argparse.Namespace) -> Iterator[Sides]:
+    """Open the engine with a hybrid, for its steps."""
+    with base_model("hybrid") as model:
+        yield {f"hybrid, {name}": side for name, side in _steps(model, HYBRID_CASES, args).items()}
+
+
+def _steps(model: Any, cases: Sequence[tuple[int, int, int]], args: argparse.Namespace) -> Sides:
+    sides: Sides = {}
+    for num_tenants, num_seqs, num_tokens in cases:
+        case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
+        fused = module("training").Fused(model, [RANK] * num_tenants, args.threads)
+        fused.give(case.data(model.vocab_size))
+        sides[f"engine step, {case}"] = fused.step
+    return sides
 
 
 @contextlib.contextmanager
@@ -146,7 +158,7 @@ def _large_data(vocab_size: int) -> tuple[Any, ...]:
     return (replace(datum, loss_inputs={"target_tokens": targets, "weights": weights}),)
 
 
-ITEMS = {"engine": engine, "decode": decode, "planner": planner, "service": service}
+ITEMS = {"engine": engine, "hybrid": hybrid, "decode": decode, "planner": planner, "service": service}
 
 
 def main() -> int:
