@@ -52,7 +52,7 @@ from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
-from workers.model.packed_delta import PackedDelta, Recur, group_values_max
+from workers.model.packed_delta import ALONE, PackedDelta, Recur, group_values_max
 from workers.model.pretrained import (
     Probe,
     UnsupportedModelError,
@@ -314,13 +314,15 @@ class BaseModel:
     def recur_packed(self, lengths: Sequence[int]) -> Recur:
         """Return the linear attention of whole sequences, one after another."""
         if self.library_rule is None:
-            return PackedDelta(lengths, self.device)
+            return PackedDelta(lengths, self.device, self.delta_group_values)
         return LibraryDelta(self.library_rule, lengths, self.device)
 
     @property
     def delta_group_values(self) -> int:
         """Values of queries, keys or values for which linear attention holds all its tensors at a time, at most."""
-        return group_values_max(self.device) if self.library_rule is None else sys.maxsize
+        if self.library_rule is not None:
+            return sys.maxsize
+        return ALONE if self.numerics.are_sequences_alone else group_values_max(self.device)
 
     @property
     def num_base_matmuls(self) -> int:

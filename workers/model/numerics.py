@@ -47,6 +47,10 @@ class Numerics:
     The library adds up whole sums of others. It may divide long ones between threads, differently for a batch and for a
     segment solo."""
 
+    are_sequences_alone: bool = False
+    """Linear attention of a pass computes one sequence at a time: each has other bits among others, but not so. Then
+    results are those of any sequence solo, so this is no part of a fingerprint."""
+
     @property
     def is_exact(self) -> bool:
         """Whether a row's bits do not depend on the others at any number of rows."""

@@ -37,6 +37,8 @@ With 16 value heads of 128 these are 8 chunks of 64."""
 DEVICE_GROUP_VALUES = 1 << 24
 """The same on a GPU, where each group costs hundreds of launches: with 32 value heads of 128 these are 4,096 tokens,
 whose backward takes 2 GB."""
+ALONE = 0
+"""The same where each sequence is a group."""
 
 
 class Recur(Protocol):
@@ -136,9 +138,11 @@ def _move(change: Any, chunks: Tensor, where: tuple[Tensor, Tensor]) -> None:
 class PackedDelta:
     """Implements `Recur` for whole sequences, one after another from row 0. Differentiable."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, values_max: int | None = None) -> None:
+        """Take the values of a group at most; None: `group_values_max`."""
         self._lengths = lengths
         self._device = device
+        self._values_max = group_values_max(device) if values_max is None else values_max
         self._num_rows = sum(lengths)
         self._groups: dict[tuple[int, int], list[Chunks]] = {}
         """By what cuts them: the values of a token, and W - 1. All layers of most models have the same."""
@@ -159,7 +163,7 @@ class PackedDelta:
             sequences = list(zip(starts, self._lengths, strict=True))
             self._groups[key] = [
                 _chunks(own, size, weights.shape.history, self._device)
-                for size, own in _grouped(sequences, group_values_max(self._device) // token_values)
+                for size, own in _grouped(sequences, self._values_max // token_values)
             ]
         return self._groups[key]
 

@@ -29,6 +29,8 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
         exact=settings.exact,
     )
     base_model.use(find_numerics(base_model))
+    if base_model.numerics.are_sequences_alone:
+        logger.warning("%s computes linear attention one sequence at a time, which is slower", base_model.name)
     if settings.exact and base_model.device.type == "cuda" and not requests_can_share(base_model):
         logger.warning("%s attends to each request alone in exact mode, which is slower", base_model.name)
         base_model.attend_alone()

@@ -132,7 +132,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
     numerics = base_model.numerics
     if base_model.device.type == "cuda" and not numerics.is_exact:
         return numerics
-    keeps = all(keeps_sequences(layer.delta_weights, base_model.dtype) for layer in base_model.delta_layers[:1])
+    keeps, are_alone = _sequences(base_model)
     expert_rows = find_expert_rows(base_model)
     if numerics.is_exact:
         # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
@@ -152,7 +152,7 @@ def find_numerics(base_model: BaseModel) -> Numerics:
                 f"exact mode is not possible with this model on this device: {', and '.join(broken)}; load it without "
                 "exact"
             )
-        return replace(numerics, expert_rows=expert_rows or EXPERT_ROWS)
+        return replace(numerics, expert_rows=expert_rows or EXPERT_ROWS, are_sequences_alone=are_alone)
     elementwise = _elementwise(base_model)
     rows_min = find_rows_min(groups, elementwise, is_packed=True) if can_pack(groups) else None
     is_packed = rows_min is not None
@@ -170,7 +170,19 @@ def find_numerics(base_model: BaseModel) -> Numerics:
         can_batch=not (unbatched and base_model.expert_layers),
         unbatched=frozenset(unbatched),
         in_parts=frozenset(in_parts),
+        are_sequences_alone=are_alone,
     )
+
+
+def _sequences(base_model: BaseModel) -> tuple[bool, bool]:
+    """Return whether sequences keep their bits in linear attention, and whether only if each is computed alone."""
+    if not base_model.delta_layers:
+        return True, False
+    weights, dtype = base_model.delta_layers[0].delta_weights, base_model.dtype
+    if keeps_sequences(weights, dtype):
+        return True, False
+    keeps = keeps_sequences(weights, dtype, are_alone=True)
+    return keeps, keeps
 
 
 def _elementwise(base_model: BaseModel) -> list[Elementwise]:

@@ -24,7 +24,7 @@ from workers.model.base_model import BaseModel
 from workers.model.delta_rule import DeltaInputs, DeltaWeights, step
 from workers.model.fixed_order import fixed_order
 from workers.model.gpu_attention import SHARED_MAX
-from workers.model.packed_delta import PackedDelta, Recur
+from workers.model.packed_delta import ALONE, PackedDelta, Recur
 from workers.sampling.delta_steps import can_step, step_slots
 
 TRIAL_LENGTHS = (150, 70, 64, 17, 17, 5, 1)
@@ -73,8 +73,11 @@ def attention_results(
     return [out.detach()[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
 
-def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
-    """Return whether each sequence has the bits that it has solo, in passes with a backward and in decode steps."""
+def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype, *, are_alone: bool = False) -> bool:
+    """Return whether each sequence has the bits that it has solo, in passes with a backward and in decode steps.
+
+    `are_alone`: if passes compute one sequence at a time.
+    """
     shape, rows = weights.shape, random_rows(weights, dtype)
     generator = torch.Generator().manual_seed(shape.num_value_heads)
     device = weights.norm.device
@@ -82,7 +85,8 @@ def keeps_sequences(weights: DeltaWeights, dtype: torch.dtype) -> bool:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator).to(device, dtype)
 
-    return packed_keeps(lambda lengths: PackedDelta(lengths, device), weights, rows) and _step_keeps(
+    values_max = ALONE if are_alone else None
+    return packed_keeps(lambda lengths: PackedDelta(lengths, device, values_max), weights, rows) and _step_keeps(
         weights,
         [draw(NUM_SEQUENCES, *part.shape[1:]) for part in rows],
         [draw(NUM_SEQUENCES, shape.history, width) for width in shape.conv_widths],

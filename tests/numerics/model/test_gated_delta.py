@@ -198,8 +198,32 @@ def test_the_trial_finds_a_library_whose_bits_depend_on_the_number_of_values(
 
 
 @pytest.mark.usefixtures("own_base_models")
+@pytest.mark.parametrize("exact", [False, True])
+def test_sequences_are_computed_alone_if_their_bits_depend_on_how_many_a_batch_has(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    chunked = delta_rule.chunked
+
+    def by_number(inputs: DeltaInputs, weights: DeltaWeights, *others: Any) -> tuple[Tensor, Tensor | None]:
+        results, state = chunked(inputs, weights, *others)
+        num_sequences = others[1][0]
+        return results * (1 + 1e-6 * num_sequences), state
+
+    monkeypatch.setattr(packed_delta, "chunked", by_number)
+    model = load_base_model(EngineSettings(model_path=str(hybrid), exact=exact))
+    assert model.numerics.are_sequences_alone
+    assert exact or model.numerics.rows_min is not None
+    weights = model.delta_layers[0].delta_weights
+    rows = DeltaInputs.of(inputs_of(weights, 12))
+    with torch.no_grad():
+        together = model.recur_packed([5, 7])(0, weights, rows)
+        solo = model.recur_packed([5])(0, weights, DeltaInputs.of([tensor[:5] for tensor in rows.tensors()]))
+    assert torch.equal(together[:5], solo)
+
+
+@pytest.mark.usefixtures("own_base_models")
 def test_a_model_that_fails_the_trial_says_so_in_its_fingerprint(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.selftest.row_invariance.keeps_sequences", lambda *_: False)
+    monkeypatch.setattr("workers.selftest.row_invariance.keeps_sequences", lambda *_, **__: False)
     assert "rows depend on their neighbours" in Driver(hybrid).engine.info.fingerprint
     with pytest.raises(UnsupportedModelError, match="in linear attention a sequence's bits depend"):
         load_base_model(EngineSettings(model_path=str(hybrid), exact=True))
