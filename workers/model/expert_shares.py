@@ -138,11 +138,11 @@ class SharesOfPart:
         target.index_copy_(0, self.own_rows, sums)
 
     def set_rows(self, target: Tensor, products: Tensor) -> None:
-        """Set (P, R) to the products (M, R) of the shares' rows, and to zeros where there is none."""
+        """Set the shares' rows of (P, R) to the products (M, R); no row in a segment reads the others."""
         if self.places is not None:
             torch.index_select(products, 0, self.places, out=target)
             return
-        target.zero_().index_copy_(0, self.own_rows, products.index_select(0, self.own))
+        target.index_copy_(0, self.own_rows, products.index_select(0, self.own))
 
 
 @dataclass(frozen=True, slots=True)
