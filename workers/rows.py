@@ -198,6 +198,8 @@ class RowLayout:
                 self.parts.append(None)
         self.num_values = end
         """P."""
+        self._places: dict[int, list[tuple[str, tuple[int, ...], int, tuple[int, ...]]]] = {}
+        """Rank to name, shape, first byte and strides of each matrix of an adapter."""
 
     def views(self, weights: Tensor, grad: Tensor | None) -> tuple[GroupViews | None, ...]:
         """Return the views of rows' weights and gradients (S, P), for each group of the base model."""
@@ -215,8 +217,18 @@ class RowLayout:
         """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r).
 
         Those of experts have one more dimension, as `AdaptedModule` has them.
-        Of an array, because a view of a tensor takes ten times as long, and an adapter has hundreds of small matrices.
+        Of an array, whose places are known after the first call: an adapter has hundreds of small matrices.
         """
+        if (places := self._places.get(rank)) is None:
+            template = np.empty(self.num_values, np.float32)
+            begin = template.ctypes.data
+            found = ((name, matrix, matrix.ctypes.data - begin) for name, matrix in self._matrices(template, rank))
+            places = [(name, matrix.shape, offset, matrix.strides) for name, matrix, offset in found]
+            self._places[rank] = places
+        for name, shape, offset, strides in places:
+            yield name, np.ndarray(shape, np.float32, flat, offset, strides)
+
+    def _matrices(self, flat: NDArray[np.float32], rank: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
         for parts in self.parts:
             if parts is None:
                 continue

@@ -63,6 +63,8 @@ def test_state_read_back_has_the_same_bits(spec: AdapterSpec) -> None:
         assert torch.equal(getattr(back, name), getattr(row, name))
     assert files(spec, back) == (weights, optimizer)
     assert gradient_of(spec, back) == gradient
+    for file in (weights, optimizer, gradient):
+        assert save(load(file), {"format": "pt"}) == file, "the library would write another file"
 
 
 def test_files_hold_unpadded_matrices_under_the_names_of_peft() -> None:
