@@ -88,6 +88,7 @@ def test_an_optimizer_step_launches_a_kernel_for_as_many_chunks_and_tensors_as_o
         ("torch.empty(64, 32, pin_memory=True).copy_(x, non_blocking=True)", 0),
         ("torch.zeros(3).to('cuda')", 1),
         ("torch.zeros(3).to('cuda', non_blocking=True)", 0),
+        ("torch.zeros(1 << 15).to('cuda', non_blocking=True)", 1),  # too large to be kept in the command
         ("torch.zeros(3).pin_memory().to('cuda', non_blocking=True)", 0),
         ("x[torch.tensor([1, 2])]", 1),  # the index is copied to the device
         ("x[torch.tensor([1, 2]).to('cuda', non_blocking=True)]", 0),

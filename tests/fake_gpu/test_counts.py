@@ -104,6 +104,11 @@ def test_a_budget_names_a_case_once() -> None:
     assert len({(budget.model, budget.case, budget.key) for budget in BUDGETS}) == len(BUDGETS)
 
 
+def test_all_budgets_of_sampling_are_met() -> None:
+    """`test_no_count_rises` compares with what a case takes today."""
+    assert all(budget.today <= budget.most for budget in BUDGETS if budget.group == "sampling")
+
+
 @pytest.mark.parametrize(("has_kernels", "most"), [(True, 0), pytest.param(False, 50, marks=pytest.mark.long)])
 def test_many_targets_of_a_token_take_few_kernels_more_than_one(
     fake_gpu: FakeCudaProcess, most: int, *, has_kernels: bool

@@ -54,6 +54,11 @@ class InputBlock:
 
     def send(self, block: NDArray[np.uint8]) -> None:
         """Overwrite the arrays on the device, without a wait; the block must not be written to any more."""
-        source = torch.from_numpy(block)
-        for target, part in zip(self._memory.split(COPY_BYTES_MAX), source.split(COPY_BYTES_MAX), strict=True):
-            target.copy_(part, non_blocking=True)
+        copy_in_parts(self._memory, torch.from_numpy(block))
+
+
+def copy_in_parts(target: Tensor, source: Tensor) -> None:
+    """Copy a contiguous tensor of the host to one of a device, of the same type and shape, without a wait."""
+    parts = (tensor.view(-1).split(COPY_BYTES_MAX // source.element_size()) for tensor in (target, source))
+    for target_part, source_part in zip(*parts, strict=True):
+        target_part.copy_(source_part, non_blocking=True)

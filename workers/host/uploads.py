@@ -13,14 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.host.input_block import InputBlock
+from workers.host.input_block import InputBlock, copy_in_parts
 
 
 def on_device(
     values: Sequence[int] | NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return values as a tensor on a device; on the CPU an array or a tensor of this dtype keeps its memory."""
-    return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+    source = torch.as_tensor(values, dtype=dtype)
+    if source.device.type == device.type:
+        return source
+    target = torch.empty(source.shape, dtype=source.dtype, device=device)
+    copy_in_parts(target, source.contiguous())
+    return target
 
 
 def all_on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

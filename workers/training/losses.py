@@ -36,6 +36,7 @@ from torch import Tensor
 
 from workers.contract.loss_inputs import CLIP_BOUNDS, LOSS_RULES, TEMPERATURES, LossRule
 from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN, Datum
+from workers.host.uploads import on_device
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -159,9 +160,9 @@ class RequestLoss:
         """Return a copy on a device."""
         return replace(
             self,
-            targets=self.targets.to(device, non_blocking=True),
-            inputs={name: values.to(device, non_blocking=True) for name, values in self.inputs.items()},
-            temperatures=None if self.temperatures is None else self.temperatures.to(device, non_blocking=True),
+            targets=on_device(self.targets, device),
+            inputs={name: on_device(values, device) for name, values in self.inputs.items()},
+            temperatures=None if self.temperatures is None else on_device(self.temperatures, device),
         )
 
     def has_terms_of(self, other: RequestLoss) -> bool:

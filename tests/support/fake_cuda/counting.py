@@ -1,6 +1,6 @@
 """Counts what the device and the host would do: kernels, bytes, FLOP, waits, copies, and the memory that is in use.
 
-Does not depend on the workers; it names the lines of theirs that wait.
+Of the workers it knows the size of a copy that does not wait; it names the lines of theirs that wait.
 
 Main invariants: an operation that has a CUDA kernel is counted as that kernel, never as the parts that fake tensors
 would take it apart into. An operation that `costs` does not have raises.
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.fake_cuda import costs, hardware
 from tests.support.fake_cuda.costs import Call
+from workers.host.input_block import COPY_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parents[3]
 READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose"}
@@ -236,7 +237,10 @@ class Counting(TorchDispatchMode):
                 host = target if is_to_host else source
                 # A copy to memory that is not pinned returns when it is done, whatever was asked for.
                 is_pinned = host.untyped_storage() in self._pinned
-                is_blocking = not call.argument("non_blocking") or (is_to_host and not is_pinned)
+                # A copy from such memory returns at once if it is small: it is kept in the command.
+                size = source.numel() * source.element_size()
+                can_return = is_pinned or (not is_to_host and size <= COPY_BYTES_MAX)
+                is_blocking = not (call.argument("non_blocking") and can_return)
                 self._copy(source, host, is_blocking=is_blocking, is_to_host=is_to_host)
 
     def _copy(self, source: Tensor, host: Tensor, *, is_blocking: bool, is_to_host: bool) -> None:

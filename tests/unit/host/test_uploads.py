@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.host.input_block import ALIGNMENT, COPY_BYTES_MAX
-from workers.host.uploads import all_on_device
+from workers.host.uploads import all_on_device, on_device
 
 
 class Copies(TorchDispatchMode):
@@ -46,3 +46,12 @@ def test_arrays_arrive_by_as_few_copies_as_do_not_wait(num_values: int, num_copi
         assert tensor.data_ptr() % ALIGNMENT == 0
     assert copies.num_copies == num_copies
     assert copies.bytes_max <= COPY_BYTES_MAX
+
+
+def test_large_values_are_sent_in_parts_that_do_not_wait() -> None:
+    values = np.arange(5 * COPY_BYTES_MAX // 16, dtype=np.int64).reshape(5, -1)
+    with Copies() as copies:
+        tensor = on_device(values, torch.device("meta"))
+    assert (tensor.shape, tensor.dtype) == (values.shape, torch.int64)
+    assert (copies.num_copies, copies.bytes_max) == (3, COPY_BYTES_MAX)
+    assert on_device(torch.zeros(()).expand(1), torch.device("meta")).shape == (1,), "whatever its strides"
