@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from scripts.pool_process import PoolEnded, PoolProcess
-from scripts.terminal import uninterrupted
+from scripts.terminal import interrupt_at_sigterm, uninterrupted
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -30,8 +30,9 @@ def embedded_pool(
 ) -> Iterator[EmbeddedPool]:
     """Run `tinkerpool serve` with these arguments until the block ends. Raises PoolEnded if it does not start.
 
-    `on_line` is called with each line of its log until the pool is ready.
+    `on_line` is called with each line of its log until the pool is ready. SIGTERM stops it as Ctrl-C does.
     """
+    interrupt_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="tinkerpool-") as folder:
         os.environ["TINKERPOOL_HOME"] = folder  # do not overwrite the credentials of this user's other pools
         pool = EmbeddedPool(Path(folder))

@@ -32,7 +32,6 @@ from scripts.bench.common import (
 from scripts.bench.models import Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import ADAM, serve_arguments
 from scripts.embedded_pool import embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import Datum, ServiceClient, types
 from tinkerpool.recipes.reinforcement import learn_from
 
@@ -125,7 +124,6 @@ def measure(model: Model, num_loops: int, args: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command, MODELS)
     command.add_argument("--loops", nargs="+", type=int, help="default: 8 32")

@@ -25,7 +25,6 @@ import numpy as np
 from scripts.bench.common import Column, Effort, Results, Row, parser
 from scripts.demo.tenants import LINE_END, LetterReward, Poet, read_pairs, words_of
 from scripts.embedded_pool import embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import (
     AdamParams,
     Datum,
@@ -206,7 +205,6 @@ def _shown(values: Sequence[float], digits: int) -> str:
 
 def main() -> None:
     """Read the command line, run every condition, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     command.add_argument("--steps", type=int, default=0, help=f"of each run; default: {NUM_STEPS}")
     command.add_argument("--runs", type=int, default=4, help="runs at the same time")

@@ -33,7 +33,6 @@ from scripts.bench.models import Case, Model, add_model_options, chosen_models, 
 from scripts.bench.sides.pools import Tenants, serve_arguments
 from scripts.bench.sides.training import Fused, Memcpy
 from scripts.embedded_pool import embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 
 RANK = 8
@@ -89,7 +88,6 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")

@@ -46,7 +46,6 @@ from scripts.bench.models import Case, Model, add_model_options, chosen_models, 
 from scripts.bench.sides.pools import LocalService, Tenants, serve_arguments
 from scripts.bench.sides.training import Fused, SequentialPeft
 from scripts.embedded_pool import EmbeddedPool, embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient
 from workers.contract.messages import Datum
 from workers.contract.settings import PoolModel
@@ -237,7 +236,6 @@ def add_goals(results: Results, latency: Table, throughput: Table) -> None:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")

@@ -26,7 +26,6 @@ from scripts.bench.common import Column, Results, Row, Timing, parser, shown_ms
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import ADAM, serve_arguments, to_user_data
 from scripts.embedded_pool import embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import APIFuture, SamplingClient, ServiceClient, TrainingClient, types
 
 RANK = 8
@@ -170,7 +169,6 @@ def _shown_shares(row: Row) -> str:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")

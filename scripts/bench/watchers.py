@@ -25,7 +25,6 @@ from scripts.bench.common import Column, Effort, Results, Row, measure_alternati
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import Tenants, serve_arguments
 from scripts.embedded_pool import embedded_pool
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient
 
 RANK = 8
@@ -127,7 +126,6 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")

@@ -32,7 +32,6 @@ from scripts.demo.report import console, print_strong, report_clock, report_file
 from scripts.demo.tenants import TENANTS, Scribe, Settings, Tenant
 from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.pool_process import PoolEnded
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 from tinkerpool.v1 import pool_pb2
 from workers.contract.settings import num_cores
@@ -209,7 +208,6 @@ def main() -> int:
     )
     parser.add_argument("--pool", choices=("ray", "local"), default="ray")
     args = parser.parse_args()
-    interrupt_at_sigterm()
     try:
         run(args)
     except (DemoError, PoolEnded) as error:

@@ -26,7 +26,7 @@ from scripts.bench.common import machine_line
 from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.models.fetch_real_model import MODEL, cache_directory
 from scripts.pool_process import PoolEnded
-from scripts.terminal import interrupt_at_sigterm, shown_path
+from scripts.terminal import shown_path
 from scripts.tutorial.picture import draw
 from tinkerpool import SamplingClient, ServiceClient
 from tinkerpool.recipes import arithmetic, reinforcement, supervised
@@ -221,7 +221,6 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=OUTPUT, help="folder for tutorial.json")
     parser.add_argument("--images", type=Path, default=OUTPUT, help="folder for tutorial.png")
     args = parser.parse_args()
-    interrupt_at_sigterm()
     try:
         run(args)
     except PoolEnded as error:

@@ -48,7 +48,6 @@ from scripts.bench.sides.pools import ADAM, Tenants, serve_arguments, to_user_da
 from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from scripts.pool_process import free_port
 from scripts.reliability.chaos.checks import checkpoint_files
-from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, TrainingClient, types
 from workers.contract.settings import EngineSettings
 
@@ -283,5 +282,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    interrupt_at_sigterm()
     main()
