@@ -20,6 +20,7 @@ from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.naive import NaiveModel, naive_pass
 from tests.support.numerics.samplers import assert_same_bits, next_tokens, request, sampling
 from tests.support.numerics.tenants import assert_same, train
+from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
 from workers.export.merged import write_merged
 from workers.model.families import REFUSED, TESTED
@@ -176,9 +177,14 @@ def test_losses_and_gradients_of_a_family_are_those_of_autograd(family: Path) ->
 
 
 def test_co_batched_training_of_a_family_has_the_bits_of_each_tenant_solo(family: Path) -> None:
-    together = train(Driver(family), TENANTS, num_steps=2)
+    """Also beside a tenant whose activations overflow from its second step on, and on one slot, in short passes."""
+    wild = Tenant(spec=make_spec("wild", 8), passes=TENANTS[0].passes, params=AdamParams(learning_rate=1e15))
+    together = train(Driver(family), TENANTS, num_steps=2, beside=[wild])
+    apart = train(Driver(family, num_slots=1, pass_tokens_max=40), TENANTS, num_steps=2)
     for tenant in TENANTS:
-        assert_same(together, train(Driver(family), [tenant], num_steps=2))
+        solo = train(Driver(family), [tenant], num_steps=2)
+        assert_same(together, solo)
+        assert_same(apart, solo)
 
 
 def test_samples_of_a_family_have_the_same_bits_solo_and_co_batched_and_the_trainers_logprobs(family: Path) -> None:

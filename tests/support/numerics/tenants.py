@@ -30,19 +30,27 @@ TENANTS = (
 )
 
 
-def train(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STEPS) -> dict[str, Trace]:
-    """Train all tenants together, each step in two batches as the clock does; return their traces."""
+def train(
+    driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STEPS, beside: Sequence[Tenant] = ()
+) -> dict[str, Trace]:
+    """Train all tenants together, each step in two batches as the clock does; return their traces.
+
+    `beside`: others in the same batches, which may fail.
+    """
     traces = {tenant.key: Trace() for tenant in tenants}
-    driver.install(*(tenant.spec for tenant in tenants))
+    everybody = [*tenants[:1], *beside, *tenants[1:]]
+    driver.install(*(tenant.spec for tenant in everybody))
     for _ in range(num_steps):
-        items = [item for tenant in tenants for item in training_items(driver, tenant)]
+        items = [item for tenant in everybody for item in training_items(driver, tenant)]
         for item, result in zip(items, driver.run(*items), strict=True):
-            note(traces[item.adapter_id], result)
+            if item.adapter_id in traces:
+                note(traces[item.adapter_id], result)
         for tenant in tenants:
             traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
-        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
-        for tenant, result in zip(tenants, steps, strict=True):
-            note(traces[tenant.key], result)
+        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in everybody))
+        for tenant, result in zip(everybody, steps, strict=True):
+            if tenant.key in traces:
+                note(traces[tenant.key], result)
         for tenant in tenants:
             traces[tenant.key].states.append(driver.state(tenant.key))
     return traces
