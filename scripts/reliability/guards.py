@@ -224,9 +224,37 @@ GUARDS = (
     Guard(
         name="the rest of a cycle is charged to its adapters",
         file="coordinator/cycle/commit.py",
-        before="        self._charge_rest(cycle)\n",
+        before="        self._charge_equally(cycle, now - cycle.started - cycle.worker_s)\n",
         after="",
         tests=("tests/integration/cycles/test_budgets.py", "-k", "rest_of_a_cycle"),
+    ),
+    Guard(
+        name="a commit is charged to the adapters in it",
+        file="coordinator/cycle/commit.py",
+        before="self._charge_equally(cycle, message.commit_seconds)",
+        after="pass",
+        tests=("tests/integration/cycles/test_budgets.py", "-k", "rest_of_a_cycle"),
+    ),
+    Guard(
+        name="rows for an expert are padded by their own number",
+        file="workers/model/expert_shares.py",
+        before="            batches[part].setdefault((occurrence, share_rows(length)), []).append(share)",
+        after="            batches[part].setdefault((occurrence, share_rows(int(lengths.max()))), []).append(share)",
+        tests=("tests/numerics/model/test_experts.py", "-k", "gradients_of_a_share"),
+    ),
+    Guard(
+        name="two segments of an adapter add to an expert's gradient one after the other",
+        file="workers/model/expert_shares.py",
+        before="            batches[part].setdefault((occurrence, share_rows(length)), []).append(share)",
+        after="            batches[part].setdefault((0, share_rows(length)), []).append(share)",
+        tests=("tests/numerics/model/test_experts.py", "-k", "second_segment"),
+    ),
+    Guard(
+        name="padding of an expert's rows adds nothing",
+        file="workers/model/expert_shares.py",
+        before="left.masked_fill(self.padding, 0).transpose(1, 2)",
+        after="left.transpose(1, 2)",
+        tests=("tests/numerics/model/test_experts.py", "-k", "rows_of_padding"),
     ),
     Guard(
         name="a pass has at most as many adapters as its worker has slots",
