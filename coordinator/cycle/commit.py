@@ -268,7 +268,7 @@ class Committer:
         for log in [self._group.logs[name] for name in cycle.entries if name in self._group.logs]:
             log.waits.switch(history_pb2.WAIT_REASON_CYCLE, now)
         self._planning.take_back(cycle.unused_tokens, cycle.floors)
-        self._charge_equally(cycle, now - cycle.started - cycle.worker_s)
+        self._charge_rest(cycle)
         message = cycle.as_message(self._planning.base_model)
         has_run = bool(cycle.entries)
         commit = CycleCommit(
@@ -286,7 +286,6 @@ class Committer:
         self._publish_outcomes(cycle, message, lost)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
-            self._charge_equally(cycle, message.commit_seconds)  # becomes durable with the next cycle
             self._planning.costs.observe_end(cycle.worker_s - cycle.pass_worker_s, message.commit_seconds)
             self._journal.publish(message)
             if self._traces is not None:
@@ -301,11 +300,12 @@ class Committer:
                 traces.run_part(operation.name, cycle)
         traces.commit_cycle(cycle)
 
-    def _charge_equally(self, cycle: Cycle, seconds: float) -> None:
-        """Charge what the coordinator itself took for the cycle, in equal parts for each adapter in it."""
+    def _charge_rest(self, cycle: Cycle) -> None:
+        """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it."""
         if cycle.entries:
+            rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
             num_adapters = Counter(entry.tenant for entry in cycle.entries.values())
-            part_s = max(0.0, seconds) / len(cycle.entries)
+            part_s = max(0.0, rest_s) / len(cycle.entries)
             self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
 
     async def _persist(self, commit: CycleCommit, cycle: Cycle) -> frozenset[str]:

@@ -22,8 +22,6 @@ SIZES = (16, 8, 4)
 TENANTS = {"a": 16, "b": 8, "c": 4, "d": 16, "e": 8, HEAVY: 16}
 IN_FLIGHT = 5
 CYCLES_MIN = 100
-TOKEN_S = 0.001
-"""Seconds of a token: passes take most of a cycle, and not what its adapters pay in equal parts."""
 Work = Callable[[ToyPool, str, int], Coroutine[Any, Any, None]]
 
 
@@ -110,7 +108,7 @@ def shares(
 def test_over_a_hundred_cycles_tenants_train_by_their_weights_whatever_the_size_of_their_requests(
     tmp_path: Path,
 ) -> None:
-    found, num_cycles = shares(tmp_path, TimedPool(0.01, TOKEN_S), train, 3, 0.6, 8.0, cycle_tokens_max=48)
+    found, num_cycles = shares(tmp_path, TimedPool(0.01, 0.0001), train, 3, 0.3, 2.2, cycle_tokens_max=48)
     assert num_cycles >= CYCLES_MIN
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
@@ -126,13 +124,13 @@ def test_tenants_sample_by_their_weights_whatever_the_size_of_their_requests(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "num_clients", "counted_s", "config"),
-    [(train, 3, 8.0, {"cycle_tokens_max": 48}), (sample, 1, 5.0, {"samples_per_worker_max": 8})],
+    [(train, 3, 2.2, {"cycle_tokens_max": 48}), (sample, 1, 5.0, {"samples_per_worker_max": 8})],
     ids=["train", "sample"],
 )
 def test_a_new_weight_holds_at_once(
     tmp_path: Path, work: Work, num_clients: int, counted_s: float, config: dict[str, int]
 ) -> None:
-    pool = TimedPool(0.01, TOKEN_S)
+    pool = TimedPool(0.01, 0.0001)
     found, _ = shares(tmp_path, pool, work, num_clients, 1.0, counted_s, is_weight_new=True, **config)
     assert found.pop(HEAVY) == pytest.approx(WEIGHT, rel=0.1)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.1)
