@@ -224,15 +224,8 @@ GUARDS = (
     Guard(
         name="the rest of a cycle is charged to its adapters",
         file="coordinator/cycle/commit.py",
-        before="        self._charge_equally(cycle, now - cycle.started - cycle.worker_s)\n",
+        before="        self._charge_rest(cycle)\n",
         after="",
-        tests=("tests/integration/cycles/test_budgets.py", "-k", "rest_of_a_cycle"),
-    ),
-    Guard(
-        name="a commit is charged to the adapters in it",
-        file="coordinator/cycle/commit.py",
-        before="self._charge_equally(cycle, message.commit_seconds)",
-        after="pass",
         tests=("tests/integration/cycles/test_budgets.py", "-k", "rest_of_a_cycle"),
     ),
     Guard(
