@@ -21,8 +21,8 @@ def on_device(
 ) -> Tensor:
     """Return values as a tensor on a device; on the CPU an array or a tensor of this dtype keeps its memory."""
     source = torch.as_tensor(values, dtype=dtype)
-    if source.device.type == device.type:
-        return source
+    if device.type == "cpu" or source.device.type != "cpu":
+        return source.to(device, non_blocking=True)
     target = torch.empty(source.shape, dtype=source.dtype, device=device)
     copy_in_parts(target, source.contiguous())
     return target

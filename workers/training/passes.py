@@ -319,7 +319,7 @@ def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device,
         parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
         start = stop
     rows_of_pass = np.stack([np.concatenate(tokens), np.concatenate(positions)]).astype(np.int64)
-    on_its_device = on_device(rows_of_pass, device)  # (2, T), one copy
+    on_its_device = on_device(rows_of_pass, device)  # (2, T), together
     return Packed(
         tokens=on_its_device[0],
         positions=on_its_device[1],
