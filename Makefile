@@ -226,8 +226,9 @@ browser: $(READY) ## try the page in Debian's Chromium, which it installs if it 
 prometheus: $(READY) $(PROMETHEUS) ## let a server of Prometheus (Debian's) scrape a pool, and check the alert rules
 	@$(BIN)/python -m pytest -q tests/integration/doors/test_prometheus.py
 
-cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
+cookbook: $(COOKBOOK_READY) $(BESIDE) ## run the Tinker cookbook, unmodified, against pools: its recipes, and its conversions of adapters (minutes)
 	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
+	@$(BIN)/python -m pytest -q tests/integration/doors/test_tinker_cookbook.py
 
 # Not --quiet: warnings, which --strict counts, would be dropped before they are counted.
 docs: $(DOCS_READY) ## build the pages of docs/ as a site, into build/docs, and check every link

@@ -5,6 +5,8 @@
 
 layer       forward and backward of a layer of experts without adapters, against transformers' grouped products of
             the same weights and rows; and with the adapters of four tenants
+padding     the few rows of a decode step, without a backward: padded for each expert to the minimum that the trial of a
+            model that is loaded has found, against none, with which bits depend on the company, and against 16
 together    eight tenants' steps in one pass against the same steps one after another
 
 The sides alternate on the same rows; their outputs and gradients must agree. Prints Markdown tables.
@@ -43,6 +45,9 @@ GOALS = {64: 1.3, 256: 1.1, 1024: 1.1}
 """Most times the duration of transformers' products, by tokens."""
 ADDED_AT, ADDED_MAX = 256, 0.5
 TOGETHER, QUICK_TOGETHER = Case(8, 1, 64), Case(2, 1, 16)
+DECODED, QUICK_DECODED = (4, 32, 128), (4,)
+"""Sequences of a decode step."""
+PADDED = 16
 TOLERANCE = 1e-4
 """Largest difference of the sides, of the largest value."""
 LAYER_COLUMNS = (
@@ -52,6 +57,14 @@ LAYER_COLUMNS = (
     Column("frozen / transformers", lambda r: shown_ratio(r["over_grouped"])),
     Column(f"with {NUM_TENANTS} adapters of rank {RANK}", lambda r: shown_time(r["adapted"])),
     Column("with adapters / frozen", lambda r: shown_ratio(r["over_frozen"])),
+)
+PADDING_COLUMNS = (
+    Column("sequences", lambda r: str(r["sequences"])),
+    Column("minimum", lambda r: str(r["minimum"])),
+    Column("to the minimum, median (quartiles)", lambda r: shown_time(r["least"])),
+    Column("without padding", lambda r: shown_time(r["without"])),
+    Column("to the minimum / without", lambda r: shown_ratio(r["over_without"])),
+    Column(f"to {PADDED} / without", lambda r: shown_ratio(r["sixteen_over_without"])),
 )
 TOGETHER_COLUMNS = (
     Column("tenants x sequences x tokens", lambda r: r["case"]),
@@ -107,6 +120,12 @@ class Layer:
         out, kept = self._layer.forward(self._x, self._weights, dispatch, segments)
         return out, self._layer.backward(self._x, self._weights, kept, self._dout)[0]
 
+    @torch.no_grad()
+    def decoded(self, rows_min: int) -> Tensor:
+        """Run the forward of a decode step with the adapters, each expert's rows padded to a minimum; return (T, D)."""
+        dispatch = Dispatch(self._choices.numpy(), self._experts.num_experts, rows_min, self._x.device)
+        return self._layer.forward(self._x, self._weights, dispatch, self._with)[0]
+
     def grouped(self) -> tuple[Tensor, Tensor]:
         """Run transformers' forward and autograd's backward, of rows and of the choices' weights."""
         x, weights = (tensor.clone().requires_grad_() for tensor in (self._x, self._weights))
@@ -130,6 +149,25 @@ def measure_layer(model: Model, fused: Fused, num_tokens: int, args: argparse.Na
     row: Row = {"tokens": num_tokens} | {name: timing.summary() for name, timing in timings.items()}
     row["over_grouped"] = timings["frozen"].ratio_to(timings["grouped"])
     row["over_frozen"] = timings["adapted"].ratio_to(timings["frozen"])
+    return row
+
+
+def measure_padding(model: Model, fused: Fused, num_rows: int, args: argparse.Namespace) -> Row:
+    """Measure a decode step's layer of experts with rows padded and not, alternating."""
+    layer = Layer(fused, model, num_rows)
+    least = fused.engine.base_model.expert_layers[0].shared.rows_min
+    timings = measure_alternating(
+        {
+            "least": lambda: layer.decoded(least),
+            "without": lambda: layer.decoded(1),
+            "sixteen": lambda: layer.decoded(PADDED),
+        },
+        args.effort,
+    )
+    row: Row = {"sequences": num_rows, "minimum": least}
+    row |= {name: timing.summary() for name, timing in timings.items()}
+    row["over_without"] = timings["least"].ratio_to(timings["without"])
+    row["sixteen_over_without"] = timings["sixteen"].ratio_to(timings["without"])
     return row
 
 
@@ -164,6 +202,9 @@ def main() -> None:
                 if num_tokens == ADDED_AT:
                     what = f"{model.name}: what adapters add to a layer of experts, of its frozen time"
                     results.goal(what, row["over_frozen"]["median"] - 1, at_most=ADDED_MAX, unit=" x")
+            table = results.table(f"experts-padding-{model.name}", PADDING_COLUMNS)
+            for num_rows in QUICK_DECODED if args.quick else DECODED:
+                table.add(measure_padding(model, fused, num_rows, args))
             table = results.table(f"experts-together-{model.name}", TOGETHER_COLUMNS)
             row = measure_together(model, QUICK_TOGETHER if args.quick else TOGETHER, args)
             table.add(row)

@@ -18,6 +18,7 @@ def test_backwards_of_exact_mode_add_in_a_fixed_order_whichever_kernel_attends(
     assert fake_gpu.call(scenario, dtype=dtype, exact=exact) == [exact, exact]
 
 
+OPERATIONS = "tests.support.fake_cuda.scenarios:operations_of_a_pass"
 ROWS_ALONE = {
     *("embedding", "_fused_rms_norm", "cos", "sin", "mul", "neg", "cat", "copy_", "_to_copy"),
     *("fill_", "zeros", "zeros_like"),
@@ -30,6 +31,13 @@ IN_A_FIXED_ORDER = {"_flash_attention_forward", "_flash_attention_backward"}
 def test_a_pass_in_exact_mode_calls_nothing_of_the_library_that_sums_over_rows_in_its_own_order(
     fake_gpu: FakeCudaProcess,
 ) -> None:
-    called = fake_gpu.call("tests.support.fake_cuda.scenarios:operations_of_an_exact_pass")
+    called = fake_gpu.call(OPERATIONS, "tiny", exact=True)
     assert {name for name in called if "::" not in name} <= ROWS_ALONE | IN_A_FIXED_ORDER
     assert "tinkerpool::multiply" in called
+
+
+def test_outside_exact_mode_routers_alone_compute_tiles_of_one_size(fake_gpu: FakeCudaProcess) -> None:
+    """Otherwise the number of rows beside a token would decide by its last bit where it goes."""
+    assert "tinkerpool::multiply" not in fake_gpu.call(OPERATIONS, "tiny")
+    of_two_layers = fake_gpu.call(OPERATIONS, "tiny-mixture")["tinkerpool::multiply"]
+    assert of_two_layers == 2 * len(("forward", "backward"))

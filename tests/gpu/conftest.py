@@ -11,8 +11,11 @@ os.environ.pop("TRITON_INTERPRET", None)  # before the import of torch, which ma
 import pytest
 import torch
 
-from tests.support.mini_model import build_mini_model
+from tests.support.mini_model import Architecture, build_mini_model
 from tests.support.numerics.harness import ARCHITECTURES
+
+MODELS: tuple[Architecture, ...] = (*ARCHITECTURES, "llama")
+"""Also one that is not tied and has decode steps as graphs."""
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
@@ -29,12 +32,11 @@ def even_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model directory per architecture, all widths multiples of 8."""
     root = tmp_path_factory.mktemp("models")
     return {
-        name: build_mini_model(root / name, name, seed=number, vocab_size=264)
-        for number, name in enumerate(ARCHITECTURES)
+        name: build_mini_model(root / name, name, seed=number, vocab_size=264) for number, name in enumerate(MODELS)
     }
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=MODELS)
 def even_model(request: pytest.FixtureRequest, even_models: dict[str, Path]) -> Path:
     """Each architecture in turn."""
     return even_models[request.param]

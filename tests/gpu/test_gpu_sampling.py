@@ -86,7 +86,7 @@ def test_prompt_log_probabilities_in_bf16_are_those_of_the_cpu_to_rounding(even_
     assert actual is not None
     apart = np.abs(np.subtract(actual[1:], expected[1:]))
     # Some tokens go to other experts in bf16: measured on an H200, two of 29 were 0.12 apart.
-    has_experts = "moe" in even_model.name or even_model.name in {"mixtral", "olmoe", "gpt-oss"}
+    has_experts = "moe" in even_model.name or even_model.name == "gpt-oss"
     assert np.median(apart) < 0.05
     assert apart.max() < (0.3 if has_experts else 0.1)
 

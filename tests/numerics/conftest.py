@@ -10,7 +10,9 @@ import torch
 
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.base_models import SHARED
-from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES
+from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES, RARER_ARCHITECTURES
+
+RARER = [pytest.param(name, marks=pytest.mark.long) for name in RARER_ARCHITECTURES]
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,7 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ALL_ARCHITECTURES)}
 
 
-@pytest.fixture(params=[*ARCHITECTURES, pytest.param("gpt-oss", marks=pytest.mark.long)])
+@pytest.fixture(params=[*ARCHITECTURES, *RARER])
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """Each of the most different architectures in turn."""
     return model_directories[request.param]
@@ -44,9 +46,9 @@ def any_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path
     return model_directories[request.param]
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5", "qwen3-moe"])
+@pytest.fixture(params=["qwen3", "qwen3.5-moe", "gpt-oss", *RARER])
 def each_kind(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """A dense model, a hybrid and a mixture of experts."""
+    """A dense model, a hybrid whose experts have one in common, and experts with biases."""
     return model_directories[request.param]
 
 

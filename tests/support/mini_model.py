@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -41,6 +42,7 @@ Architecture = Literal[
     "qwen3.5",
     "qwen3-next",
     "qwen3-moe",
+    "qwen3.5-moe",
     "gpt-oss",
 ]
 
@@ -58,6 +60,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WEIGHT_STD = 0.1
 """Larger than the 0.02 of real initializations, so that logits differ and tests of equality are meaningful."""
 
@@ -75,9 +85,10 @@ def build_mini_model(
     "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has
     three heads to one key-value head. "qwen3.5" and "qwen3-next" are hybrids: the first layer has linear attention,
     with two heads of 16 for keys and four for values. "qwen3-moe" has eight experts of 32 in each layer, and a token
-    goes to two of them; so has "gpt-oss", with biases, sinks, a gate that is clamped at 1, and the window of Gemma 3 in
-    its first layer. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no text. The
-    global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the architecture is
+    goes to two of them; so has "qwen3.5-moe", a hybrid, with an expert of 48 that all tokens share; and so has
+    "gpt-oss", with biases, sinks, a gate that is clamped at 1, and the window of Gemma 3 in its first layer. Every
+    weight is drawn, norms included. Entries of the vocabulary above 257 have no text. The global random state is left
+    as it was. Raises ValueError if `vocab_size` is under 258 or the architecture is
     unknown.
     """
     if vocab_size < VOCAB_SIZE_MIN:
@@ -159,14 +170,12 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
             window = WINDOW if architecture == "mistral-window" else None
             return MistralConfig(**shape | {"tie_word_embeddings": False, "sliding_window": window})
         case "qwen3.5" | "qwen3-next":
-            heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-            sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-            kinds = {"layer_types": ["linear_attention", "full_attention"]}
             make = Qwen3_5TextConfig if architecture == "qwen3.5" else partial(Qwen3NextConfig, num_experts=0)
-            return make(**shape | heads | sizes | kinds)
+            return make(**shape | HYBRID)
         case "qwen3-moe":
-            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-            return Qwen3MoeConfig(**shape | experts | {"norm_topk_prob": True})
+            return Qwen3MoeConfig(**shape | EXPERTS | {"norm_topk_prob": True})
+        case "qwen3.5-moe":
+            return Qwen3_5MoeTextConfig(**shape | HYBRID | EXPERTS | {"shared_expert_intermediate_size": 48})
         case "gpt-oss":
             experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
             kinds = {"tie_word_embeddings": False, "sliding_window": WINDOW, "swiglu_limit": 1.0}

@@ -42,7 +42,7 @@ from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
 from workers.model.delta_rule import DeltaShape
 from workers.model.expert_groups import can_group
-from workers.model.experts import choices_of_probe
+from workers.model.experts import choices_of_probe, is_router
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
@@ -148,14 +148,16 @@ class BaseModel:
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
-        exactly = Numerics(is_tiled=True) if self._has_kernels else Numerics(block_rows=BLOCK_ROWS)
-        self.use(replace(exactly, can_batch=False) if exact else Numerics())
+        self.use(self._exactly(Numerics(can_batch=False)) if exact else Numerics())
 
     def use(self, numerics: Numerics) -> None:
-        """Compute products this way from now on."""
+        """Compute products this way from now on. On a GPU those of routers keep a row's bits in every mode: the last
+        bit of one decides now and then where a token goes.
+        """
         self.numerics = numerics
+        are_routers_apart = self.device.type == "cuda" and not numerics.is_exact
         for group in self.groups:
-            group.use(numerics)
+            group.use(self._exactly(numerics) if are_routers_apart and is_router(group.shape) else numerics)
         in_parts = frozenset(group.shape.index for group in self.groups if group.is_in_parts)
         self.current.use(numerics, in_parts, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
         for layer in self.expert_layers[:1]:
@@ -163,6 +165,10 @@ class BaseModel:
             layer.shared.use(numerics, is_grouped=is_grouped)
         if self._usual is not None:
             self._usual.use(numerics)
+
+    def _exactly(self, numerics: Numerics) -> Numerics:
+        """Return how products are computed whose rows keep their bits at any number of rows."""
+        return replace(numerics, **({"is_tiled": True} if self._has_kernels else {"block_rows": BLOCK_ROWS}))
 
     @property
     def trains_by_kernels(self) -> bool:

@@ -55,6 +55,11 @@ _ROUTERS = {"gate", "router"}
 _CHILDREN = {*_ROUTERS, "experts", "shared_expert", SHARED_GATE}
 
 
+def is_router(shape: GroupShape) -> bool:
+    """Return whether a group of linears is a router's."""
+    return shape.names[0].endswith(f".{ROUTER}")
+
+
 class GivenChoices:
     """The experts that the model's own code chose in a probe, which routers take in place of their own.
 

@@ -111,11 +111,11 @@ ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
 EXTRA_ROWS = (1, 5, 9)
 MOVES = (1, 8, 37)
+"""By how many rows a trial of exact mode moves the same rows down in a block."""
 TRIED_ROWS, TRIED_PLACES = 300, ((0, 1), (1, 8), (37, 200), (255, 45))
 """Rows of a trial of tiles, and the first and the number of those that are tried alone."""
 ALIGNED_VALUES = 8
 """Rows of bf16 that are multiples of so many values begin at multiples of 16 bytes."""
-"""By how many rows a trial of exact mode moves the same rows down in a block."""
 
 
 Elementwise = tuple[int, Callable[[Tensor], Tensor]]

@@ -220,7 +220,7 @@ def is_hybrid(directory: Path) -> bool:
 def test_an_export_for_vllm_is_within_its_rules_and_has_the_same_weights_in_every_architecture(
     any_model_directory: Path, tmp_path: Path
 ) -> None:
-    is_mixture = any_model_directory.name in {"qwen3-moe", "gpt-oss"}
+    is_mixture = any_model_directory.name in {"qwen3-moe", "qwen3.5-moe", "gpt-oss"}
     flags = {"train_attn": not is_hybrid(any_model_directory), "train_mlp": not is_mixture}
     driver, spec = train(any_model_directory, train_unembed=False, **flags)
     out = tmp_path / "vllm"

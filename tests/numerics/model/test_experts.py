@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from tests.support.mini_model import Architecture, build_mini_model
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.random_experts import NUM_ROWS, Layer
+from tests.support.numerics.samplers import next_tokens, request, sampling
 from tests.support.numerics.tenants import train
 from workers.model import expert_shares, experts
 from workers.model.expert_groups import can_group
 from workers.model.expert_products import Dispatch, Ints
 from workers.model.expert_shares import Share, SharesOfPart, share_rows
-from workers.model.experts import GivenChoices
+from workers.model.experts import GivenChoices, Router
 from workers.model.pretrained import UnsupportedModelError
 from workers.rows import GroupShape
 from workers.selftest import expert_invariance
@@ -29,9 +30,9 @@ from workers.selftest.expert_invariance import find_expert_rows
 DATA = make_data("cross_entropy", [200, 120])
 
 
-@pytest.fixture(params=["qwen3-moe", "gpt-oss"])
+@pytest.fixture(params=["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
 def mixture(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """Experts without biases, and with."""
+    """Experts without biases, beside one that all tokens share, and with biases."""
     return model_directories[request.param]
 
 
@@ -68,6 +69,41 @@ def test_tokens_go_to_the_experts_of_transformers_with_a_margin(mixture: Path, c
         top = theirs.topk(own.shape[1] + 1).values
         assert float((top[:, -2] - top[:, -1]).min()) > 1e-5
         assert np.array_equal(own[: len(theirs)], theirs.topk(own.shape[1]).indices.numpy())
+
+
+@pytest.mark.parametrize(("dtype", "part_of_others"), [("float32", 0.0), ("bfloat16", 0.05)])
+def test_the_sampler_sends_tokens_of_an_adapter_to_the_experts_of_the_trainer(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, part_of_others: float
+) -> None:
+    """In fp32 each token's margin is larger than rounding; in bf16 one token in twenty may go elsewhere."""
+    seen: list[Tensor] = []
+    forward = Router.forward
+
+    def noted(router: Router, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(forward(router, hidden)[0].clone())
+        return forward(router, hidden)
+
+    s = sampling(mixture, dtype=dtype)
+    s.publish("a")
+    wanted = request("r", "a/v", 60, max_tokens=30)
+    monkeypatch.setattr(Router, "forward", noted)
+    (sequences,) = s.sequences(wanted)
+    num_layers = len(s.driver.engine.base_model.expert_layers)
+    sampled = [
+        torch.cat([seen[layer][:60], *(step[:1] for step in seen[num_layers + layer :: num_layers])])
+        for layer in range(num_layers)
+    ]
+    seen.clear()
+    s.driver.train(s.driver.forward("a", [next_tokens(np.concatenate([wanted.prompt, sequences[0].tokens]))]))
+    others = []
+    for trained, own in zip(seen, sampled, strict=True):
+        assert len(own) == 89
+        top = trained[: len(own)].topk(3)
+        if dtype == "float32":
+            margins = top.values[:, 1] - top.values[:, 2]
+            assert (margins > 2 * (trained[: len(own)] - own).abs().max(1).values).all()
+        others.append((top.indices[:, :2].sort().values != own.topk(2).indices.sort().values).any(1).float().mean())
+    assert float(max(others)) <= part_of_others
 
 
 def test_few_tokens_go_to_other_experts_in_bf16(mixture: Path, choices: list[Ints]) -> None:
@@ -208,3 +244,24 @@ def test_tenants_on_the_same_and_on_other_experts_have_the_bits_of_solo(mixture:
     assert len(np.unique(np.concatenate(choices))) == 8
     for tenant in tenants:
         together[tenant.key].assert_equal(train(Driver(mixture), [tenant], num_steps=2)[tenant.key])
+
+
+@pytest.mark.parametrize("theirs", [[0, 1], [1, 2], [6, 7]], ids=["the same", "overlapping", "disjoint"])
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_a_tenants_rows_have_the_bits_of_solo_beside_any_rows_on_the_same_or_on_other_experts(
+    mixture: Path, theirs: list[int], value: float
+) -> None:
+    layer = Layer(Driver(mixture).engine.base_model)
+    own = slice(40, 110)
+    layer.choices[own] = [0, 1]
+    layer.choices[:40], layer.choices[110:] = theirs, theirs
+    segments = [(1, 0, 40), (0, 40, 110), (1, 110, 200)]
+    solo = layer.results(segments[1:2])
+    layer.x[:40], layer.x[110:200] = value * layer.x[:40], value * layer.x[110:200]
+    layer.dout[110:200] *= value
+    together = layer.results(segments)
+    assert together.gradients[0].any()
+    assert torch.equal(together.gradients[0], solo.gradients[0])
+    assert bool(together.gradients[1].isfinite().all()) == (value == 1.0)
+    for one, other in zip(together.of_rows, solo.of_rows, strict=True):
+        assert torch.equal(one[own], other[own])

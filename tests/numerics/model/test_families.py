@@ -103,7 +103,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, **SHARED_EXPERT},
-    "qwen3_moe": {**MIXTURE, "num_experts": 8, "moe_intermediate_size": 32},
+    "qwen3_moe": {**MIXTURE, "num_experts": 8, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "olmoe": {**MIXTURE, "num_experts": 8},
     "mixtral": {**MIXTURE, "num_local_experts": 8},
     "qwen2_moe": {**SHARED_EXPERT, "mlp_only_layers": [1]},

@@ -260,7 +260,7 @@ def bank_of(name: str, ranks: Sequence[int]) -> tuple[int, int, int]:
         return free_bytes, engine.bank.device_bytes, engine.bank.num_resident
 
 
-def operations_of_an_exact_pass() -> set[str]:
-    """Return the operations of a pass in exact mode that launch kernels; those of our own have a namespace."""
-    counts, _ = training("tiny", Case(3, 2, 16), exact=True)
-    return set(counts.by_operation)
+def operations_of_a_pass(name: str, **settings: Any) -> dict[str, int]:
+    """Return the kernels of a pass by the operation that launched them; those of our own have a namespace."""
+    counts, _ = training(name, Case(3, 2, 16), **settings)
+    return {operation: group.num_kernels for operation, group in counts.by_operation.items()}

@@ -37,9 +37,11 @@ from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
 
-ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3", "qwen3.5", "qwen3-moe")
+ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "gemma3", "qwen3.5-moe", "gpt-oss")
 """Architectures of most tests: tied and untied, with and without a window, with and without norms of heads; a hybrid
-and a mixture of experts."""
+whose experts have one in common; experts with biases behind attention with sinks."""
+RARER_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3.5", "qwen3-moe")
+"""Each has one of these traits alone: for long runs of the same tests."""
 ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 """Architectures of the comparison with PEFT."""
 VOCAB_SIZE = 258
