@@ -222,6 +222,8 @@ def test_an_export_for_vllm_is_within_its_rules_and_has_the_same_weights_in_ever
 ) -> None:
     is_mixture = any_model_directory.name in {"qwen3-moe", "qwen3.5-moe", "gpt-oss"}
     flags = {"train_attn": not is_hybrid(any_model_directory), "train_mlp": not is_mixture}
+    if not any(flags.values()):
+        pytest.skip("vLLM takes neither linear attention nor experts in an adapter")
     driver, spec = train(any_model_directory, train_unembed=False, **flags)
     out = tmp_path / "vllm"
     export(checkpoint_files(driver, spec), out, format="vllm", base_model=str(any_model_directory))

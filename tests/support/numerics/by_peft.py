@@ -39,7 +39,7 @@ def flags_for(model_directory: Path) -> dict[str, bool]:
     experts share no factor in it.
     """
     model_type = json.loads((model_directory / "config.json").read_text())["model_type"]
-    return {"train_mlp": False} if model_type in {"qwen3_next", "qwen3_moe", "gpt_oss"} else {}
+    return {"train_mlp": False} if model_type in {"qwen3_next", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss"} else {}
 
 
 def own_parts(
