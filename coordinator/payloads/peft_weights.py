@@ -365,10 +365,10 @@ def _adapted(config: PeftConfig, model: ModelInfo) -> list[Linear]:
         every[module.name] = (module,)
     found, adapted, owners = set[str](), list[Linear](), dict[str, str]()
     for name, modules in every.items():
-        names = _ends(name)
+        own_ends = _ends(name)
         if not modules[0].is_of_experts:  # beside experts PEFT adapts dense linears as parameters
-            names |= _ends(f"{name}.weight")
-        if ends := names.intersection(config.targets):
+            own_ends |= _ends(f"{name}.weight")
+        if ends := own_ends.intersection(config.targets):
             found |= ends
             rank = _rank_of(name, len(modules), config)
             adapted.append(Linear(name=name, rank=rank, modules=tuple(sorted(modules, key=_first_row))))

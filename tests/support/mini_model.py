@@ -42,8 +42,8 @@ Architecture = Literal[
     "qwen3.5",
     "qwen3-next",
     "qwen3-moe",
-    "qwen3.5-moe",
     "gpt-oss",
+    "qwen3.5-moe",
 ]
 
 NUM_BYTES = 256

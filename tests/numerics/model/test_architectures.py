@@ -28,10 +28,9 @@ def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
     assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
     names = (*(delta if engine.base_model.delta_layers else ()), "q_proj", "k_proj", "v_proj", "o_proj")
     assert leaf_names(info.modules, "attn") == names
-    is_mixture = bool(engine.base_model.expert_layers)
-    assert leaf_names(info.modules, "mlp") == (
-        ("w1", "w3", "w2") if is_mixture else ("gate_proj", "up_proj", "down_proj")
-    )
+    is_mixture, dense = bool(engine.base_model.expert_layers), ("gate_proj", "up_proj", "down_proj")
+    has_dense = not is_mixture or hasattr(engine.base_model.model.model.layers[0].mlp, "shared_expert")
+    assert leaf_names(info.modules, "mlp") == (*(("w1", "w3", "w2") * is_mixture), *(dense * has_dense))
     assert leaf_names(info.modules, "unembed") == ("lm_head",)
     assert info.eos_token_ids == (256,)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)

@@ -21,10 +21,11 @@ def test_sixteen_tenants_take_as_many_base_model_matmuls_as_one(model_directory:
     driver.install(*(make_spec(key, 2 ** (number % 6)) for number, key in enumerate(keys)))
     one = driver.num_base_matmuls(driver.backward(keys[0], make_data("cross_entropy", [32] * 16)))
     assert driver.num_base_matmuls(*(driver.backward(key, make_data("cross_entropy", [32])) for key in keys)) == one
-    # Seven linears in each of two layers, ten in one of linear attention, a router more in one with experts; and the
-    # unembedding block by block.
+    # Seven linears in each of two layers, ten in one of linear attention; a router more in one with experts, and four
+    # more in one with a gated expert of all tokens; and the unembedding block by block.
     base_model = driver.engine.base_model
-    num_linears = 14 + 3 * len(base_model.delta_layers) + len(base_model.expert_layers)
+    num_shared = sum(hasattr(layer.mlp, "shared_expert") for layer in base_model.model.model.layers)
+    num_linears = 14 + 3 * len(base_model.delta_layers) + len(base_model.expert_layers) + 4 * num_shared
     assert one == num_linears + -(-16 * 32 // block_rows_of(258))
 
 
