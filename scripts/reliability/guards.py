@@ -250,6 +250,27 @@ GUARDS = (
         tests=("tests/numerics/model/test_experts.py", "-k", "rows_of_padding"),
     ),
     Guard(
+        name="an expert's product has no fewer rows than keep a row's bits",
+        file="workers/model/expert_products.py",
+        before="np.maximum(-(-counts // ROWS_MULTIPLE) * ROWS_MULTIPLE, rows_min)",
+        after="counts",
+        tests=("tests/numerics/model/test_experts.py", "-k", "tenants"),
+    ),
+    Guard(
+        name="routers compute rows in tiles of one size on a GPU",
+        file="workers/model/base_model.py",
+        before="self._exactly(numerics) if are_routers_apart and is_router(group.shape) else numerics",
+        after="numerics",
+        tests=("tests/fake_gpu/test_exact.py", "-k", "routers"),
+    ),
+    Guard(
+        name="dense linears that PEFT adapts as parameters are imported",
+        file="coordinator/payloads/peft_weights.py",
+        before='            own_ends |= _ends(f"{name}.weight")',
+        after="            pass",
+        tests=("tests/numerics/export/test_imports.py", "-k", "every_architecture_is_imported and moe"),
+    ),
+    Guard(
         name="a pass has at most as many adapters as its worker has slots",
         file="coordinator/scheduling/planner.py",
         before="num_free[worker] >= is_new and",

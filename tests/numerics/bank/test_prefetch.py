@@ -98,8 +98,8 @@ def test_expected_adapters_are_loaded_after_a_batch_without_a_pass(
     assert order_of(driver, monkeypatch, [driver.step("a")], "c", "d") == ["a", "c", "d"]
 
 
-def test_adapters_expected_next_are_loaded_while_a_batch_runs(qwen3: Path) -> None:
-    driver, plain = Driver(qwen3, num_slots=2), Driver(qwen3, num_slots=2)
+def test_adapters_expected_next_are_loaded_while_a_batch_runs(each_kind: Path) -> None:
+    driver, plain = Driver(each_kind, num_slots=2), Driver(each_kind, num_slots=2)
     engine = driver.engine
     with_transfers(driver, LateTransfers())
     for each in (driver, plain):
