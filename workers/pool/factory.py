@@ -16,7 +16,7 @@ from workers.contract.protocols import Engine, EngineFactory, Pool, PoolStartErr
 from workers.contract.settings import EngineSettings, PoolConfig
 from workers.host.gpus import gpu_problem
 from workers.model.files import check_files
-from workers.pool.environment import ray_environment, worker_environment
+from workers.pool.environment import ray_environment, worker_environment, worker_of
 from workers.pool.loop import engine_factory
 
 
@@ -36,16 +36,17 @@ def make_pool(config: PoolConfig) -> Pool:
         _add_to_environment(worker_environment(next(iter(engines.values()))))
 
     factories = {
-        worker_id: _local_factory(config.engine, settings, position, len(engines))
-        for position, (worker_id, settings) in enumerate(engines.items())
+        worker_id: _local_factory(config.engine, settings, len(engines)) for worker_id, settings in engines.items()
     }
     num_slots = next(settings.num_slots for settings in engines.values())
     base_models = {worker_id: settings.model_name for worker_id, settings in engines.items()}
     return LocalPool(factories, base_models=base_models, num_slots=num_slots, device=config.device)
 
 
-def _local_factory(engine: str, settings: EngineSettings, position: int, num_workers: int) -> EngineFactory:
-    """Return the factory of one of the workers of this process; those on "cuda" take turns in its GPUs."""
+def _local_factory(engine: str, settings: EngineSettings, num_workers: int) -> EngineFactory:
+    """Return the factory of one of the workers of this process; those on "cuda" take turns in its GPUs, also those that
+    are added later.
+    """
     if settings.device != "cuda":
         return engine_factory(engine, settings)
 
@@ -53,8 +54,9 @@ def _local_factory(engine: str, settings: EngineSettings, position: int, num_wor
         import torch
 
         num_gpus = max(1, torch.cuda.device_count())
+        position = int(worker_of(incarnation).removeprefix("w"))
         gpu = position % num_gpus
-        num_beside = len(range(gpu, num_workers, num_gpus))
+        num_beside = len(range(gpu, max(num_workers, position + 1), num_gpus))
         torch.cuda.set_device(gpu)  # of this thread, the engine's
         own = replace(settings, device=f"cuda:{gpu}", memory_share=1 / num_beside)
         return engine_factory(engine, own)(incarnation)

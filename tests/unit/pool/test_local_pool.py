@@ -134,14 +134,16 @@ async def test_workers_on_gpus_take_turns_in_those_of_the_machine(monkeypatch: p
 
     chosen = Mock()
     monkeypatch.setattr("tests.support.toy_engine.toy_factory", recording)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.set_device", chosen)
-    models = (PoolModel(name="toy", path="toy", num_workers=3),)
-    async with started(make_pool(PoolConfig(kind="local", device="cuda", models=models, engine=TOY_FACTORY))):
-        pass
+    models = (PoolModel(name="toy", path="toy", num_workers=4),)
+    config = PoolConfig(kind="local", device="cuda", models=models, engine=TOY_FACTORY)
+    async with started(make_pool(config)) as pool:
+        await pool.add("toy")
     on = {worker_id: (settings.device, settings.memory_share) for worker_id, settings in own.items()}
-    assert on == {"w0": ("cuda:0", 0.5), "w1": ("cuda:1", 1.0), "w2": ("cuda:0", 0.5)}
-    assert sorted(call.args for call in chosen.mock_calls) == [(0,), (0,), (1,)]
+    first, others = {"w0": ("cuda:0", 0.5), "w1": ("cuda:1", 1.0)}, {"w2": ("cuda:2", 1.0), "w3": ("cuda:0", 0.5)}
+    assert on == first | others | {"w4": ("cuda:1", 0.5)}
+    assert sorted(call.args for call in chosen.mock_calls) == [(0,), (0,), (1,), (1,), (2,)]
 
 
 def test_blocks_of_a_gpus_memory_grow_in_place_unless_the_operator_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
