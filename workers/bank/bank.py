@@ -124,6 +124,16 @@ class Bank:
         entries = (self._entries.get(key) for key in keys)
         return self._slabs.can_hold(entry.kind for entry in entries if entry)
 
+    def growth_bytes(self, keys: Collection[str]) -> int:
+        """Return by how much the memory of all slots may grow until each of these keys has been resident.
+
+        Unknown keys are ignored. Without a limit, memory is taken when it is written: 0.
+        """
+        if self._slabs.bytes_max is None:
+            return 0
+        entries = (self._entries.get(key) for key in set(keys))
+        return self._slabs.growth_bytes(entry.kind for entry in entries if entry and entry.row is None)
+
     def layout(self, spec: AdapterSpec) -> RowLayout:
         """Return the layout of an adapter's row. Raises ValueError for a rank or flags that no row can hold."""
         key = rank_class(spec.rank), trained_kinds(spec)

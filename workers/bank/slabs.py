@@ -81,6 +81,15 @@ class Slabs:
         unused = sum(slab.num_free * self.row_bytes(slab.kind) for slab in self._slabs) if can_move else 0
         return self.num_bytes - unused + self.row_bytes(kind) <= self.bytes_max
 
+    def growth_bytes(self, kinds: Iterable[Kind]) -> int:
+        """Return by how much the rows may grow until rows of these kinds are added; `tidy` may double them."""
+        assert self.bytes_max is not None
+        sizes = [self.row_bytes(kind) for kind in kinds]
+        if not sizes:
+            return 0
+        used_bytes = sum(slab.num_used * self.row_bytes(slab.kind) for slab in self._slabs)
+        return max(0, min(max(self.bytes_max, *sizes), 2 * (used_bytes + sum(sizes))) - self.num_bytes)
+
     def take(self, kind: Kind) -> Row | None:
         """Return the first free row of a kind; None if there is none."""
         return next((slab.take() for slab in self._slabs if slab.kind == kind and slab.num_free), None)

@@ -244,9 +244,9 @@ class PassRoom:
         self._share = memory
         self.measure()
 
-    def measure(self) -> None:
-        """Set the room from the memory that is free now."""
-        self._num_bytes = int(USED_FRACTION * self._share.free_bytes())
+    def measure(self, reserved_bytes: int = 0) -> None:
+        """Set the room from the memory that is free now, without what others will take of it while passes run."""
+        self._num_bytes = int(USED_FRACTION * (self._share.free_bytes() - reserved_bytes))
 
     def num_fitting(self, load_of: Callable[[int], Load], most: int, *, backward: bool, recompute: bool) -> int:
         """Return the largest number of tokens, at most `most`, whose `load_of` fits."""

@@ -95,12 +95,13 @@ class Prefetch:
 
     def __init__(self, bank: Bank) -> None:
         self._bank = bank
-        self._expected: Sequence[str] = ()
+        self.expected: Sequence[str] = ()
+        """The adapters that the next batch is expected to need."""
         self._own: Collection[str] = ()
 
     def expect(self, expected: Sequence[str], own: Collection[str]) -> None:
         """Set the adapters that the next batch is expected to need, and those that the current batch has."""
-        self._expected, self._own = expected, own
+        self.expected, self._own = expected, own
 
     def begin(self) -> None:
         """Begin to load the expected adapters, once all adapters of the batch are resident.
@@ -109,11 +110,11 @@ class Prefetch:
         """
         bank = self._bank
         if all(bank.entry(key).row is not None for key in self._own if key in bank):
-            bank.prefetch(self._expected, keep=self._own)
+            bank.prefetch(self.expected, keep=self._own)
 
     def end_batch(self) -> None:
         """Begin to load the expected adapters: the batch has ended and needs no others."""
-        self._bank.prefetch(self._expected, keep=self._own)
+        self._bank.prefetch(self.expected, keep=self._own)
 
 
 class PassRunner:
@@ -139,7 +140,8 @@ class PassRunner:
     def measure_room(self, items: Sequence[PassItem]) -> None:
         """Measure the memory for passes of these items, once the adapters of the first are resident.
 
-        A GPU gives memory to the bank's rows when they are loaded, not when they are written.
+        A GPU gives memory to the bank's rows when they are loaded, not when they are written. Room is left for those of
+        later passes, and for those that are loaded ahead.
         """
         keys = dict.fromkeys(item.adapter_id for item in items if item.adapter_id in self._bank)
         together: list[str] = []
@@ -149,7 +151,7 @@ class PassRunner:
             together.append(key)
         with suppress(Exception):  # an adapter that cannot be loaded is an error of its pass, which tries again
             self._bank.acquire(together)
-        self.room.measure()
+        self.room.measure(self._bank.growth_bytes([*keys, *self.prefetch.expected]))
 
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
         """Return the most tokens, up to `tokens_max`, of one pass of some of these items without recomputed layers.

@@ -13,7 +13,7 @@ from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import Driver, Trace, assemble_again, code, make_data, make_spec, message_of
 from tests.support.numerics.small_device import SmallDevice
 from tests.support.numerics.tenants import TENANTS, assert_same, train
-from workers.contract.messages import ErrorCode
+from workers.contract.messages import Batch, ErrorCode
 from workers.model.base_model import BaseModel
 from workers.training.logits import ROW_ALIGNMENT
 from workers.training.memory import PassRoom
@@ -102,6 +102,41 @@ def test_memory_of_passes_is_measured_with_the_adapters_that_fit(qwen3: Path, mo
     bank.limit(2 * row_bytes(driver, 8))
     driver.install(*(make_spec(key) for key in "abc"))
     resident: list[int] = []
-    monkeypatch.setattr(PassRoom, "measure", lambda _: resident.append(bank.num_resident))
+    monkeypatch.setattr(PassRoom, "measure", lambda *_: resident.append(bank.num_resident))
     driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "abc"))
     assert resident == [2]
+
+
+def test_passes_leave_room_for_the_rows_of_later_ones_and_of_those_that_are_loaded_ahead(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(qwen3, num_slots=2)
+    bank, data = driver.engine.bank, make_data("cross_entropy", [20])
+    bank.limit(100 * row_bytes(driver, 8))
+    driver.install(*(make_spec(key) for key in "abcd"))
+    reserved: list[int] = []
+    monkeypatch.setattr(PassRoom, "measure", lambda _, num_bytes: reserved.append(num_bytes))
+    driver.train(*(driver.backward(key, data) for key in "ab"))
+    driver.train(*(driver.backward(key, data) for key in "abc"))
+    driver.engine.run(Batch(epoch=1, cycle_id=1, items=(driver.backward("b", data),), expected=("d", "gone")))
+    own, later, ahead = (num_bytes / row_bytes(driver, 8) for num_bytes in reserved)
+    assert own == 0
+    assert later >= 1
+    assert ahead >= 1
+
+
+@pytest.mark.parametrize("limit", [3, 7, 100])
+def test_rows_take_no_more_than_was_reserved(qwen3: Path, limit: int) -> None:
+    driver = Driver(qwen3)
+    bank = driver.engine.bank
+    bank.limit(limit * row_bytes(driver, 8))
+    keys = [f"{rank} {number}" for number in range(6) for rank in (4, 8, 16)]
+    driver.install(*(make_spec(key, int(key.split()[0])) for key in keys))
+    for count in (1, 1, 2, 1, 5, 8):
+        wanted, keys = keys[:count], keys[count:]
+        before, growth_bytes = bank.device_bytes, bank.growth_bytes(wanted)
+        most = before
+        for key in wanted:
+            bank.acquire([key])
+            most = max(most, bank.device_bytes)
+        assert most <= before + growth_bytes
