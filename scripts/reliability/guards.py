@@ -271,6 +271,27 @@ GUARDS = (
         tests=("tests/numerics/export/test_imports.py", "-k", "every_architecture_is_imported and moe"),
     ),
     Guard(
+        name="a pass leaves room for rows that are loaded while it runs",
+        file="workers/training/passes.py",
+        before="self.room.measure(self._bank.growth_bytes([*keys, *self.prefetch.expected]))",
+        after="self.room.measure(0)",
+        tests=("tests/numerics/bank/test_device_limit.py", "-k", "leave_room"),
+    ),
+    Guard(
+        name="a sample that runs out of memory gets that of other adapters",
+        file="workers/sampling/sampler.py",
+        before="failure.code is ErrorCode.OUT_OF_MEMORY and self._bank.leave_only({active.key})",
+        after="False",
+        tests=("tests/numerics/sampling/test_sampler_memory.py", "-k", "runs_out_of_memory"),
+    ),
+    Guard(
+        name="equally likely tokens are listed by their ids on a GPU",
+        file="workers/sampling/device_drawing.py",
+        before="    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)\n",
+        after="    keys |= torch.arange(logprobs.shape[1], device=logprobs.device).flip(0)\n",
+        tests=("tests/unit/engine_sampling/test_device_drawing.py", "-k", "likeliest"),
+    ),
+    Guard(
         name="a pass has at most as many adapters as its worker has slots",
         file="coordinator/scheduling/planner.py",
         before="num_free[worker] >= is_new and",

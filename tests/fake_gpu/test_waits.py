@@ -42,6 +42,14 @@ def test_a_step_with_prompts_brings_their_log_probabilities_in_one_copy_each(fak
     assert counts.to_host_bytes < 2 * 1024
 
 
+def test_lists_of_tokens_come_to_the_host_without_their_rows(fake_gpu: FakeCudaProcess) -> None:
+    """A row of logits of this model has 1.5 kB, and the prompt has 40."""
+    first, second = fake_gpu.call("tests.support.fake_cuda.scenarios:steps_with_lists")
+    assert first.to_host_bytes < 40 * 5 * 16 + 1024
+    assert second.to_host_bytes < 1024
+    assert waits_of(second.waits) == {"downloads.py": 1, "device_drawing.py": 1}
+
+
 def test_sequences_that_get_their_slots_late_begin_in_the_drawing_of_a_step(fake_gpu: FakeCudaProcess) -> None:
     counts = fake_gpu.call("tests.support.fake_cuda.scenarios:step_with_late_slots")
     assert waits_of(counts.waits) == {"downloads.py": 1}

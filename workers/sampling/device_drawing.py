@@ -20,10 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.contract.messages import SamplingParams
+from workers.contract.messages import SamplingParams, TokenLogprobs
 from workers.host.downloads import Download
 from workers.host.uploads import on_device
+from workers.sampling import drawing
 from workers.sampling.drawing import Drawn
+
+SIZE_BITS = 0x7FFFFFFF
+"""Of a number in fp32, those that are not its sign."""
+ID_BITS = 31
+"""Enough for any token's id."""
+LISTED_ROWS = 32
+"""Rows whose likeliest tokens are found at once: their keys take eight bytes a value."""
 
 
 class Kind(NamedTuple):
@@ -96,6 +104,34 @@ def draw(logits: Tensor, logprobs: Tensor, settings: Tensor, kind: Kind) -> tupl
         tokens = torch.where(temperatures > 0, _picked(weights, at), tokens)
     drawn = torch.stack((tokens.double(), logprobs.gather(1, tokens).double()))
     return drawn, torch.stack(logits.aminmax(dim=1)).double()
+
+
+def likeliest_of(logprobs: Tensor, k: int) -> TokenLogprobs:
+    """Return the k likeliest tokens (N, k) of each row of log-probabilities (N, V): on a CPU by `drawing.likeliest`."""
+    if not logprobs.is_cpu:
+        return likeliest(logprobs, k)
+    rows = logprobs.numpy()
+    tokens = np.array([drawing.likeliest(row, k) for row in rows])
+    return TokenLogprobs(token_ids=tokens.astype(np.int32), logprobs=np.take_along_axis(rows, tokens, axis=1))
+
+
+def likeliest(logprobs: Tensor, k: int) -> TokenLogprobs:
+    """Return the same, found on the device; they come in one copy."""
+    k = min(k, logprobs.shape[1])
+    ids = torch.cat([_likeliest_ids(rows, k) for rows in logprobs.split(LISTED_ROWS)])
+    found = torch.stack((ids.double(), logprobs.gather(1, ids).double())).cpu().numpy()
+    return TokenLogprobs(token_ids=found[0].astype(np.int32), logprobs=found[1].astype(np.float32))
+
+
+def _likeliest_ids(logprobs: Tensor, k: int) -> Tensor:
+    """Return the ids (N, k) of the largest log-probabilities (N, V), fp32: likeliest first, lowest id among equals.
+
+    None is above 0, so that the bits behind the sign rise as it falls. With the id below them keys are different, and
+    no order of equals is left to the library.
+    """
+    keys = (logprobs.view(torch.int32).long() & SIZE_BITS) << ID_BITS
+    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return keys.topk(k, largest=False).values & (1 << ID_BITS) - 1
 
 
 def settings_of(params: Sequence[SamplingParams]) -> NDArray[np.float64]:

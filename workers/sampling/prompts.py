@@ -21,14 +21,8 @@ from torch import Tensor
 from workers.contract.capacity import num_blocks_for
 from workers.contract.messages import SampleRequest, TokenLogprobs
 from workers.host.uploads import on_device
-from workers.sampling.drawing import (
-    ALTERNATIVES,
-    Distribution,
-    NonFiniteLogitsError,
-    check_finite,
-    likeliest,
-    uniforms,
-)
+from workers.sampling.device_drawing import LISTED_ROWS, draw_rows, likeliest_of
+from workers.sampling.drawing import ALTERNATIVES, Distribution, NonFiniteLogitsError, check_finite, uniforms
 from workers.sampling.kv_cache import Prefix, PromptBlocks
 
 
@@ -176,18 +170,29 @@ class PromptOutputs:
         if self.targets is not None:
             self.targets[row:stop] = np.where(targets < 0, 0, picked[:, 1:])
         if self.topk is not None and begin < stop:
-            for position, of_position in enumerate(logprobs[begin - row :].cpu().numpy(), begin + 1):
-                _put(self.topk, position, likeliest(of_position, self.topk.token_ids.shape[1]), of_position)
+            found = likeliest_of(logprobs[begin - row :], self.topk.token_ids.shape[1])
+            _put(self.topk, begin + 1, found)
         if self.alternatives is not None:
-            self._draw(self.alternatives, row, logits.cpu().numpy(), logprobs.cpu().numpy())
+            for start in range(0, len(logits), LISTED_ROWS):
+                rows = slice(start, start + LISTED_ROWS)
+                _put(self.alternatives, row + start, self._drawn(row + start, logits[rows], logprobs[rows]))
 
-    def _draw(self, drawn: TokenLogprobs, row: int, logits: NDArray[np.float32], logprobs: NDArray[np.float32]) -> None:
-        count = drawn.token_ids.shape[1]
-        numbers = [uniforms(self._params.seed, ALTERNATIVES + i, row, len(logits)) for i in range(count)]
-        for index, values in enumerate(logits):
-            distribution = Distribution(values, self._params)
-            picked = np.array([distribution.pick(float(stream[index])) for stream in numbers])
-            _put(drawn, row + index, picked, logprobs[index])
+    def _drawn(self, row: int, logits: Tensor, logprobs: Tensor) -> TokenLogprobs:
+        """Return tokens that are drawn at the positions from `row` on, of logits and log-probabilities (N, V)."""
+        assert self.alternatives is not None
+        count = self.alternatives.token_ids.shape[1]
+        streams = [uniforms(self._params.seed, ALTERNATIVES + i, row, len(logits)) for i in range(count)]
+        numbers = np.stack(streams, axis=1)  # (N, k)
+        if not logits.is_cpu:
+            drawn = draw_rows(logits, logprobs, [self._params] * len(logits), numbers.tolist()).read()
+            tokens = np.array(drawn.tokens, np.int32).reshape(numbers.shape)
+            return TokenLogprobs(token_ids=tokens, logprobs=np.array(drawn.logprobs, np.float32).reshape(tokens.shape))
+        distributions = [Distribution(values, self._params) for values in logits.numpy()]
+        picked = [[own.pick(number) for number in of_row] for own, of_row in zip(distributions, numbers, strict=True)]
+        tokens = np.array(picked)
+        return TokenLogprobs(
+            token_ids=tokens.astype(np.int32), logprobs=np.take_along_axis(logprobs.numpy(), tokens, axis=1)
+        )
 
 
 def _allocate(num_rows: int, k: int) -> TokenLogprobs | None:
@@ -199,9 +204,10 @@ def _allocate(num_rows: int, k: int) -> TokenLogprobs | None:
     )
 
 
-def _put(into: TokenLogprobs, row: int, tokens: NDArray[np.intp], logprobs: NDArray[np.float32]) -> None:
-    into.token_ids[row] = tokens
-    into.logprobs[row] = logprobs[tokens]
+def _put(into: TokenLogprobs, row: int, found: TokenLogprobs) -> None:
+    """Set the rows from `row` on."""
+    into.token_ids[row : row + len(found.token_ids)] = found.token_ids
+    into.logprobs[row : row + len(found.logprobs)] = found.logprobs
 
 
 def _picked(logits: Tensor, logprobs: Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:

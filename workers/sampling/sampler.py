@@ -282,7 +282,10 @@ class Sampler:
         yield group
 
     def _advance(self, works: Sequence[_Work]) -> None:
-        """Run one pass and apply its outcome. If it fails, run its halves, down to the request that fails solo."""
+        """Run one pass and apply its outcome. If it fails, run its halves, down to the request that fails solo.
+
+        One that runs out of memory solo is tried once more without other adapters on the device.
+        """
         works = [work for work in works if not work.active.is_over]
         if not works:
             return
@@ -303,7 +306,11 @@ class Sampler:
             self._apply(works, outcome)
             return
         if len(works) == 1:
-            self._end(works[0].active, failure)
+            active = works[0].active
+            if failure.code is ErrorCode.OUT_OF_MEMORY and self._bank.leave_only({active.key}):
+                self._advance(works)
+            else:
+                self._end(active, failure)
             return
         middle = len(works) // 2
         self._advance(works[:middle])

@@ -32,7 +32,8 @@ from workers.contract.messages import (
     TokenLogprobs,
 )
 from workers.sampling.delta_states import StateOwner
-from workers.sampling.drawing import NonFiniteLogitsError, likeliest, uniforms
+from workers.sampling.device_drawing import likeliest_of
+from workers.sampling.drawing import NonFiniteLogitsError, uniforms
 from workers.sampling.kv_cache import SequenceBlocks
 from workers.sampling.prompts import Prompt, PromptOutputs
 from workers.sampling.sample_pass import LogitsRows
@@ -75,7 +76,7 @@ class ActiveSequence:
     """Tokens of a block."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    topk: list[tuple[NDArray[np.intp], NDArray[np.float32]]] = field(default_factory=list)
+    topk: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     """Key-value blocks of its own tokens."""
     state: StateOwner | None = None
@@ -293,10 +294,11 @@ class ActiveRequest:
         return events, [self._finish(*ended) for ended in reasons]
 
     def _note_likeliest(self, sequences: Sequence[ActiveSequence], rows: LogitsRows) -> None:
-        logprobs = rows.logprobs.cpu().numpy()  # (S, V), or (1, V) for all
-        for own, sequence in zip(np.broadcast_to(logprobs, (len(sequences), self._vocab_size)), sequences, strict=True):
-            tokens = likeliest(own, self.request.topk_sample_logprobs)
-            sequence.topk.append((tokens, own[tokens]))
+        found = likeliest_of(rows.logprobs, self.request.topk_sample_logprobs)  # (S, k), or (1, k) for all
+        shape = (len(sequences), found.token_ids.shape[1])
+        lists = np.broadcast_to(found.token_ids, shape), np.broadcast_to(found.logprobs, shape)
+        for tokens, logprobs, sequence in zip(*lists, sequences, strict=True):
+            sequence.topk.append((tokens, logprobs))
 
     def _stop_reason(self, tokens: Sequence[int]) -> StopReason | None:
         """Return why a sequence ends with its last token; None if it goes on."""

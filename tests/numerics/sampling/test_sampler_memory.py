@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.numerics.harness import Driver, code, make_data, make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
@@ -371,6 +372,30 @@ def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     memory = MemoryShare(model.device, measure=lambda _: 40 * block_bytes(model))
     sampler = Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=1 << 30), memory)
     assert sampler.num_cache_blocks == 10
+
+
+def test_a_request_that_runs_out_of_memory_gets_that_of_other_adapters(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patched: a forward on a CPU does not run out of memory."""
+    s = sampling(qwen3)
+    bank = s.driver.engine.bank
+    bank.limit(1 << 30)
+    s.publish("a", "b")
+    (alone,) = s.sequences(request("alone", "a/v"))
+    assert bank.num_resident > 1
+    model = s.driver.engine.base_model
+    forward, most = model.forward, bank.device_bytes
+
+    def short_of_memory(*args: Any, **options: Any) -> torch.Tensor:
+        if bank.device_bytes == most:
+            raise torch.OutOfMemoryError
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model, "forward", short_of_memory)
+    (again,) = s.sequences(request("again", "a/v"))
+    assert_same_bits(again, alone)
+    assert [key for key in ("a", "b", "a/v", "b/v") if bank.entry(key).row is not None] == ["a/v"]
 
 
 def test_overflow_left_in_a_block_changes_no_later_sample(each_kind: Path) -> None:

@@ -32,19 +32,20 @@ def logprobs_of(s: Sampling, key: str, tokens: NDArray[np.int32]) -> NDArray[np.
     return result.logprobs[0]
 
 
-def assert_likeliest(given: TokenLogprobs, expected: NDArray[np.float32]) -> None:
+def assert_likeliest(given: TokenLogprobs, expected: NDArray[np.float32], tolerance: float) -> None:
     """Assert that `given` (n, k) are the largest of `expected` (n, vocabulary), the largest first."""
     assert given.token_ids.shape == given.logprobs.shape
     for ids, values, row in zip(given.token_ids, given.logprobs, expected, strict=True):
-        np.testing.assert_allclose(values, row[ids], atol=1e-5)
+        np.testing.assert_allclose(values, row[ids], atol=tolerance)
         assert (np.diff(values) <= 0).all()
         assert len(set(ids.tolist())) == len(ids)
-        assert values[-1] >= np.sort(row)[-len(ids)] - 1e-5
+        assert values[-1] >= np.sort(row)[-len(ids)] - tolerance
 
 
 def test_all_reported_logprobs_equal_the_training_forward(model_directory: Path) -> None:
     s = sampling(model_directory)
     s.publish("a")
+    tolerance = s.tolerance
     targets = np.random.default_rng(0).integers(0, VOCAB_SIZE, (LENGTH - 1, 2)).astype(np.int32)
     targets[::3, 1] = -1
     targets[5] = -1
@@ -53,27 +54,27 @@ def test_all_reported_logprobs_equal_the_training_forward(model_directory: Path)
     expected = logprobs_of(s, "a", wanted.prompt)
     assert result.prompt_logprobs is not None
     np.testing.assert_allclose(
-        result.prompt_logprobs[1:], expected[np.arange(LENGTH - 1), wanted.prompt[1:]], atol=1e-5
+        result.prompt_logprobs[1:], expected[np.arange(LENGTH - 1), wanted.prompt[1:]], atol=tolerance
     )
     assert result.topk_prompt is not None
     assert result.topk_prompt.token_ids.shape == (LENGTH, 4)
     assert np.isnan(result.topk_prompt.logprobs[0]).all()
     assert result.topk_prompt.token_ids[0].tolist() == [0] * 4
     top = TokenLogprobs(token_ids=result.topk_prompt.token_ids[1:], logprobs=result.topk_prompt.logprobs[1:])
-    assert_likeliest(top, expected[:-1])
+    assert_likeliest(top, expected[:-1], tolerance)
     assert result.prompt_target_logprobs is not None
     rows = np.arange(LENGTH - 1)[:, None]
     np.testing.assert_allclose(
-        result.prompt_target_logprobs, np.where(targets < 0, 0, expected[rows, np.maximum(targets, 0)]), atol=1e-5
+        result.prompt_target_logprobs, np.where(targets < 0, 0, expected[rows, np.maximum(targets, 0)]), atol=tolerance
     )
     alternatives = result.prompt_alt_tokens
     assert alternatives is not None
     assert alternatives.token_ids.shape == (LENGTH - 1, 5)
-    np.testing.assert_allclose(alternatives.logprobs, expected[rows, alternatives.token_ids], atol=1e-5)
+    np.testing.assert_allclose(alternatives.logprobs, expected[rows, alternatives.token_ids], atol=tolerance)
     for sequence in result.sequences:
         whole = np.concatenate([wanted.prompt, sequence.tokens])
         assert sequence.topk is not None
-        assert_likeliest(sequence.topk, logprobs_of(s, "a", whole)[LENGTH - 1 : -1])
+        assert_likeliest(sequence.topk, logprobs_of(s, "a", whole)[LENGTH - 1 : -1], tolerance)
 
 
 def test_requested_outputs_do_not_change_the_samples(qwen3: Path) -> None:

@@ -49,7 +49,6 @@ def test_logprobs_are_log_softmax_of_the_trainers_logits_over_the_temperature(mo
     """Also of alternatives, in a pass with requests at other temperatures, with and without top-k and top-p."""
     s = sampling(model_directory)
     s.publish("a")
-    at_one = 3e-5 if s.driver.engine.base_model.expert_layers else 1e-5
     requests = [
         request(f"{temperature}{number}", "a/v", LENGTH, 2, temperature=temperature, topk_sample_logprobs=6, **filters)
         for temperature in TEMPERATURES
@@ -57,7 +56,7 @@ def test_logprobs_are_log_softmax_of_the_trainers_logits_over_the_temperature(mo
     ]
     for wanted, sequences in zip(requests, s.sequences(*requests), strict=True):
         temperature = wanted.params.temperature or 1.0
-        tolerance = at_one / min(1, temperature)
+        tolerance = s.tolerance / min(1, temperature)
         for sequence in sequences:
             expected = expected_of(s, "a", wanted, sequence, temperature)
             rows = np.arange(len(sequence.tokens))

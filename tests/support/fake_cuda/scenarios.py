@@ -14,7 +14,16 @@ import torch
 import workers.engine
 from scripts.bench.gpu import sides
 from scripts.bench.gpu.cases import Case, random_data
-from scripts.bench.gpu_count.cases import ALL_KINDS, RANK, REDUCED_SHAPES, decoding, engine_of, passes, training
+from scripts.bench.gpu_count.cases import (
+    ALL_KINDS,
+    RANK,
+    REDUCED_SHAPES,
+    decoding,
+    engine_of,
+    passes,
+    shape_of,
+    training,
+)
 from tests.support.fake_cuda.counting import Counts
 from workers.contract.messages import (
     AdapterInstall,
@@ -77,6 +86,24 @@ def step_with_prompt_logprobs(num_requests: int) -> Counts:
             names = {event.op_id for event in engine.decode_step() if isinstance(event, TokenEvent)}
         assert len(names) == num_requests
         return counts
+
+
+def steps_with_lists() -> list[Counts]:
+    """Return the counts of a step with a prompt and of the next one, of a request that wants every list of tokens.
+
+    The vocabulary is one whose largest values are counted.
+    """
+    shape = shape_of("tiny") | {"vocab_size": 384}
+    with patch.dict(REDUCED_SHAPES, {"listed": shape}), engine_of("listed") as (engine, counting):
+        params = SamplingParams(max_tokens=4, seed=1)
+        wanted = {"topk_sample_logprobs": 5, "topk_prompt_logprobs": 3, "prompt_alt_tokens_k": 2}
+        _start(engine, "lists", 40, params=params, num_samples=3, **wanted)
+        steps: list[Counts] = []
+        for _ in range(2):
+            with counting.stretch() as counts:
+                assert len(engine.decode_step()) == 3
+            steps.append(counts)
+        return steps
 
 
 def step_of_adapters(*, is_reversed: bool) -> Counts:

@@ -127,3 +127,17 @@ def test_the_row_of_a_request_without_tokens_is_named_too(numbers: list[list[flo
     tokens, _, is_finite = device_drawing.draw_rows(logits, logits, params, numbers).read()
     assert len(tokens) == sum(map(len, numbers))
     assert is_finite == [True, False]
+
+
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from([2, 97, 2048]), levels=st.sampled_from([3, 10_000]))
+def test_the_likeliest_tokens_are_those_of_a_cpu(seed: int, vocab_size: int, levels: int) -> None:
+    """`levels`: of the logits. With few of them many are equal. More rows than are found at once."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(0, levels, (device_drawing.LISTED_ROWS + 3, vocab_size)) * (200 / levels)
+    logits[0, : vocab_size // 2] = -np.inf
+    logprobs = torch.from_numpy(logits.astype(np.float32)).log_softmax(-1)
+    for k in (1, 5, vocab_size):
+        found, expected = device_drawing.likeliest(logprobs, k), device_drawing.likeliest_of(logprobs, k)
+        assert found.token_ids.shape == (len(logits), min(k, vocab_size))
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.logprobs.tobytes() == expected.logprobs.tobytes()
