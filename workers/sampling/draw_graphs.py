@@ -1,9 +1,9 @@
 """Drawing of next tokens as CUDA graphs: it is one launch of the host instead of thirty.
 
-A graph draws from the first rows of what step graphs write, by settings that are its only inputs. There is one for each
-power of two of rows and each `device_drawing.Kind`. A graph is captured from a drawing that ran without it, and must
-give what that gave; if it does not, or cannot be captured, there are no graphs from then on. The tokens stay on the
-device too, for a step that begins before they are read.
+A graph draws from adjacent rows of what step graphs write, by settings that are its only inputs. There is one for each
+power of two of rows and each `device_drawing.Kind`; many rows are drawn by several of the largest. A graph is captured
+from a drawing that ran without it, and must give what that gave; if it does not, or cannot be captured, there are no
+graphs from then on. The tokens stay on the device too, for a step that begins before they are read.
 
 Does not depend on models or requests.
 
@@ -27,8 +27,7 @@ from workers.sampling.graph_pool import GraphError, GraphPool, Run
 logger = logging.getLogger(__name__)
 
 VALUES_MAX = 1 << 24
-"""Logits of a graph, whose drawing takes some 30 bytes for each in the pool. Kernels of more take longer than their
-launches."""
+"""Logits of a graph, whose drawing takes some 30 bytes for each in the pool."""
 
 
 class DrawGraphs:
@@ -41,28 +40,48 @@ class DrawGraphs:
         self._pool = pool
         self.tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         """What was drawn last, in its first rows."""
-        self._draws: dict[tuple[int, Kind], DrawGraph] = {}
+        self._rows_max = 1 << (VALUES_MAX // logits.shape[1]).bit_length() - 1
+        """Of a graph."""
+        self._draws: dict[tuple[int, int, Kind], DrawGraph] = {}
+        """By first row, number of rows and kind."""
         self._is_off = False
 
     def draw_rows(self, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]) -> Drawing | None:
         """Draw a token of each of the first rows, by its one number, with its log-probability; None: use no graph."""
-        num_used, vocab_size = len(params), self._logits.shape[1]
-        num_rows = power_of_two(num_used)
-        if self._is_off or num_rows * vocab_size > VALUES_MAX or any(len(of_row) != 1 for of_row in numbers):
+        num_used = len(params)
+        if self._is_off or any(len(of_row) != 1 for of_row in numbers):
             return None
-        place = num_rows, kind_of(params, vocab_size)
-        known = self._draws.get(place)
-        graph = known or DrawGraph(self._logits[:num_rows], self._logprobs[:num_rows], self.tokens[:num_rows], place[1])
-        graph.fill(np.hstack((settings_of(params), numbers)))
+        settings = np.hstack((settings_of(params), numbers))
+        starts = range(0, num_used, self._rows_max)
+        parts = [slice(start, min(start + self._rows_max, num_used)) for start in starts]
         try:
-            drawn = graph.begin(self._pool) if known is None else graph.replay()
+            if len(parts) == 1:
+                num_rows = power_of_two(num_used)
+                return Drawing(self._drawn(0, params, settings), num_rows, num_rows, num_used)
+            # Of each a copy: the next graph overwrites it.
+            drawn = [self._drawn(part.start, params[part], settings[part]).view(4, -1).clone() for part in parts]
+            used = [values[:, : part.stop - part.start] for values, part in zip(drawn, parts, strict=True)]
+            return Drawing(torch.cat(used, 1).flatten(), num_used, num_used)
         except GraphError as error:
             logger.warning("tokens are drawn without graphs, which is slower: %s", error)
             self._is_off = True
             self._draws.clear()
             return None
+
+    def _drawn(
+        self, start: int, params: Sequence[SamplingParams], settings: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    ) -> Tensor:
+        """Return the results (4 N,) of the graph that draws the rows from `start` on. Raises GraphError."""
+        rows = slice(start, start + power_of_two(len(params)))
+        place = start, rows.stop - start, kind_of(params, self._logits.shape[1])
+        if (graph := self._draws.get(place)) is not None:
+            graph.fill(settings)
+            return graph.replay()
+        graph = DrawGraph(self._logits[rows], self._logprobs[rows], self.tokens[rows], place[2])
+        graph.fill(settings)
+        drawn = graph.begin(self._pool)
         self._draws[place] = graph
-        return Drawing(drawn, num_rows, num_rows, num_used)
+        return drawn
 
 
 class DrawGraph:

@@ -96,11 +96,18 @@ def test_rows_with_other_numbers_than_one_have_no_graph(rows: tuple[Tensor, Tens
     assert graphs.draw_rows(params, [[0.5], []]) is None
 
 
-def test_large_drawings_have_no_graph(rows: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_graphs, "VALUES_MAX", 4 * VOCAB_SIZE)
-    graphs, params = DrawGraphs(*rows, AgainPool()), [SamplingParams(max_tokens=1)] * NUM_USED
-    assert graphs.draw_rows(params[:4], numbers_of(0)[:4]) is not None
-    assert graphs.draw_rows(params, numbers_of(0)) is None
+def test_large_drawings_are_several_graphs(rows: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_graphs, "VALUES_MAX", 3 * VOCAB_SIZE)
+    pool = AgainPool()
+    graphs = DrawGraphs(*rows, pool)
+    kinds = [KINDS[0], KINDS[0], KINDS[1], KINDS[2], KINDS[0]]
+    params = [SamplingParams(max_tokens=1, **kind) for kind in kinds]
+    for seed in range(2):
+        used = rows[0][:NUM_USED], rows[1][:NUM_USED]
+        expected = device_drawing.draw_rows(*used, params, numbers_of(seed)).read()
+        assert drawn(graphs, params, numbers_of(seed)) == expected
+        assert graphs.tokens[:NUM_USED].tolist() == expected.tokens
+    assert pool.num_captured == 3, "two rows each, and one"
 
 
 def test_there_are_no_graphs_after_a_capture_that_fails(
