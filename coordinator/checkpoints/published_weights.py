@@ -34,7 +34,7 @@ from workers.contract.messages import AdapterSpec, AdapterState
 
 logger = logging.getLogger(__name__)
 
-HELD_BYTES_MAX = 32 << 20
+HELD_BYTES_MAX = 20 << 20
 """Weights held until their files exist, or one version, if it is larger; beyond that the file is written before the
 commit."""
 WRITERS = 2

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOGGED_OPERATIONS_MAX = 1000
 """Operations since its snapshot after which an adapter is snapshotted, however cheap they were: this bounds memory."""
-AT_ONCE, AT_ONCE_BYTES = 64, 128 << 20
+AT_ONCE, AT_ONCE_BYTES = 64, 32 << 20
 """States in memory at a time, and their bytes, unless a single one is larger. If more adapters are due, cycles wait for
 the writing: later, the replay of a lost worker could exceed its bound."""
 EARLY_PART = 0.75

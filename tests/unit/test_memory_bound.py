@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.base.config import DATUMS_MAX, MESSAGE_BYTES_MAX, GrpcConfig, HttpConfig, Limits
 from coordinator.checkpoints.published_weights import HELD_BYTES_MAX
+from coordinator.checkpoints.snapshots import AT_ONCE_BYTES
 from coordinator.cycle.phases import DECODED_BYTES_MAX, INSTALL_BYTES_MAX
 from coordinator.doors.grpc.intake import RESERVED_READERS, WAITING_MAX
 from coordinator.limits.results import COPIES, OF_TENANT_MAX, RESPONSE_BYTES_MAX
@@ -40,6 +41,7 @@ def ceilings() -> dict[str, int]:
         "one message that is decoded or encoded": GROWN * MESSAGE_BYTES_MAX,
         "payloads decoded for one pass": DECODED_BYTES_MAX,
         "states of adapters in one phase": BYTES_MAX + INSTALL_BYTES_MAX,
+        "snapshots that are being written": AT_ONCE_BYTES,
         "published weights without a file": HELD_BYTES_MAX,
     }
 

@@ -262,7 +262,7 @@ async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pyte
 async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_have_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # the real bound is 256 MiB
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
