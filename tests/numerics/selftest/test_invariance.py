@@ -43,6 +43,19 @@ def test_device_whose_rows_depend_on_their_position_is_refused(qwen3: Path, monk
         load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 
 
+@pytest.mark.usefixtures("own_base_models")
+def test_a_cpu_with_another_torch_than_the_tested_one_promises_no_bits(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Driver(qwen3).engine.info.is_exact
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    info = Driver(qwen3).engine.info
+    assert not info.is_exact
+    assert "rows depend on their neighbours" in info.fingerprint
+    with pytest.raises(UnsupportedModelError, match=r"torch 2.11.0\+cu130 keeps no bits on a CPU; 2.13.x does"):
+        load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
+
+
 def test_only_the_linears_whose_batches_have_other_bits_are_left_out(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
