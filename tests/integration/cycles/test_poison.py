@@ -211,6 +211,7 @@ async def test_operations_of_one_of_two_workers_that_are_lost_at_once_do_not_run
 ) -> None:
     """They would count as what has lost both, and wait until one is replaced."""
     monkeypatch.setattr(supervision, "LATE_S", 0.05)
+    monkeypatch.setattr(cost_model, "DEADLINE_FLOOR_S", 2.0)
     async with running_pool(tmp_path, num_workers=3, ping_interval_s=60.0, ping_timeout_s=0.1) as pool:
         adapters = [await pool.adapter() for _ in range(3)]
         for adapter in adapters:
