@@ -136,6 +136,7 @@ def is_on(mark: str, info: WorkerInfo) -> bool:
         return info.pid in {process.pid for process in found}
 
 
+@pytest.mark.long
 def test_serve_joins_a_cluster_with_nothing_but_its_token(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
