@@ -15,6 +15,7 @@ import pytest
 os.environ |= {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # tests run side by side; a second thread of each would mostly wait for a core
     "OMP_WAIT_POLICY": "passive",  # spinning threads are up to ten times slower where other processes want the cores
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would write one into the home directory

@@ -64,10 +64,10 @@ class Settings:
         if is_quick:
             settings = replace(
                 settings,
-                scribe_steps=20,
+                scribe_steps=12,
                 poet_steps=10,
-                judge_steps=12,
-                judge_preferences=96,
+                judge_steps=8,
+                judge_preferences=64,
                 test_pairs=16,
                 clock_steps=4,
             )

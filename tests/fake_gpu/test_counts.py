@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,12 +15,6 @@ from tests.support.fake_cuda.processes import FakeCudaProcess
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
 
 
-def test_a_training_step_waits_once_for_its_passes_and_once_for_its_steps(fake_gpu: FakeCudaProcess) -> None:
-    passes, steps = fake_gpu.call("scripts.bench.gpu_count.cases:training", "0.6b@2", Case(8, 4, 64))
-    assert (passes.num_waits, steps.num_waits) == (1, 1)
-    assert passes.num_kernels <= 349
-
-
 def test_launches_of_a_step_do_not_grow_with_its_adapters(fake_gpu: FakeCudaProcess) -> None:
     few, many = (fake_gpu.call("scripts.bench.gpu_count.cases:training", "tiny", Case(num, 1, 16)) for num in (4, 16))
     for own, other in zip(few, many, strict=True):
@@ -29,6 +24,20 @@ def test_launches_of_a_step_do_not_grow_with_its_adapters(fake_gpu: FakeCudaProc
 MODEL, FEW, MORE = "0.6b", 2, 4
 NUM_LAYERS = SHAPES[MODEL]["num_hidden_layers"]
 CASES = "scripts.bench.gpu_count.cases"
+LOAD = Case(8, 4, 64)
+
+
+@cache
+def counted(fake_gpu: FakeCudaProcess, function: str, model: str, *args: Any) -> list[Row]:
+    """Return the rows of a case, which several tests read."""
+    rows: list[Row] = fake_gpu.call(f"{CASES}:{function}", model, *args)
+    return rows
+
+
+def test_a_training_step_waits_once_for_its_passes_and_once_for_its_steps(fake_gpu: FakeCudaProcess) -> None:
+    passes, steps = counted(fake_gpu, "training_rows", f"{MODEL}@{FEW}", LOAD)
+    assert (passes["waits"], steps["waits"]) == (1, 1)
+    assert passes["kernels"] <= 349
 
 
 def extended(few: Row, more: Row, num_layers: int) -> Row:
@@ -41,14 +50,14 @@ def extended(few: Row, more: Row, num_layers: int) -> Row:
 
 def rows_of(fake_gpu: FakeCudaProcess, function: str, *args: Any) -> list[Row]:
     """Return the rows of a case of the whole model, from two models with few layers: that takes seconds."""
-    few, more = (fake_gpu.call(f"{CASES}:{function}", f"{MODEL}@{layers}", *args) for layers in (FEW, MORE))
+    few, more = (counted(fake_gpu, function, f"{MODEL}@{layers}", *args) for layers in (FEW, MORE))
     return [extended(*both, NUM_LAYERS) for both in zip(few, more, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        ("training_rows", (Case(8, 4, 64),)),
+        ("training_rows", (LOAD,)),
         ("loss", ()),
         ("decoding", (32, 0)),
         ("decoding", (32, 8)),
@@ -67,7 +76,7 @@ def test_no_count_rises(fake_gpu: FakeCudaProcess, function: str, args: tuple[An
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("function", "args"), [("passes", (Case(8, 4, 64),)), ("decoding", (32, 0)), ("decoding", (32, 8))], ids=str
+    ("function", "args"), [("passes", (LOAD,)), ("decoding", (32, 0)), ("decoding", (32, 8))], ids=str
 )
 @pytest.mark.parametrize("model", ["9b-hybrid", "30b-a3b"])
 def test_no_count_of_a_hybrid_or_a_mixture_rises(

@@ -12,7 +12,16 @@ from tests.support.fake_cuda.processes import FakeCudaProcess
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_gpu")]  # one process, so that torch is imported once
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "on"}, {"exact": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recompute": "on", "exact": True},
+        pytest.param({"recompute": "on"}, marks=pytest.mark.long),
+        pytest.param({"exact": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("name", "load"), [("0.6b@3", Case(4, 4, 64)), pytest.param("8b@4", Case(4, 1, 512), marks=pytest.mark.long)]
 )

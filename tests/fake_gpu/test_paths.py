@@ -21,9 +21,10 @@ def long(settings: dict[str, Any]) -> Any:
     [
         {},
         long({"has_gaps": True}),
-        {"window": True},
+        {"window": True, "has_triton": False},
+        long({"window": True}),
         {"exact": True},
-        {"has_triton": False},
+        long({"has_triton": False}),
         long({"recompute": "on"}),
         {"model": "tiny-hybrid"},
         {"model": "tiny-mixture"},

@@ -14,7 +14,7 @@ from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import PassItem
 
-NUM_STEPS = 5_000
+NUM_STEPS = 3_000
 NUM_ADAPTERS = 10
 
 
@@ -35,7 +35,7 @@ def log_bytes(data_dir: Path) -> int:
 
 
 @pytest.mark.slow
-async def test_log_after_five_thousand_steps_is_as_small_as_after_a_thousand(tmp_path: Path) -> None:
+async def test_log_after_three_thousand_steps_is_as_small_as_after_a_thousand(tmp_path: Path) -> None:
     """Payloads are dropped when a snapshot covers them; results are dropped some time after they were fetched."""
     async with running_pool(
         tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000

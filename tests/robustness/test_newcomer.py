@@ -130,7 +130,7 @@ def earlier_pool(folder: Path) -> Iterator[tuple[str, str]]:
     home = folder / "pool-home"
     home.mkdir()
     commands = environment(folder / "pool-venv", EARLIER, "pool")
-    options = ["--pool", "local", "--model", f"kjv-2m={SHIPPED_MODEL}", "--port", "0", "--no-http"]
+    options = ["--pool", "local", "--model", f"kjv-2m={SHIPPED_MODEL}", "--port", "0", "--threads", "1", "--no-http"]
     command = [str(commands / "tinkerpool"), "serve", *options, "--ready-file", str(home / "ready")]
     with (folder / "pool.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=home, env=variables(commands, home), stdout=log, stderr=log)

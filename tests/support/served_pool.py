@@ -113,9 +113,9 @@ def restartable_pool(
 def shipped_pool(
     data_dir: Path, models: Mapping[str, Path] = SHIPPED, *, num_slots: int = 4, host_bytes_max: int = 0
 ) -> Iterator[ServedPool]:
-    """Serve real models until the block ends. `models`: directories by name."""
+    """Serve real models, each on one thread, until the block ends. `models`: directories by name."""
     served = tuple(PoolModel(name=name, path=str(path)) for name, path in models.items())
-    config = PoolConfig(kind="local", models=served, num_slots=num_slots, host_bytes_max=host_bytes_max)
+    config = PoolConfig(kind="local", models=served, num_threads=1, num_slots=num_slots, host_bytes_max=host_bytes_max)
     with _served(ServedPool(data_dir, partial(_running_models, data_dir, config))) as pool:
         yield pool
 

@@ -91,7 +91,7 @@ def test_a_row_passes_through_the_coordinator_in_pieces_and_keeps_its_bits(
 ) -> None:
     model = write_mixture(folder / "model", row_mib, num_layers)
     copy_bytes = row_mib * MIB * 4 // 3
-    arguments = ["--model", f"mixture={model}", "--workers", "1", "--host-memory", str(copy_bytes * 3 // 2)]
+    arguments = ["--model", f"mixture={model}", "--threads", "1", "--host-memory", str(copy_bytes * 3 // 2)]
     arguments += ["--no-http", "--port", str(free_port()), "--data-dir", str(folder / "pool")]
     pool = EmbeddedPool(folder)
     pool.begin(*arguments)

@@ -236,7 +236,7 @@ async def test_a_sample_starts_when_the_only_worker_is_late_no_more(
 
 
 async def test_a_stop_waits_for_a_worker_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with two_workers(tmp_path, monkeypatch) as (pool, late, _, replies):
+    async with two_workers(tmp_path, monkeypatch, stop_s_max=0.1) as (pool, late, _, replies):
         silence(pool, late, replies)
         await pool.forward_backward(late, 2, 5)
         await until(lambda: bool(pool.core.fleet.away))

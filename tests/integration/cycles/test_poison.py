@@ -25,15 +25,18 @@ from workers.contract.protocols import WorkerLost
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
 
+NUM_ROUNDS = 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path: Path, num_workers: int) -> None:
-    """Twenty times: the poison is found by bisection and failed after two solo losses."""
+    """Ten times each: the poison is found by bisection and failed after two solo losses."""
     async with running_pool(tmp_path, num_workers=num_workers, probation_s=0.0) as pool:
         tenants = [f"tenant{i}" for i in range(6)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         seqs = [1] * len(adapters)
-        for round_index in range(20):
+        for round_index in range(NUM_ROUNDS):
             poison = round_index % len(adapters)
             pool.hold()
             names: list[str] = []
@@ -53,7 +56,7 @@ async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path:
                 else:
                     assert [each.state for each in done] == [SUCCEEDED] * 2
         num_incarnations = sum(len(engines) for engines in pool.engines.values())
-    assert num_incarnations <= num_workers + 20 * 7, (
+    assert num_incarnations <= num_workers + NUM_ROUNDS * 7, (
         "losses per poison: the co-batched pass, three halves, two solo, and one late half"
     )
 
@@ -208,6 +211,7 @@ async def test_operations_of_one_of_two_workers_that_are_lost_at_once_do_not_run
 ) -> None:
     """They would count as what has lost both, and wait until one is replaced."""
     monkeypatch.setattr(supervision, "LATE_S", 0.05)
+    monkeypatch.setattr(cost_model, "DEADLINE_FLOOR_S", 2.0)
     async with running_pool(tmp_path, num_workers=3, ping_interval_s=60.0, ping_timeout_s=0.1) as pool:
         adapters = [await pool.adapter() for _ in range(3)]
         for adapter in adapters:

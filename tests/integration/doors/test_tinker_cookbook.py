@@ -74,11 +74,11 @@ def forward_of_import(pool: ServedPool, model: str, adapter: Path) -> list[float
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("untied", ["train_unembed"]),
+        pytest.param("untied", ["train_unembed"], marks=pytest.mark.long),  # as "sees"
         ("tied", []),
         ("sees", ["train_unembed"]),
         ("experts", ["shard", "to_peft"]),
-        ("gpt-oss", ["shard", "to_vllm"]),
+        pytest.param("gpt-oss", ["shard", "to_vllm"], marks=pytest.mark.long),
     ],
 )
 def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(

@@ -99,6 +99,7 @@ async def lost(call: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also_after_a_failed_restart(
     pool: RayPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

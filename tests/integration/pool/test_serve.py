@@ -72,7 +72,7 @@ def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_r
         assert run_example(terminal) == first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.ray
 def test_a_pool_started_in_the_background_runs_its_workers_in_processes_of_their_own(terminal: Terminal) -> None:

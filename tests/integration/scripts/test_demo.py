@@ -17,7 +17,8 @@ TENANTS = ("scribe", "poet", "judge")
 
 
 def run_demo(output: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "scripts.demo", "--quick", "--seed", "0", "--output", str(output)]
+    command = [sys.executable, "-m", "scripts.demo", "--quick", "--seed", "0", "--threads", "1"]
+    command += ["--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text(encoding="utf-8"))

@@ -80,7 +80,7 @@ def run_script(capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_script(capsys, "--cases", "2x1x16", "--exact")
     assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in ("fused", "exact", "sequential PEFT")]
