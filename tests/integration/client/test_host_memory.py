@@ -12,7 +12,7 @@ from workers.contract.messages import Batch, BatchResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HOST_BYTES_MAX = 200_000_000
-NUM_ADAPTERS, NUM_ROUNDS = 20, 2
+NUM_ADAPTERS, NUM_ROUNDS = 40, 2
 ADAM = tinkerpool.AdamParams(learning_rate=1e-3)
 
 
