@@ -82,13 +82,17 @@ class Slabs:
         return self.num_bytes - unused + self.row_bytes(kind) <= self.bytes_max
 
     def growth_bytes(self, kinds: Iterable[Kind]) -> int:
-        """Return by how much the rows may grow until rows of these kinds are added; `tidy` may double them."""
+        """Return by how much the rows may grow until rows of these kinds are added.
+
+        Free rows may be of other kinds, and `tidy` may double the used ones.
+        """
         assert self.bytes_max is not None
         sizes = [self.row_bytes(kind) for kind in kinds]
         if not sizes:
             return 0
         used_bytes = sum(slab.num_used * self.row_bytes(slab.kind) for slab in self._slabs)
-        return max(0, min(max(self.bytes_max, *sizes), 2 * (used_bytes + sum(sizes))) - self.num_bytes)
+        growth_bytes = max(sum(sizes), 2 * (used_bytes + sum(sizes)) - self.num_bytes)
+        return max(0, min(growth_bytes, max(self.bytes_max, *sizes) - self.num_bytes))
 
     def take(self, kind: Kind) -> Row | None:
         """Return the first free row of a kind; None if there is none."""
