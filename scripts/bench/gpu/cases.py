@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
         "intermediate_size": 128,
-        "vocab_size": 512,
+        "vocab_size": 384,
         "tie_word_embeddings": True,
     },
     "0.6b": {

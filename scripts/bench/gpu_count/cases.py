@@ -97,7 +97,7 @@ REDUCED_SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
-        "vocab_size": 512,
+        "vocab_size": 384,
     },
     "tiny-mixture": {
         "model_type": "qwen3_moe",
@@ -110,7 +110,7 @@ REDUCED_SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "vocab_size": 512,
+        "vocab_size": 384,
     },
 }
 """Shapes of Qwen3.5 9B and Qwen3-30B-A3B with few of their 32 and 48 layers, and miniatures of both kinds."""

@@ -21,7 +21,6 @@ from scripts.bench.gpu_count.cases import (
     decoding,
     engine_of,
     passes,
-    shape_of,
     training,
 )
 from tests.support.fake_cuda.counting import Counts
@@ -89,12 +88,8 @@ def step_with_prompt_logprobs(num_requests: int) -> Counts:
 
 
 def steps_with_lists() -> list[Counts]:
-    """Return the counts of a step with a prompt and of the next one, of a request that wants every list of tokens.
-
-    The vocabulary is one whose largest values are counted.
-    """
-    shape = shape_of("tiny") | {"vocab_size": 384}
-    with patch.dict(REDUCED_SHAPES, {"listed": shape}), engine_of("listed") as (engine, counting):
+    """Return the counts of a step with a prompt and of the next one, of a request that wants every list of tokens."""
+    with engine_of("tiny") as (engine, counting):
         params = SamplingParams(max_tokens=4, seed=1)
         wanted = {"topk_sample_logprobs": 5, "topk_prompt_logprobs": 3, "prompt_alt_tokens_k": 2}
         _start(engine, "lists", 40, params=params, num_samples=3, **wanted)
@@ -192,7 +187,7 @@ def failing_kernel(error: Exception, *, spoils_device: bool, what: str) -> str:
             stack.enter_context(patch.object(torch.cuda, "synchronize", Mock(side_effect=error)))
         try:
             if what == "batch":
-                item = _pass_of(*random_data(0, [9, 9], 512))
+                item = _pass_of(*random_data(0, [9, 9], 384))
                 (result,) = engine.run(Batch(epoch=1, cycle_id=1, items=(item,))).results
                 failure = result.error
             else:
