@@ -113,7 +113,8 @@ REDUCED_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 384,
     },
 }
-"""Shapes of Qwen3.5 9B and Qwen3-30B-A3B with few of their 32 and 48 layers, and miniatures of both kinds."""
+"""Shapes of Qwen3.5 9B and Qwen3-30B-A3B with few of their 32 and 48 layers, and miniatures of both kinds. These have
+vocabularies of which one block of a device finds the likeliest tokens: that is counted."""
 ALL_KINDS = {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
