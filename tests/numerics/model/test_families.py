@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.mini_model import LLAMA3_ROPE, write_random_model
+from tests.support.mini_model import HYBRID, LLAMA3_ROPE, write_random_model
 from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.by_peft import logprobs
 from tests.support.numerics.exports import checkpoint_files
@@ -57,13 +57,6 @@ BY_POSITION = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
-}
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
 }
 MIXTURE = {"num_experts_per_tok": 2}
 SHARED_EXPERT = {**MIXTURE, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
