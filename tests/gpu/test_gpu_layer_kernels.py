@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.numerics.random_delta import RandomChunks
 from tests.support.numerics.random_layers import (
     RandomHeads,
     gated_by_kernels,
@@ -42,3 +43,16 @@ def test_a_gate_and_an_added_norm_are_those_of_separate_operations(width: int) -
     expected = [*gated_by_operations(*gate), *norm_by_operations(total, *norm[2:])]
     for mine, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine.float(), right, rtol=BF16, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [None, 1.0])
+@pytest.mark.parametrize(("sizes", "heads"), [((32, 64), (16, 128)), ((7, 16), (3, 80))])
+def test_heads_of_linear_attention_and_the_gradients_of_rows_are_those_of_separate_operations(
+    sizes: tuple[int, int], heads: tuple[int, int], length: float | None
+) -> None:
+    given = RandomChunks.of(sizes, heads, torch.bfloat16, length, "cuda")
+    (out, drows), (expected, expected_drows) = given.by_kernels(), given.by_operations()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drows.float(), expected_drows, rtol=BF16, atol=1e-4)
+    for whole, own in zip((out, drows), given.only(slice(1, 3)).by_kernels(), strict=True):
+        assert torch.equal(whole[1:3], own)

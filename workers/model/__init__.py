@@ -6,5 +6,5 @@ with the `delta_rule`, and the layers that a pass is made of (`segments.Segment`
 `replacement`, `gated_delta`, `library_delta`, `experts`, `expert_groups`, `clamped_gate`, `fused_modules`,
 `recomputation`, `gpu_attention`, `fixed_order`; `usual_layers`, `sampling_layers`, `training_layers`, `fused_runs`, and
 our own kernels: `gpu_operations`, `adapter_kernels`, `expert_kernels`, `layer_operations`, `layer_kernels`,
-`product_kernels`.
+`delta_heads`, `delta_head_kernels`, `product_kernels`.
 """

@@ -40,7 +40,8 @@ from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, LayerAttention
-from workers.model.delta_rule import DeltaShape
+from workers.model.delta_heads import can_convolve, convolved_by_kernels
+from workers.model.delta_rule import DeltaShape, convolved_heads
 from workers.model.expert_groups import can_group
 from workers.model.experts import choices_of_probe, is_router
 from workers.model.files import find_directory, tokenizer_files
@@ -160,11 +161,17 @@ class BaseModel:
             group.use(self._exactly(numerics) if are_routers_apart and is_router(group.shape) else numerics)
         in_parts = frozenset(group.shape.index for group in self.groups if group.is_in_parts)
         self.current.use(numerics, in_parts, *((training_runs, forward_runs) if self._has_kernels else (None, None)))
+        self._convolve(by_kernels=self._has_kernels)
         for layer in self.expert_layers[:1]:
             is_grouped = self._has_kernels and not numerics.is_exact and can_group(self.device, layer.shapes)
             layer.shared.use(numerics, is_grouped=is_grouped)
         if self._usual is not None:
             self._usual.use(numerics)
+
+    def _convolve(self, *, by_kernels: bool) -> None:
+        for layer in self.delta_layers:
+            has_kernels = by_kernels and can_convolve(self.device, self.dtype, layer.delta_weights.shape)
+            layer.use(convolved_by_kernels if has_kernels else convolved_heads)
 
     def _exactly(self, numerics: Numerics) -> Numerics:
         """Return how products are computed whose rows keep their bits at any number of rows."""
@@ -177,20 +184,24 @@ class BaseModel:
 
     @contextmanager
     def training_by_modules(self) -> Iterator[None]:
-        """Train by the modules, and without kernels of our own for adapters, in this block."""
+        """Train by the modules, and without kernels of our own for adapters and heads, in this block."""
         kept = self.training_layers, self.current.fuse
         self.training_layers = self.current.fuse = None
+        self._convolve(by_kernels=False)
         try:
             yield
         finally:
             self.training_layers, self.current.fuse = kept
+            self._convolve(by_kernels=self._has_kernels)
 
     @property
     def _computed_by_kernels(self) -> str:
         """What kernels of our own compute, for the fingerprint."""
         if not has_kernels(self.device):
             return ""
-        return "adapters, losses and steps" if self._has_kernels else "losses and steps"
+        adapters = "adapters, " if self._has_kernels else ""
+        are_heads = any(layer.delta_weights.convolve is convolved_by_kernels for layer in self.delta_layers)
+        return f"{adapters}{'heads of linear attention, ' if are_heads else ''}losses and steps"
 
     def attend_alone(self) -> None:
         """Let requests share no calls of attention in exact mode from now on."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,26 @@ class DeltaShape:
         return self.num_value_heads * max(self.key_dim, self.value_dim)
 
 
+class Convolve(Protocol):
+    """Computes the heads of chunks: the seam between the rule and kernels of our own (`delta_heads`)."""
+
+    def __call__(self, rows: Tensor, weights: Tensor, num_heads: int, length: float | None) -> Tensor:
+        """Return SiLU of the convolution of rows (N, C + W - 1, K) with weights (W, K), by heads.
+
+        (N, num_heads, C, K / num_heads), fp32. Each token's values of a head are divided by their own length and
+        multiplied by `length`, unless it is None. Differentiable by the rows.
+        """
+
+
+def convolved_heads(rows: Tensor, weights: Tensor, num_heads: int, length: float | None) -> Tensor:
+    """Implement `Convolve` by operations of torch."""
+    heads = _convolved(rows, weights).view(len(rows), -1, num_heads, weights.shape[1] // num_heads)
+    if length is None:
+        return heads.transpose(1, 2)
+    units = unit(heads).transpose(1, 2).contiguous()
+    return units if length == 1 else units * length
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
     """The frozen weights of a layer besides its linears; fp32."""
@@ -87,6 +107,8 @@ class DeltaWeights:
     norm: Tensor
     """(P,)"""
     norm_eps: float
+    convolve: Convolve = convolved_heads
+    """How the heads of chunks are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +144,16 @@ def chunked(
     with `state` (S, H, G, E, P), or with zeros; only in the first case a state is returned, and all have equally many
     chunks.
     """
-    query, key, value = (_convolved(rows, conv) for rows, conv in zip(inputs.qkv, weights.conv, strict=True))
     beta, log_decay = coefficients(inputs, weights, is_token)
     num, length = beta.shape[:2]
     shape = weights.shape
     heads, per_key = shape.num_key_heads, shape.heads_per_key
-    query, key = (unit(rows.view(num, length, heads, -1)).transpose(1, 2).contiguous() for rows in (query, key))
-    query = query * shape.key_dim**-0.5  # (N, H, C, E)
-    value = value.view(num, length, heads, per_key, -1).permute(0, 2, 3, 1, 4)  # (N, H, G, C, P)
+    counts_of_heads = (heads, shape.key_dim**-0.5), (heads, 1.0), (heads * per_key, None)
+    query, key, value = (
+        weights.convolve(rows, conv, *of_heads)
+        for rows, conv, of_heads in zip(inputs.qkv, weights.conv, counts_of_heads, strict=True)
+    )  # (N, H, C, E), (N, H, C, E), (N, H G, C, P)
+    value = value.unflatten(1, (heads, per_key))  # (N, H, G, C, P)
     beta, log_decay = (each.view(num, length, heads, per_key).permute(0, 2, 3, 1) for each in (beta, log_decay))
     total = log_decay.cumsum(-1)  # (N, H, G, C)
     between = _decays(total)  # (N, H, G, C, C)

@@ -16,13 +16,14 @@ value head dimension, K = H E, V = H G P.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from workers.contract.adapted_modules import JoinedRows
-from workers.model.delta_rule import DeltaInputs, DeltaShape, DeltaWeights
+from workers.model.delta_rule import Convolve, DeltaInputs, DeltaShape, DeltaWeights
 from workers.model.linears import CurrentPass
 from workers.model.pretrained import UnsupportedModelError
 
@@ -67,6 +68,10 @@ class GatedDelta(nn.Module):
             norm=theirs.norm.weight.detach().float(),
             norm_eps=float(theirs.norm.variance_epsilon),
         )
+
+    def use(self, convolve: Convolve) -> None:
+        """Compute the heads of chunks this way from now on."""
+        self.delta_weights = replace(self.delta_weights, convolve=convolve)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Return (1, T, D) for (1, T, D), as transformers calls it."""

@@ -156,7 +156,7 @@ def _rotate_heads_backward(
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """Return 1 / (1 + exp(-x)); the exponential never overflows."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0, small, 1.0) / (1 + small)
@@ -171,7 +171,7 @@ def _gate(out, gate_up, row_stride, F: tl.constexpr, COLUMNS: tl.constexpr):
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + row * F + column, (gate * _sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_column)
+    tl.store(out + row * F + column, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def _gate_backward(dgate_up, dout, gate_up, dout_stride, row_stride, F: tl.const
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=is_column, other=0.0).to(tl.float32)
     dy = tl.load(dout + row * dout_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    share = _sigmoid(gate)
+    share = sigmoid(gate)
     dgate = dy * up * share * (1 + gate * (1 - share))
     target = dgate_up + row * (2 * F) + column
     tl.store(target, dgate.to(dgate_up.dtype.element_ty), mask=is_column)

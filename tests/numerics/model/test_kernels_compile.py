@@ -14,7 +14,7 @@ KERNELS = {"_shrink", "_expand", "_shrink_outputs", "_expand_inputs", "_add_grad
 KERNELS |= {"_rotate_heads", "_rotate_heads_backward", "_gate", "_gate_backward", "_add_norm", "_norm_add_backward"}
 KERNELS |= {"_expand_experts", "_shrink_experts", "_add_expert_gradients"}
 KERNELS |= {"_squares", "_update", "_multiply", "_score_targets", "_add_losses", "_differentiate_logits"}
-KERNELS |= {"_step_slots", "_attend_pages", "_join_parts"}
+KERNELS |= {"_step_slots", "_convolve", "_convolve_backward", "_attend_pages", "_join_parts"}
 SHARED_BYTES, PRODUCT_BYTES = 75 << 10, 96 << 10
 """So three blocks share a processor, which has 228 KiB; of products with frozen weights, and of chunks over pages, two.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.support.fake_cuda.costs import Call, Cost, declare, most_keys, num_bytes
+from workers.model.delta_heads import HISTORY, TOKENS
 from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_operations import (
@@ -302,3 +303,28 @@ def _slots_stepped(call: Call) -> Cost:
 
 
 declare(f"{NAMESPACE}::step_slots", _slots_stepped, "workers/sampling/delta_kernels.py: a program a value head")
+
+
+def _convolved(call: Call) -> Cost:
+    """Each program reads the rows of its tokens and the three before them, and its head's weights."""
+    heads, inputs = call.argument("heads"), call.argument("inputs")
+    num_chunks, num_tokens = len(heads), heads.shape[2]
+    num_blocks = -(-num_tokens // TOKENS)
+    rows = (num_tokens + HISTORY * num_blocks) * num_bytes(inputs) // inputs.shape[1]
+    return Cost(1, rows + num_chunks * num_blocks * num_bytes(call.argument("conv")) + num_bytes(heads))
+
+
+def _convolved_backward(call: Call) -> Cost:
+    """A program but a chunk's first one computes the gradients of the three tokens before its own, too."""
+    dinputs, dheads = call.argument("dinputs"), call.argument("dheads")
+    num_chunks, num_tokens = len(dheads), dheads.shape[2]
+    num_blocks = -(-num_tokens // TOKENS)
+    again = HISTORY * (num_blocks - 1)
+    rows = (num_tokens + HISTORY + 2 * again) * num_bytes(dinputs) // dinputs.shape[1]
+    gradients = (num_tokens + again) * dheads.numel() // num_tokens * dheads.element_size()
+    weights = num_chunks * num_blocks * num_bytes(call.argument("conv"))
+    return Cost(1, rows + gradients + weights + num_bytes(dinputs))
+
+
+declare(f"{NAMESPACE}::convolve", _convolved, "workers/model/delta_head_kernels.py: its grid")
+declare(f"{NAMESPACE}::convolve_backward", _convolved_backward, "workers/model/delta_head_kernels.py: its grid")

@@ -15,11 +15,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model import adapter_kernels, expert_kernels, gpu_operations, layer_kernels, product_kernels
+from workers.model import (
+    adapter_kernels,
+    delta_head_kernels,
+    expert_kernels,
+    gpu_operations,
+    layer_kernels,
+    product_kernels,
+)
 from workers.model.expert_groups import COLUMNS
 from workers.sampling import delta_kernels
 from workers.sampling.attention import attend_kernels, page_kernels
@@ -32,15 +40,15 @@ from workers.training.kernel_scores import TARGETS_AT_ONCE
 H100 = GPUTarget("cuda", 90, 32)
 FP32 = {"xa", "dxa", "summed", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
 FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slopes", "losses"}
-FP32 |= {"states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
+FP32 |= {"heads", "dheads", "conv", "states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
 INT32 |= {"lengths", "table", "behinds"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window"}
+NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window", "num_tokens"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
-FRACTIONS = {"eps", "scaling"}
+FRACTIONS = {"eps", "scaling", "length"}
 HEADS = {"H": 32, "K": 8, "E": 128}
 
 
@@ -98,6 +106,12 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
     yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}
     yield adamw_kernels._update, of_steps | {"BLOCK": adamw_kernels.UPDATE_BLOCK}
+    for kernel, heads, is_unit in product(
+        (delta_head_kernels._convolve, delta_head_kernels._convolve_backward),
+        (torch.empty(0, 16, 64, 128), torch.empty(0, 2, 64, 256), torch.empty(0, 2, 16, 16)),
+        (False, True),
+    ):
+        yield kernel, delta_head_kernels._sizes(heads, is_unit=is_unit)
     for of_heads in ((16, 2, 128, 128, 3), (2, 2, 16, 16, 3)):
         yield delta_kernels._step_slots, delta_kernels._sizes(*of_heads)
 

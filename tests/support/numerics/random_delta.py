@@ -1,4 +1,4 @@
-"""A decode step of linear attention with random values, by the kernel of our own and by operations of torch."""
+"""Linear attention with random values, by kernels of our own and by operations of torch: a decode step, and heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workers.model.delta_rule import DeltaInputs, DeltaShape, DeltaWeights, step
+from workers.model.delta_heads import HISTORY, convolved_by_kernels
+from workers.model.delta_rule import Convolve, DeltaInputs, DeltaShape, DeltaWeights, convolved_heads, step
 from workers.sampling.delta_steps import step_slots
 
 NUM_SLOTS = 9
@@ -78,3 +79,53 @@ class RandomDelta:
         states[writes] = moved
         history[writes] = torch.cat([before, torch.cat(list(own.qkv), -1).unsqueeze(1)], 1)[:, 1:]
         return [out, history, states]
+
+
+@dataclass(frozen=True)
+class RandomChunks:
+    """The rows of chunks, the weights of their convolution, and a gradient of their heads."""
+
+    rows: Tensor
+    """(N, C + W - 1, K)"""
+    weights: Tensor
+    """(W, K), fp32."""
+    gradient: Tensor
+    """(N, H, C, E), fp32."""
+    length: float | None
+
+    @classmethod
+    def of(
+        cls,
+        sizes: tuple[int, int],
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        length: float | None = None,
+        device: str = "cpu",
+    ) -> RandomChunks:
+        """Draw N chunks of C tokens, and H heads of E values, the same in every dtype: those of bf16."""
+        (num_chunks, num_tokens), (num_heads, head_dim) = sizes, heads
+        generator = torch.Generator().manual_seed(head_dim)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).bfloat16().float().to(device)
+
+        rows = draw(num_chunks, HISTORY + num_tokens, num_heads * head_dim).to(dtype)
+        weights = draw(HISTORY + 1, num_heads * head_dim)
+        return cls(rows, weights, draw(num_chunks, num_heads, num_tokens, head_dim), length)
+
+    def only(self, chunks: slice) -> RandomChunks:
+        """Return some of the chunks, in memory of their own."""
+        return replace(self, rows=self.rows[chunks].clone(), gradient=self.gradient[chunks].clone())
+
+    def by_kernels(self) -> list[Tensor]:
+        """Return the heads, and the gradient of the rows."""
+        return self._by(convolved_by_kernels, self.rows)
+
+    def by_operations(self) -> list[Tensor]:
+        """Return the same in fp32, not rounded."""
+        return self._by(convolved_heads, self.rows.float())
+
+    def _by(self, convolve: Convolve, rows: Tensor) -> list[Tensor]:
+        rows = rows.detach().requires_grad_()
+        out = convolve(rows, self.weights, self.gradient.shape[1], self.length)
+        return [out.detach(), *torch.autograd.grad(out, rows, self.gradient)]
