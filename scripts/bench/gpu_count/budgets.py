@@ -117,7 +117,7 @@ BUDGETS: tuple[Budget, ...] = (
     _sampling(HYBRID, DECODE_ADAPTERS, "layer_kernels", "kernels a layer", 32, 32),
     _sampling(HYBRID, DECODE_ADAPTERS, "waits", "waits", 1, 1),
     _sampling(HYBRID, DECODE_ADAPTERS, "to_host_bytes", "KiB to the host", 64, 1, KIB),
-    _training(HYBRID, PASSES, "layer_kernels", "kernels a layer", 400, 283.5),
+    _training(HYBRID, PASSES, "layer_kernels", "kernels a layer", 400, 217.5),
     _training(HYBRID, PASSES, "waits", "waits", 1, 1),
     _training(HYBRID, PASSES, "bytes", "GB", 60, 55.3, GB),
     _sampling(MIXTURE, DECODE, "layer_kernels", "kernels a layer", 60, 58),
