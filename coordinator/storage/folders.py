@@ -44,7 +44,7 @@ from coordinator.storage.joined_exports import (
     load_joined,
     to_joined,
 )
-from workers.contract.contents import Content, beginning, pieces_of, whole
+from workers.contract.contents import Content, piece_of, pieces_of, whole
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
@@ -262,7 +262,7 @@ class StateFiles:
     def _encrypt(self, folder: Path, files: dict[str, Content], recipients: Sequence[str]) -> dict[str, Content]:
         """Write the files that leave the pool, encrypted; return all files. Raises OSError, ServiceError."""
         weights = files[WEIGHTS]
-        head = beginning(weights, head_bytes(beginning(weights, LENGTH_BYTES)))
+        head = piece_of(weights, 0, head_bytes(piece_of(weights, 0, LENGTH_BYTES)))
         sources = {
             CONFIG: pieces_of(files[CONFIG]),
             WEIGHTS: chain([tinkers_head(head)], pieces_of(weights, start=len(head))),

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workers.bank.entries import Entry, HostRow, Kind, Row
+from workers.bank.entries import VECTORS, Entry, HostRow, Kind, Row
 from workers.bank.slabs import Slabs
 from workers.bank.transfers import Transfer, Transfers, transfers_for
 from workers.contract.adapted_modules import ModuleKind, rank_class
@@ -264,13 +264,26 @@ class Bank:
         entry = self._entries[key]
         if entry.row is None:
             return
-        vectors = entry.held_vectors
-        copies, transfer = self._transfers.to_host(list(vectors.values()), entry.row.transfer)
-        entry.row.begin_transfer(transfer)
-        held = dict(zip(vectors, copies, strict=True))
-        moments = held.get("exp_avg"), held.get("exp_avg_sq")
-        self._vacate(entry, HostRow(held["weights"], *moments, held.get("grad"), transfer=transfer))
+        self._vacate(entry, self._copied(entry.row, entry.held_vectors))
         self.stats.num_evictions += 1
+
+    def snapshot(self, key: str, names: Collection[str]) -> HostRow:
+        """Return vectors of a key in host memory, where nothing changes them; the copy may still be under way.
+
+        `names` are some of `VECTORS`. Vectors that are zero may be None, others that were not asked for, too.
+        """
+        entry = self._entries[key]
+        if entry.row is None:
+            assert entry.host is not None
+            return replace(entry.host, weights=entry.host_weights(), drawing=None)
+        return self._copied(entry.row, {name: each for name, each in entry.held_vectors.items() if name in names})
+
+    def _copied(self, row: Row, vectors: dict[str, Tensor]) -> HostRow:
+        """Begin to copy some of a row's vectors, by their names in `VECTORS`."""
+        copies, transfer = self._transfers.to_host(list(vectors.values()), row.transfer)
+        row.begin_transfer(transfer)
+        held = dict(zip(vectors, copies, strict=True))
+        return HostRow(*map(held.get, VECTORS), transfer=transfer)
 
     def leave_only(self, keys: Collection[str]) -> bool:
         """Evict all other keys from a device with a limit, for a pass that has run out of memory.

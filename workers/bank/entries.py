@@ -23,6 +23,10 @@ from workers.bank.transfers import Transfer
 from workers.contract.messages import AdapterSpec
 from workers.rows import AdapterViews, RowLayout
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+VECTORS = ("weights", *MOMENTS, "grad")
+"""Of a row, and of `HostRow`, in its order."""
+
 
 class Kind(NamedTuple):
     """What the rows of a slab have in common."""

@@ -63,7 +63,7 @@ class _Buffer:
 
 
 class PinnedBuffers:
-    """The pinned memory of one bank. Used by one thread only."""
+    """The pinned memory of one bank. Used by one thread only; memory comes back from the thread that used it last."""
 
     def __init__(self) -> None:
         self._free: list[_Buffer] = []

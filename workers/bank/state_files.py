@@ -10,8 +10,12 @@ Dimensions: P values of a row, r rank, D inputs, F outputs.
 
 from __future__ import annotations
 
+import errno
 import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.bank.entries import HostRow
-from workers.contract.contents import Content, whole
+from workers.bank.entries import MOMENTS, HostRow
+from workers.bank.transfers import Transfer
+from workers.contract.contents import LARGE_BYTES, Content, whole
 from workers.contract.messages import AdapterSpec
 from workers.rows import RowLayout
 
 PEFT_PREFIX = "base_model.model."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 GRADIENT_PREFIX = f"grad.{PEFT_PREFIX}"
 LENGTH_BYTES = 8
 """A file begins with the length of its head in so many bytes."""
@@ -47,31 +51,39 @@ class NonFiniteGradientError(ArithmeticError):
     """The pending gradient is infinite or not a number; in a file it would look like damage."""
 
 
-def weights_file(layout: RowLayout, spec: AdapterSpec, weights: Tensor) -> bytes:
-    """Return weights (P,) as a safetensors file.
+def is_large(layout: RowLayout) -> bool:
+    """Return whether files of such rows are made when they are read, from vectors that must stay as they are."""
+    return 4 * layout.num_values > LARGE_BYTES
+
+
+def weights_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> Content:
+    """Return weights (P,) as a safetensors file; see `is_large`.
 
     Names are `base_model.model.<module>.lora_A.weight` (r, D) and `.lora_B.weight` (F, r).
     """
-    return _save(_named(layout, spec, weights, PEFT_PREFIX))
+    assert host.weights is not None
+    return _file(layout, host, _named(layout, spec, host.weights, PEFT_PREFIX))
 
 
-def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> bytes:
+def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> Content:
     """Return both moments as a safetensors file: the weights' names after `exp_avg.` and `exp_avg_sq.`; None: zeros."""
     matrices: dict[str, NDArray[np.float32]] = {}
     for moment, values in zip(MOMENTS, (host.exp_avg, host.exp_avg_sq), strict=True):
         flat = torch.zeros(layout.num_values) if values is None else values
         matrices |= _named(layout, spec, flat, f"{moment}.{PEFT_PREFIX}")
-    return _save(matrices)
+    return _file(layout, host, matrices)
 
 
-def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> bytes:
+def gradient_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> Content:
     """Return a pending gradient (P,) as a safetensors file: the weights' names after `grad.`.
 
     Raises NonFiniteGradientError: a pass can succeed although the gradient overflowed, and only its step reports that.
     """
-    if not bool(torch.isfinite(gradient).all()):
+    assert host.grad is not None
+    host.wait()
+    if not bool(torch.isfinite(host.grad).all()):
         raise NonFiniteGradientError("the pending gradient has values that are not finite and was not saved")
-    return _save(_named(layout, spec, gradient, GRADIENT_PREFIX))
+    return _file(layout, host, _named(layout, spec, host.grad, GRADIENT_PREFIX))
 
 
 def read_state(
@@ -97,14 +109,57 @@ def read_state(
 
 
 def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> dict[str, NDArray[np.float32]]:
-    named = layout.matrices(flat.cpu().numpy(), spec.rank)
-    return {prefix + name: np.ascontiguousarray(matrix) for name, matrix in named}
+    return {prefix + name: matrix for name, matrix in layout.matrices(flat.cpu().numpy(), spec.rank)}
 
 
-def _save(matrices: dict[str, NDArray[np.float32]]) -> bytes:
+def _file(layout: RowLayout, host: HostRow, matrices: dict[str, NDArray[np.float32]]) -> Content:
     """Return the file that the library writes, in a small part of its time: it writes one file of these shapes."""
     head, names = _head(tuple((name, matrix.shape) for name, matrix in matrices.items()))
-    return b"".join([head, *(matrices[name].data for name in names)])
+    ordered = [matrices[name] for name in names]
+    if is_large(layout):
+        return LateFile(head, ordered, host.transfer)
+    return b"".join([head, *(np.ascontiguousarray(matrix).data for matrix in ordered)])
+
+
+class LateFile:
+    """Implements `LargeContent` by the matrices of a file, which are copied when they are read, by the reader's thread.
+
+    So an engine goes on with other work while a large state is on its way to the disk.
+    """
+
+    def __init__(self, head: bytes, matrices: Sequence[NDArray[np.float32]], filling: Transfer | None) -> None:
+        """Take what the file begins with, and its matrices in order; `filling` may still fill these."""
+        self._head = head
+        self._matrices = matrices
+        self._filling = filling
+        self._ends = list(accumulate((matrix.nbytes for matrix in matrices), initial=len(head)))
+        """Where the head ends, and each matrix."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """See `LargeContent`."""
+        try:
+            if self._filling is not None:
+                self._filling.wait_on_host()
+        except RuntimeError as error:
+            raise OSError(errno.EIO, f"a state was lost with its GPU: {error}") from error
+        end = start + num_bytes
+        parts: list[bytes | memoryview] = [self._head[start:end]]
+        first = max(bisect_right(self._ends, start) - 1, 0)
+        for number in range(first, bisect_left(self._ends, end)):
+            begin = self._ends[number]
+            parts.append(_bytes_of(self._matrices[number], max(start - begin, 0), end - begin))
+        return b"".join(parts)
+
+
+def _bytes_of(matrix: NDArray[np.float32], start: int, end: int) -> memoryview:
+    """Return some bytes of a matrix (r, D) or (F, r), or of a stack of them, row after row."""
+    row_bytes = matrix[0].nbytes
+    first = start // row_bytes
+    rows = np.ascontiguousarray(matrix[first : -(-min(end, matrix.nbytes) // row_bytes)])
+    return rows.data.cast("B")[start - first * row_bytes : end - first * row_bytes]
 
 
 @lru_cache(HEADS_KEPT)

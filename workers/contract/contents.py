@@ -23,7 +23,7 @@ that pieces twice as large take twice the memory."""
 
 
 class LargeContent(Protocol):
-    """A content that is not in memory."""
+    """A content that is not in memory as it is."""
 
     def __len__(self) -> int:
         """Return the number of its bytes."""
@@ -78,13 +78,13 @@ class Spool:
 def pieces_of(content: Content, piece_bytes: int = PIECE_BYTES, start: int = 0) -> Iterator[bytes]:
     """Yield a content from byte `start` on, in pieces of at most so many bytes. Raises OSError."""
     for begin in range(start, len(content), piece_bytes):
-        end = min(begin + piece_bytes, len(content))
-        yield content[begin:end] if isinstance(content, bytes) else content.read(begin, end - begin)
+        yield piece_of(content, begin, piece_bytes)
 
 
-def beginning(content: Content, num_bytes: int) -> bytes:
-    """Return the first bytes of a content that has as many. Raises OSError."""
-    return content[:num_bytes] if isinstance(content, bytes) else content.read(0, num_bytes)
+def piece_of(content: Content, start: int, num_bytes: int) -> bytes:
+    """Return the bytes of a content from `start` on, at most so many. Raises OSError."""
+    num_bytes = min(num_bytes, len(content) - start)
+    return content[start : start + num_bytes] if isinstance(content, bytes) else content.read(start, num_bytes)
 
 
 def whole(content: Content) -> bytes:

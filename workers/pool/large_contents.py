@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from workers.contract.contents import LARGE_BYTES, PIECE_BYTES, Content, Spool, pieces_of
+from workers.contract.contents import LARGE_BYTES, PIECE_BYTES, Content, Spool, piece_of, pieces_of
 from workers.contract.messages import AdapterState, Batch, BatchResult, LoadItem, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._received: dict[str, BytesIO] = {}
-        self._sent: dict[str, bytes] = {}
+        self._sent: dict[str, Content] = {}
         self._numbers = itertools.count()
 
     def receive(self, key: str, start: int, piece: bytes) -> None:
@@ -76,7 +76,7 @@ class Aside:
         """Return a result without its large contents, which are held until `drop`."""
 
         def change(content: Content) -> Content:
-            if not isinstance(content, bytes) or len(content) <= LARGE_BYTES:
+            if isinstance(content, bytes) and len(content) <= LARGE_BYTES:
                 return content
             moved = Moved(str(next(self._numbers)), len(content))
             self._sent[moved.key] = content
@@ -85,8 +85,8 @@ class Aside:
         return _with_contents(result, change)
 
     def piece(self, key: str, start: int) -> bytes:
-        """Return the piece of a held content that begins at `start`."""
-        return self._sent[key][start : start + PIECE_BYTES]
+        """Return the piece of a held content that begins at `start`. Raises OSError."""
+        return piece_of(self._sent[key], start, PIECE_BYTES)
 
     def drop(self, key: str) -> None:
         """End the hold of a content."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from workers.bank.bank import Bank
-from workers.bank.entries import Row
+from workers.bank.entries import MOMENTS, HostRow, Row
 from workers.bank.state_files import (
     DamagedStateError,
     OtherAdapterError,
     gradient_file,
+    is_large,
     optimizer_file,
     read_state,
     weights_file,
@@ -136,14 +137,13 @@ class AdapterCopies:
         progress = self._progress[item.adapter_id]
         if item.publish_as:
             self._bank.publish(item.adapter_id, item.publish_as)
-        host = self._bank.entry(item.adapter_id).read()
-        assert host.weights is not None
+        host = self._host_row(item)
         gradient = None
         if item.with_gradient and host.grad is not None:
             assert progress.window.closed_by is None, "a closed window has no gradient"
-            gradient = gradient_file(entry.layout, entry.spec, host.grad)
+            gradient = gradient_file(entry.layout, entry.spec, host)
         return AdapterState(
-            weights=weights_file(entry.layout, entry.spec, host.weights),
+            weights=weights_file(entry.layout, entry.spec, host),
             optimizer=optimizer_file(entry.layout, entry.spec, host) if item.with_optimizer else None,
             num_steps=progress.num_steps,
             applied_seq=progress.applied_seq,
@@ -151,6 +151,14 @@ class AdapterCopies:
             gradient=gradient,
             num_datums=0 if gradient is None else progress.num_datums,
         )
+
+    def _host_row(self, item: SaveItem) -> HostRow:
+        """Return what a state is made of: if its files are made later, a copy, beside which the engine goes on."""
+        entry = self._bank.entry(item.adapter_id)
+        if not is_large(entry.layout):
+            return entry.read()
+        names = {"weights"} | (set(MOMENTS) if item.with_optimizer else set())
+        return self._bank.snapshot(item.adapter_id, names | ({"grad"} if item.with_gradient else set()))
 
     def load(self, item: LoadItem) -> None:
         """Replace the copy's weights and moments by a checkpoint's. Raises DamagedStateError, OtherAdapterError."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
 from tests.support.numerics.bank_rows import SHAPES, make_spec, weights_of
+from tests.support.numerics.late_transfers import LateTransfers
+from workers.bank import state_files
 from workers.bank.entries import HostRow
 from workers.bank.state_files import (
     DamagedStateError,
@@ -20,6 +25,7 @@ from workers.bank.state_files import (
     weights_file,
 )
 from workers.contract.adapted_modules import rank_class
+from workers.contract.contents import piece_of, pieces_of, whole
 from workers.contract.messages import AdapterSpec
 from workers.rows import RowLayout, trained_kinds
 
@@ -43,14 +49,20 @@ def some_row(spec: AdapterSpec) -> HostRow:
     return HostRow(*vectors)
 
 
-def files(spec: AdapterSpec, row: HostRow) -> tuple[bytes, bytes]:
+def files(spec: AdapterSpec, row: HostRow) -> tuple[Any, Any]:
+    """Return the weights and the moments: bytes, unless all files are `late`."""
     layout = layout_of(spec)
-    return weights_file(layout, spec, weights_of(row)), optimizer_file(layout, spec, row)
+    return weights_file(layout, spec, row), optimizer_file(layout, spec, row)
 
 
-def gradient_of(spec: AdapterSpec, row: HostRow) -> bytes:
-    assert row.grad is not None
-    return gradient_file(layout_of(spec), spec, row.grad)
+def gradient_of(spec: AdapterSpec, row: HostRow) -> Any:
+    return gradient_file(layout_of(spec), spec, row)
+
+
+def moments_of(row: HostRow) -> list[torch.Tensor]:
+    assert row.exp_avg is not None
+    assert row.exp_avg_sq is not None
+    return [row.exp_avg, row.exp_avg_sq]
 
 
 @pytest.mark.parametrize("spec", [SPEC, make_spec("b", 16, train_mlp=False), make_spec("c", 1, train_attn=False)])
@@ -173,3 +185,43 @@ def test_state_of_another_kind_of_adapter_is_refused_as_such(other: AdapterSpec,
     own, _ = files(SPEC, some_row(SPEC))
     with pytest.raises(OtherAdapterError):
         read_state(layout_of(other), other, own, None)
+
+
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all files be large."""
+    monkeypatch.setattr(state_files, "LARGE_BYTES", 0)
+
+
+@pytest.mark.parametrize("spec", [SPEC, make_spec("c", 1, train_attn=False)])
+def test_a_large_file_has_the_same_bytes_made_when_it_is_read_in_pieces(
+    spec: AdapterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = some_row(spec)
+    expected = [*files(spec, row), gradient_of(spec, row)]
+    late(monkeypatch)
+    for file, right in zip([*files(spec, row), gradient_of(spec, row)], expected, strict=True):
+        assert not isinstance(file, bytes)
+        assert len(file) == len(right)
+        assert whole(file) == right
+        for num_bytes in (1, 7, 64, 1000, len(right)):
+            assert b"".join(pieces_of(file, num_bytes)) == right
+            assert piece_of(file, len(right) - 5, num_bytes) == right[-5:][:num_bytes]
+    assert read_state(layout_of(spec), spec, files(spec, row)[0], None).weights is not None
+
+
+def test_a_large_file_is_read_when_the_copy_of_its_vectors_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, transfers = some_row(SPEC), LateTransfers()
+    expected = files(SPEC, row)
+    late(monkeypatch)
+    copies, transfer = transfers.to_host([weights_of(row), *moments_of(row)])
+    found = files(SPEC, HostRow(*copies, transfer=transfer))
+    assert transfers.num_waits == 0
+    assert tuple(map(whole, found)) == expected
+
+
+def test_a_large_file_whose_vectors_were_lost_with_a_gpu_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    late(monkeypatch)
+    transfer = Mock(wait_on_host=Mock(side_effect=RuntimeError("CUDA error: unspecified launch failure")))
+    file, _ = files(SPEC, replace(some_row(SPEC), transfer=transfer))
+    with pytest.raises(OSError, match="a state was lost with its GPU: CUDA error"):
+        whole(file)

@@ -1,0 +1,52 @@
+"""Files of large states are made when they are read: later work of the engine changes no byte of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.numerics.harness import Driver, assemble_again, make_data, make_spec
+from tests.support.numerics.late_transfers import LateTransfers
+from workers.bank import state_files
+from workers.bank.bank import Bank
+from workers.bank.transfers import Transfers
+from workers.contract.contents import Content, whole
+from workers.contract.messages import AdapterState
+
+SPECS = (make_spec("a"), make_spec("b", 16), make_spec("padded", 3, train_mlp=False))
+DATA = make_data("cross_entropy", [20, 11])
+NUM_STEPS = 3
+
+
+def contents(state: AdapterState) -> list[Content | None]:
+    return [state.weights, state.optimizer, state.gradient]
+
+
+def saved(model: Path, num_slots: int, transfers: Transfers | None) -> list[list[Content | None]]:
+    """Return states after each pass and each step of three adapters, none of which was read meanwhile."""
+    driver = Driver(model, num_slots=num_slots)
+    engine = driver.engine
+    assemble_again(engine, Bank(engine.base_model.group_shapes, num_slots, transfers=transfers))
+    driver.install(*SPECS)
+    states = []
+    for _ in range(NUM_STEPS):
+        for spec in SPECS:
+            driver.train(driver.backward(spec.adapter_id, DATA))
+            states.append(contents(driver.snapshot(spec.adapter_id)))
+            driver.train(driver.step(spec.adapter_id))
+            states.append(contents(driver.state(spec.adapter_id)))
+    return states
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_states_that_are_read_later_are_those_of_their_saves(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, num_slots: int, *, is_late: bool
+) -> None:
+    expected = saved(qwen3, num_slots, None)
+    assert all(isinstance(each, bytes) or each is None for state in expected for each in state)
+    monkeypatch.setattr(state_files, "LARGE_BYTES", 0)
+    found = saved(qwen3, num_slots, LateTransfers() if is_late else None)
+    assert not any(isinstance(each, bytes) for state in found for each in state)
+    assert [[each and whole(each) for each in state] for state in found] == expected
