@@ -54,6 +54,8 @@ X = "x = torch.empty(64, 32, device='cuda')"
             32 + (64 + 32 + 8 * 128 + 4 * 128),
         ),
         ("x = torch.empty(2, 64 << 10, device='cuda')", "x.softmax(-1)", 1, 4 * 524_288),
+        # Places are written, 4 digits of values and 1 of rows are counted and moved, and values and places taken apart.
+        ("x = torch.empty(32, 5000, device='cuda')", "x.argsort(1)", 11, 160_000 * (8 + 100 + 24 + 8 + 16)),
         # 4 GB and more: offsets do not fit into 32 bits, so torch launches a kernel for each part.
         ("x = torch.empty(1 << 30, device='cuda')", "x.add_(1)", 2, 2 << 32),
         ("x = torch.empty(4, 1 << 29, device='cuda')", "x.mul_(2)", 4, 2 << 33),

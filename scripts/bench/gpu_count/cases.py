@@ -47,6 +47,7 @@ PROMPT_TOKENS, LONG_PROMPT_TOKENS = 128, 8192
 NUM_SEQS, NUM_LONG_SEQS = 32, 8
 """Sequences of a decode step, and of one with long prompts, whose keys and values must fit."""
 NUM_ADAPTERS = 8
+TOP_P = 0.95
 LOSS_ROWS = 512
 FEW_LAYERS, MORE_LAYERS = 2, 4
 """The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
@@ -253,7 +254,7 @@ class Sampling:
             spec = AdapterSpec(adapter_id=key, rank=RANK, alpha=32.0, seed=number, **ALL_KINDS)
             engine.bank.add(key, spec, is_trained=False)
 
-    def start(self, num_seqs: int, prompt_tokens: int) -> None:
+    def start(self, num_seqs: int, prompt_tokens: int, top_p: float = 1.0) -> None:
         """Begin requests of one sample each, in turn for each adapter."""
         vocab_size = self._engine.info.vocab_size
         for number in range(num_seqs):
@@ -265,7 +266,7 @@ class Sampling:
                     version=SamplerVersion(key=self._keys[number % len(self._keys)] if self._keys else ""),
                     prompt=np.random.default_rng(number).integers(0, vocab_size, prompt_tokens).astype(np.int32),
                     num_samples=1,
-                    params=SamplingParams(max_tokens=256, seed=number),
+                    params=SamplingParams(max_tokens=256, seed=number, top_p=top_p),
                     stream=True,
                 )
             )
@@ -289,7 +290,9 @@ def no_layers() -> Iterator[None]:
         yield
 
 
-def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS) -> list[Row]:
+def decoding(
+    model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS, top_p: float = 1.0
+) -> list[Row]:
     """Count a decode step in which all sequences continue, as in the step before it."""
     # All prompts in one step: they are not what is counted.
     limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
@@ -299,7 +302,7 @@ def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = 
         keys_max(prompt_tokens),
     ):
         sampling = Sampling(engine, num_adapters)
-        sampling.start(num_seqs, prompt_tokens)
+        sampling.start(num_seqs, prompt_tokens, top_p)
         with no_layers():
             sampling.step()
         sampling.step()
@@ -307,7 +310,8 @@ def decoding(model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = 
             drawn = sampling.step()
         assert len(drawn) == num_seqs, f"{len(drawn)} of {num_seqs} sequences drew a token"
     adapters = f"{num_adapters} adapters" if num_adapters else "no adapter"
-    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens", counts)]
+    nucleus = "" if top_p == 1 else f", top-p {top_p:g}"
+    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens{nucleus}", counts)]
 
 
 def prefill(model: str, num_seqs: int) -> list[Row]:
@@ -348,6 +352,7 @@ def counted(model: str) -> Iterator[list[Row]]:
     yield loss(model)
     yield with_layers(decoding, model, NUM_SEQS, 0)
     yield with_layers(decoding, model, NUM_SEQS, NUM_ADAPTERS)
+    yield decoding(model, NUM_SEQS, NUM_ADAPTERS, PROMPT_TOKENS, TOP_P)
     yield with_layers(decoding, model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
     yield with_layers(prefill, model, NUM_SEQS)
 

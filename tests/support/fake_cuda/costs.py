@@ -228,13 +228,37 @@ def searched(call: Call) -> Cost:
 
 
 def sorted_rows(call: Call) -> Cost:
-    """Rows of at most 4,096 values are copied, numbered and sorted; longer ones take a varying number of kernels."""
+    """Rows of at most 4,096 values are copied, numbered and sorted.
+
+    Fewer than 128 longer ones are numbered, sorted together, then by row, and taken apart.
+    """
     source = call.args[0]
-    if source.shape[call.argument("dim")] > SMALL_SORT_VALUES:
-        raise UncountedOperation(f"{call.name} of more than {SMALL_SORT_VALUES} values is not counted yet")
-    return Cost(3, call.traffic)
+    width = source.shape[call.argument("dim")]
+    if width <= SMALL_SORT_VALUES:
+        return Cost(3, call.traffic)
+    num_values, num_rows = source.numel(), source.numel() // width
+    if not 2 <= num_rows < ROWS_SORTED_TOGETHER or num_values > RADIX_VALUES_MAX:
+        raise UncountedOperation(f"{call.name} of {num_rows} rows of {width} values is not counted yet")
+    key_bytes = source.element_size()
+    values = _radix_sorted(num_values, key_bytes, SORT_PLACE_BYTES, 8 * key_bytes)
+    rows = _radix_sorted(num_values, SORT_PLACE_BYTES, 0, (num_rows - 1).bit_length())
+    places = 2 * num_values * SORT_PLACE_BYTES  # written once, read once
+    return Cost(2 + values.num_kernels + rows.num_kernels, places + values.num_bytes + rows.num_bytes + call.traffic)
 
 
+def _radix_sorted(num_values: int, key_bytes: int, value_bytes: int, num_bits: int) -> Cost:
+    """Keys are read for all digits' counts, which are added up; then each digit moves all keys and values."""
+    num_digits = -(-num_bits // RADIX_BITS)
+    moved = 2 * num_digits * (key_bytes + value_bytes)
+    return Cost(2 + num_digits, num_values * (key_bytes + moved))
+
+
+RADIX_BITS, RADIX_VALUES_MAX = 8, 1 << 28
+"""Of a digit of CUB's radix sort; and the values that one of its kernels sorts."""
+ROWS_SORTED_TOGETHER = 128
+"""From so many rows on each is a segment of another sort of CUB's."""
+SORT_PLACE_BYTES = 8
+"""Of a value's row and its place in the row."""
 SMALL_SORT_VALUES = 4096
 
 
@@ -516,7 +540,12 @@ _table("cuda/ScatterGatherKernel.cu", picked, "gather")
 _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
 _table("cuda/ScatterGatherKernel.cu", scattered, "scatter_")
 _table("TensorAdvancedIndexing.cpp: scatter_impl; cuda/ScatterGatherKernel.cu", scattered_into_copy, "scatter")
-_table("cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort", sorted_rows, "sort")
+_table(
+    "cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort; cuda/SortStable.cu: segmented_sort_pairs_by_full_sort; CUB's "
+    "dispatch_radix_sort.cuh: InvokeOnesweep",
+    sorted_rows,
+    "sort",
+)
 _table("cuda/TensorTopK.cpp: topk_out_cuda; TensorTopK.cu: gatherTopK; Sort.cu: sortKeyValueInplace", largest, "topk")
 _table("cuda/IndexKernel.cu: index_fill_kernel", filled_rows, "index_fill_")
 _table("cuda/IndexKernel.cu: index_copy_kernel", scattered_rows, "index_copy_")
