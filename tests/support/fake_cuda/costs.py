@@ -541,8 +541,8 @@ _table("cuda/ScatterGatherKernel.cu", added, "scatter_add_")
 _table("cuda/ScatterGatherKernel.cu", scattered, "scatter_")
 _table("TensorAdvancedIndexing.cpp: scatter_impl; cuda/ScatterGatherKernel.cu", scattered_into_copy, "scatter")
 _table(
-    "cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort; cuda/SortStable.cu: segmented_sort_pairs_by_full_sort; CUB's "
-    "dispatch_radix_sort.cuh: InvokeOnesweep",
+    "cuda/Sort.cpp: sort_cuda_kernel, should_use_small_sort; cuda/SortStable.cu: segmented_sort_pairs_by_full_sort; "
+    "CUB's dispatch_radix_sort.cuh: InvokeOnesweep",
     sorted_rows,
     "sort",
 )
