@@ -53,6 +53,7 @@ def runner(commands: Path, folder: Path, **more: str) -> Run:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a dozen commands, each a process, beside other tests
 def test_a_newcomer_trains_on_their_own_text_and_takes_the_model_with_them(wheel: Path, tmp_path: Path) -> None:

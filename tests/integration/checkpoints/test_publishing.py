@@ -431,7 +431,7 @@ async def test_a_save_behind_an_append_that_failed_publishes_nothing(
 
 
 @pytest.mark.slow
-@named_or_not
+@pytest.mark.parametrize("is_named", [False, pytest.param(True, marks=pytest.mark.long)], ids=["unnamed", "named"])
 async def test_a_worker_with_hundreds_of_samplers_holds_a_bounded_number_of_versions_also_after_a_restart(
     tmp_path: Path, is_named: bool
 ) -> None:

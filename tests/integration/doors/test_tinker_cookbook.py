@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -44,19 +45,45 @@ def pool(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> I
         yield pool
 
 
-def downloaded_and_merged(pool: ServedPool, model: str, base: Path, out: Path, *options: str) -> Any:
-    """Return the report of the program."""
-    key = f"tml-{pool.key('cook')}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM, pool.http_url, key, model, base, out, *options],
-        env={**os.environ, "PYTHONPATH": str(COOKBOOK), "TINKER_TELEMETRY": "0", "TINKER_API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+class Program:
+    """The program, for the tests of this module: importing what it needs takes longer than a test."""
+
+    def __init__(self, pool: ServedPool, log: Path) -> None:
+        key = f"tml-{pool.key('cook')}"
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", PROGRAM, pool.http_url, key],
+                env={**os.environ, "PYTHONPATH": str(COOKBOOK), "TINKER_TELEMETRY": "0", "TINKER_API_KEY": key},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def downloaded_and_merged(self, model: str, base: Path, out: Path, *options: str) -> Any:
+        """Return the report of a line."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the program has ended, and its log says why
+            self._process.stdin.write(json.dumps([model, str(base), str(out), *options]) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("report "):
+                return json.loads(line.removeprefix("report "))
+        raise AssertionError(self._log.read_text()[-3000:])
+
+    def close(self) -> None:
+        """End the program."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def program(pool: ServedPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    program = Program(pool, tmp_path_factory.mktemp("program") / "errors.log")
+    yield program
+    program.close()
 
 
 def forward_of_import(pool: ServedPool, model: str, adapter: Path) -> list[float]:
@@ -82,9 +109,9 @@ def forward_of_import(pool: ServedPool, model: str, adapter: Path) -> list[float
     ],
 )
 def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_computes(
-    pool: ServedPool, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
+    pool: ServedPool, program: Program, models: dict[str, Path], tmp_path: Path, model: str, options: list[str]
 ) -> None:
-    report = downloaded_and_merged(pool, model, models[model], tmp_path, *options)
+    report = program.downloaded_and_merged(model, models[model], tmp_path, *options)
     assert report["files"] == ["adapter_config.json", "adapter_model.safetensors"]
     assert report["left"] == 0, "the temporary export was not deleted"
     assert np.allclose(report["merged"], report["forward"], atol=2e-4)
@@ -97,10 +124,10 @@ def test_the_cookbook_downloads_a_training_checkpoint_and_merges_what_the_pool_c
 
 
 def test_the_cookbook_adds_a_trained_unembedding_to_the_shared_matrix_of_a_tied_model(
-    pool: ServedPool, models: dict[str, Path], tmp_path: Path
+    program: Program, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """So the merged model is another one: docs/tinker.md says to export it merged by the pool's own command."""
-    report = downloaded_and_merged(pool, "tied", models["tied"], tmp_path, "train_unembed")
+    report = program.downloaded_and_merged("tied", models["tied"], tmp_path, "train_unembed")
     adapter = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     name = "base_model.model.model.unembed_tokens.lora_{}.weight"

@@ -60,9 +60,8 @@ def cluster() -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="tp-", dir="/tmp")  # a short path, because it contains Ray's sockets
     try:
         port, client_port = cluster.address.rpartition(":")[2], str(free_port())
-        start_node(
-            cluster.head, "--head", "--port", port, "--ray-client-server-port", client_port, "--temp-dir", folder
-        )
+        ports = ["--port", port, "--ray-client-server-port", client_port]
+        start_node(cluster.head, "--head", *ports, "--temp-dir", folder, "--include-dashboard=false", "--no-monitor")
         start_node(cluster.second, "--address", cluster.address)
         yield cluster
     finally:
@@ -80,6 +79,7 @@ def free_port() -> int:
 def start_node(mark: str, *options: str) -> None:
     """Start a node with one CPU by `ray start`. Its processes outlive the command and have the mark."""
     size = ["--num-cpus", "1", "--object-store-memory", "80000000", "--dashboard-agent-listen-port", "0"]
+    size += ["--include-log-monitor=false"]
     done = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *size],
         env={

@@ -105,6 +105,7 @@ def check_only_its_own_token_opens_it(terminal: Terminal, of: Belongings) -> Non
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN="0" * 64,
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # or it would look for Ray at another address of this machine
+        RAY_NUM_REDIS_GET_RETRIES="1",  # of the connection to the GCS: a refused one is tried for 20 s otherwise
     )
     assert joined.returncode != 0, joined.stdout
     assert "joined" not in joined.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.numerics.harness import Driver
+from tests.support.numerics.harness import ARCHITECTURES, RARER_ARCHITECTURES, Driver
 from tests.support.numerics.samplers import Sampling, make_sampler, prompt_of, request
 from tests.support.numerics.slow_pages import slow_pages
 from workers.contract.capacity import BLOCK_TOKENS, num_announced_blocks, num_blocks_for, num_own_blocks
@@ -38,21 +38,33 @@ def assert_same_samples(mine: Sequence[SampledSequence], theirs: Sequence[Sample
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-def crowd() -> list[SampleRequest]:
-    """Return requests with prompts of less and more than a page, one and many samples, more than a page long."""
+def crowd(longest: int = PAGE_TOKENS + 9) -> list[SampleRequest]:
+    """Return requests with prompts of less and more than a page, one and many samples, one of `longest` tokens."""
     return [
         request("short", "a/v", length=5, num_samples=3, max_tokens=20, seed=1),
         request("page", "b/v", length=PAGE_TOKENS, num_samples=2, max_tokens=8, seed=2, top_p=0.9),
         request("long", "", length=300, num_samples=1, max_tokens=9, seed=3, prompt_logprobs=True),
-        request("grows", "a/v", length=40, num_samples=1, max_tokens=PAGE_TOKENS + 9, seed=4, temperature=0.7),
+        request("grows", "a/v", length=40, num_samples=1, max_tokens=longest, seed=4, temperature=0.7),
         request("again", "b/v", prompt=np.concatenate([prompt_of(PAGE_TOKENS), prompt_of(9)]), max_tokens=5, seed=5),
     ]
 
 
+GROW = {"qwen3", "gemma3"}
+"""Architectures with samples longer than a page in each run, with and without a window: these take most of the time."""
+GROWING = [
+    pytest.param(name, PAGE_TOKENS + 9, marks=[] if name in GROW else pytest.mark.long)
+    for name in (*ARCHITECTURES, *RARER_ARCHITECTURES)
+]
+SHORT = [pytest.param(name, BLOCK_TOKENS + 9) for name in ARCHITECTURES if name not in GROW]
+
+
 @slow
-def test_samples_by_pages_are_those_by_blocks(model_directory: Path) -> None:
-    by_blocks, by_pages = paged(model_directory)
-    for mine, theirs in zip(by_pages.run(*crowd()), by_blocks.run(*crowd()), strict=True):
+@pytest.mark.parametrize(("architecture", "longest"), [*GROWING, *SHORT])
+def test_samples_by_pages_are_those_by_blocks(
+    model_directories: dict[str, Path], architecture: str, longest: int
+) -> None:
+    by_blocks, by_pages = paged(model_directories[architecture])
+    for mine, theirs in zip(by_pages.run(*crowd(longest)), by_blocks.run(*crowd(longest)), strict=True):
         assert mine.error is None
         assert_same_samples(mine.sequences, theirs.sequences)
         if mine.prompt_logprobs is not None and theirs.prompt_logprobs is not None:

@@ -186,7 +186,11 @@ def test_request_that_can_never_fit_is_refused_at_once_with_the_largest_that_fit
 
 
 def test_request_that_does_not_fit_waits_and_gets_the_same_bits(each_kind: Path) -> None:
-    wanted = [request(f"r{number}", length=100 + number, num_samples=5, max_tokens=70) for number in range(3)]
+    """Samples of the first request need a second block while others wait."""
+    wanted = [
+        request(f"r{number}", length=100 + number, num_samples=5, max_tokens=10 if number else BLOCK_TOKENS + 6)
+        for number in range(3)
+    ]
     solo = [sampling(each_kind).sequences(one)[0] for one in wanted]
     s = sampling(each_kind, num_blocks=9)
     for bits, crowded in zip(solo, s.sequences(*wanted), strict=True):

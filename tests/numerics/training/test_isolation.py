@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -18,18 +19,30 @@ from tests.support.numerics.harness import Driver, Tenant, Trace, code, make_dat
 from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode, Item, RequestBatch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("isolation")]  # one process, for what is computed once
 
 
-def train_solo(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
+def train_solo(model: Path, tenants: Sequence[Tenant], num_steps: int = NUM_STEPS) -> dict[str, Trace]:
     """Train each tenant on a separate engine."""
-    return {tenant.key: train(Driver(model), [tenant])[tenant.key] for tenant in tenants}
+    return {tenant.key: train(Driver(model), [tenant], num_steps=num_steps)[tenant.key] for tenant in tenants}
+
+
+@cache
+def _solo_trace(model: Path, number: int, num_threads: int) -> Trace:
+    """Return the trace of a tenant of `TENANTS` that trains on a separate engine with so many threads."""
+    assert torch.get_num_threads() == num_threads
+    return train_solo(model, [TENANTS[number]])[TENANTS[number].key]
+
+
+def solo_traces(model: Path, numbers: Sequence[int] = range(len(TENANTS))) -> dict[str, Trace]:
+    """Return the traces of some of `TENANTS`, each computed once in this process."""
+    return {TENANTS[number].key: _solo_trace(model, number, torch.get_num_threads()) for number in numbers}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    solo = train_solo(model_directory, TENANTS)
+    solo = solo_traces(model_directory)
     assert_same(train(Driver(model_directory), TENANTS), solo)
     assert_same(train(Driver(model_directory), TENANTS[::-1]), solo)
 
@@ -57,16 +70,16 @@ def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo
     driver = Driver(each_kind)
     driver.install(make_spec("early"), make_spec("gap"))
     driver.train(*(driver.step(key) for key in ("early", "gap")))
-    solo = train_solo(each_kind, tenants)
-    assert_same(train(driver, tenants), solo)
+    solo = train_solo(each_kind, tenants, num_steps=2)
+    assert_same(train(driver, tenants, num_steps=2), solo)
     # Free slots in the middle: the next adapters are not in adjacent slots.
     driver.engine.run(Batch(epoch=1, cycle_id=1, removals=("early", "a8")))
-    assert_same(train(driver, tenants[::-1]), solo)
+    assert_same(train(driver, tenants[::-1], num_steps=2), solo)
 
 
 def test_eight_tenants_on_two_slots_get_the_same_bits_as_solo(each_kind: Path) -> None:
     driver = Driver(each_kind, num_slots=2)
-    assert_same(train(driver, TENANTS), train_solo(each_kind, TENANTS))
+    assert_same(train(driver, TENANTS), solo_traces(each_kind))
     assert driver.engine.bank.num_resident <= 2
     assert driver.engine.bank.stats.num_evictions > len(TENANTS)
 
@@ -144,7 +157,7 @@ def test_neighbour_with_values_that_are_not_finite_fails_without_others(each_kin
         assert failed.error is None or failed.error.code == ErrorCode.NON_FINITE
         assert all(torch.equal(before[name], matrix) for name, matrix in driver.weights("bad").items())
         assert not driver.gradient("bad").any()
-    assert_same(traces, train_solo(each_kind, good))
+    assert_same(traces, solo_traces(each_kind, [1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +177,7 @@ def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(
         trace.gradients.append(driver.gradient(good.key).numpy().tobytes())
         note(trace, driver.run(driver.step(good.key, good.params), driver.step("wild", params))[0])
         trace.states.append(driver.state(good.key))
-    assert_same({good.key: trace}, train_solo(each_kind, [good]))
+    assert_same({good.key: trace}, solo_traces(each_kind, [1]))
 
 
 @pytest.mark.parametrize("num_slots", [16, 1])

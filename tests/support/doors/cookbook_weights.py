@@ -1,11 +1,15 @@
 """Train a little with the official SDK, then download and merge with the cookbook's own functions; print a report.
 
-    python cookbook_weights.py URL KEY BASE_MODEL BASE_DIRECTORY OUT [train_unembed] [shard] [to_peft] [to_vllm]
+    python cookbook_weights.py URL KEY
 
-Runs in a process of its own, because the cookbook is not installed beside the tests. `forward` in the report are the
-pool's log-probabilities, `merged` those of the merged model, both of TOKENS. With `to_peft` also `in_peft`, those of
-the adapter that the cookbook converts, in PEFT; with `to_vllm`, of gpt-oss, the largest difference between what the
-converted adapter adds to an expert's weights, as vLLM reads it, and what merging added.
+Each line of input is a JSON list: BASE_MODEL, BASE_DIRECTORY, OUT, and options: `train_unembed`, `shard`, `to_peft`,
+`to_vllm`. The program replies with a line: `report` and a JSON object. It ends with the input, or with an error.
+
+Runs in a process of its own, because the cookbook is not installed beside the tests. One process serves many lines,
+because importing takes longer than a line. `forward` in the report are the pool's log-probabilities, `merged` those of
+the merged model, both of TOKENS. With `to_peft` also `in_peft`, those of the adapter that the cookbook converts, in
+PEFT; with `to_vllm`, of gpt-oss, the largest difference between what the converted adapter adds to an expert's weights,
+as vLLM reads it, and what merging added.
 """
 
 from __future__ import annotations
@@ -27,7 +31,13 @@ TOKENS = [5, 9, 60, 61, 5, 9, 60, 62, 63, 64, 65]
 
 def main() -> None:
     """Run the program."""
-    url, key, base_model, base_directory, out, *options = sys.argv[1:]
+    url, key = sys.argv[1:]
+    for line in sys.stdin:
+        print("report", json.dumps(report_of(url, key, *json.loads(line))), flush=True)
+
+
+def report_of(url: str, key: str, base_model: str, base_directory: str, out: str, *options: str) -> dict[str, Any]:
+    """Return the report of one line."""
     inputs: Any = {"target_tokens": TOKENS[1:]}
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
     with tinker.ServiceClient(base_url=url, api_key=key) as service:
@@ -51,7 +61,7 @@ def main() -> None:
         # Of a mixture "full" takes transformers' joined gates and ups for interleaved ones.
         merge_strategy="shard" if "shard" in options else "full",
     )
-    report = {
+    report: dict[str, Any] = {
         "files": sorted(file.name for file in adapter.iterdir()),
         "left": len(after) - len(before),
         "forward": forward,
@@ -65,7 +75,7 @@ def main() -> None:
         report["in_peft"] = logprobs(peft.PeftModel.from_pretrained(base, converted))
     if "to_vllm" in options:
         report["of_experts"] = difference_of_experts(converted, Path(base_directory), model)
-    print(json.dumps(report))
+    return report
 
 
 def difference_of_experts(adapter: Path, base: Path, merged: Path) -> float:

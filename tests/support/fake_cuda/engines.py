@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from workers import engine
@@ -21,25 +21,17 @@ from workers.model import base_model, gpu_operations
 from workers.model.base_model import BaseModel
 from workers.model.pretrained import Probe
 from workers.rows import RowLayout
-from workers.sampling.kv_cache import PagedCache
+from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.selftest import page_attention
 
 MAX_SEQ_LEN = 32_768
-
-
-ROW_BY_ROW = page_attention._row_by_row
-_computed: set[tuple[Any, ...]] = set()
-
-
-def _row_by_row(cache: PagedCache, queries: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> Tensor:
-    """Compute attention row by row once for queries and keys of a shape: it takes seconds, and a fake result has no
-    values."""
-    key = queries.shape, queries.dtype, cache.layer(0)[0].shape, window, sinks is None
-    if key in _computed:
-        return torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
-    result = ROW_BY_ROW(cache, queries, scaling, window, sinks)
-    _computed.add(key)
-    return result
+SHORT_CHUNK = replace(
+    page_attention.CHUNK,
+    prompt=replace(page_attention.CHUNK.prompt, length=PAGE_TOKENS + 2),
+    start=PAGE_TOKENS,
+    stop=PAGE_TOKENS + 2,
+)
+"""Of the trial of attention: it computes every row alone, in seconds for a chunk, and a fake result has no values."""
 
 
 class _PinnedBuffers:
@@ -82,7 +74,7 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
         stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
         stack.enter_context(patch.object(gpu_operations, "has_triton", lambda: True))
         stack.enter_context(patch.object(engine, "measured_costs", lambda _: AdapterCosts()))
-        stack.enter_context(patch.object(page_attention, "_row_by_row", _row_by_row))
+        stack.enter_context(patch.object(page_attention, "CHUNK", SHORT_CHUNK))
         stack.enter_context(patch.object(Probe, "of", lambda *_: None))
         stack.enter_context(patch.object(RowLayout, "initial_weights", lambda self, _: torch.empty(self.num_values)))
         stack.enter_context(patch.object(transfers, "PinnedBuffers", _PinnedBuffers))

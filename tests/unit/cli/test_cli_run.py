@@ -173,7 +173,7 @@ def test_up_on_a_cluster_address_where_nothing_listens_says_so_and_leaves_no_pro
     assert not processes_of(terminal)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_an_up_that_is_interrupted_while_it_waits_leaves_no_process(terminal: Terminal, signum: signal.Signals) -> None:
     with waiting_up(terminal) as (up, _):
         up.send_signal(signum)
