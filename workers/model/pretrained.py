@@ -68,6 +68,9 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
         )
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModelError(f"the model's files lack {missing[0]}, which its config.json needs")
+    if quantization_of(config) == MXFP4:  # transformers 5.17 dequantizes to bf16, which changes no value
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
