@@ -12,6 +12,7 @@ PROMETHEUS := build/prometheus/usr/bin/prometheus
 SDK_VERSIONS := 0.18.2 0.25.0 0.30.4
 COOKBOOK_VERSION := 0.6.1
 TRITON := .venv/beside/triton-3.9.0
+OLDER_TORCH := .venv/beside/torch-2.11.0
 BESIDE := $(patsubst %,.venv/beside/%/.installed,$(SDK_VERSIONS:%=tinker-%) tinker_cookbook-$(COOKBOOK_VERSION))
 COOKBOOK_READY := .venv-cookbook/.installed
 DOCS_READY := .venv-docs/.installed
@@ -69,7 +70,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count kernels sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
+.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count kernels older-torch sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -112,6 +113,14 @@ gpu-count: $(READY) ## count what the engine takes on a GPU, without one, in min
 kernels: $(READY) $(TRITON)/.installed ## run the GPU's kernels in Triton's interpreter, and compile them for an H100, in minutes
 	@PYTHONPATH=$(TRITON) $(PYTEST) -n $(TEST_FAST_PROCESSES) \
 	    $$(grep -rlE --include='test_*.py' 'interpret\(\)|importorskip\("triton' tests) $(ARGS)
+
+# torch 2.11 and transformers 5.17, as CUDA machines may have them. A CPU's bits are promised with 2.13 alone, and the
+# interpreter of their Triton is too old: so these are the tests of values.
+older-torch: $(OLDER_TORCH)/.installed ## run the tests of values with torch 2.11 and transformers 5.17, in minutes (fetches 5 GB)
+	@PYTHONPATH=.:$(OLDER_TORCH) $(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not long" -k "not dequantized_copy" \
+	    tests/numerics/export $(patsubst %,tests/numerics/model/test_%.py,families architectures gpt_oss) \
+	    $(patsubst %,tests/numerics/sampling/test_%.py,sampler sampler_outputs hybrid_samples pages temperature) \
+	    $(patsubst %,tests/numerics/training/test_%.py,losses naive_twin one_pass optimizer peft stable_reinforce) $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
@@ -273,6 +282,11 @@ $(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt
 # from. The dependencies are .venv's.
 .venv/beside/%/.installed: $(READY) constraints-alone.txt
 	@$(call INSTALL,.venv) --target $(@D) $(call ALONE,$(subst _,-,$(subst -,==,$*)))
+	@touch $@
+
+$(OLDER_TORCH)/.installed: $(READY)
+	@echo "Fetching torch 2.11 for CUDA (once; 5 GB) ..."
+	@$(call UV,.venv) install --quiet --python $(BIN)/python --no-build --target $(@D) torch==2.11.0 transformers==5.17.0
 	@touch $@
 
 # Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.
