@@ -64,8 +64,8 @@ def group_values_max(device: torch.device) -> int:
 def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], values_max: int, *, backward: bool) -> int:
     """Return the values in fp32 that the rule of a pass takes for one group, besides its inputs and results.
 
-    At most, and at most a fifth more than it takes; by a count of all tensors for several shapes. `lengths`: of the
-    sequences; each length once is enough. `values_max`: see `group_values_max`.
+    At most, and by operations of torch at most a fifth more than it takes: a count of all tensors for several shapes.
+    `lengths`: of the sequences; each length once is enough. `values_max`: see `group_values_max`.
     """
     padded = {length: -(-length // chunk_tokens(length)) * chunk_tokens(length) for length in lengths}
     all_tokens = max(num_tokens * tokens / length for length, tokens in padded.items())
