@@ -172,7 +172,7 @@ lock: ## lock versions and hashes of dependencies after a change in pyproject.to
 	@$(call ENVIRONMENT,.venv)
 	@$(LOCK) --extra dev pyproject.toml --output-file constraints.txt
 	@$(LOCK) --group cookbook --constraint constraints.txt --output-file constraints-cookbook.txt
-	@$(foreach group,uv protos package docs,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
+	@$(foreach group,uv protos package docs older-torch,$(LOCK) --group $(group) --output-file constraints-$(group).txt;)
 	@$(LOCK) --no-deps --group alone --output-file constraints-alone.txt
 	@$(foreach version,$(SDK_VERSIONS),echo tinker==$(version) | \
 	    { $(LOCK) --no-deps --no-header - --output-file .venv/sdk.txt; } && cat .venv/sdk.txt >> constraints-alone.txt && \
@@ -284,9 +284,9 @@ $(READY): pyproject.toml constraints.txt constraints-cpu.txt constraints-uv.txt
 	@$(call INSTALL,.venv) --target $(@D) $(call ALONE,$(subst _,-,$(subst -,==,$*)))
 	@touch $@
 
-$(OLDER_TORCH)/.installed: $(READY)
+$(OLDER_TORCH)/.installed: $(READY) constraints-older-torch.txt
 	@echo "Fetching torch 2.11 for CUDA (once; 5 GB) ..."
-	@$(call UV,.venv) install --quiet --python $(BIN)/python --no-build --target $(@D) torch==2.11.0 transformers==5.17.0
+	@$(call INSTALL,.venv) --target $(@D) --group older-torch --constraint constraints-older-torch.txt
 	@touch $@
 
 # Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.

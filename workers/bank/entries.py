@@ -12,6 +12,7 @@ Dimensions: P values of a row.
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -107,6 +108,8 @@ class Row:
 class Slab:
     """Rows of one kind in one allocation per buffer, row after row."""
 
+    _numbers = itertools.count()
+
     def __init__(
         self, kind: Kind, num_rows: int, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
@@ -117,6 +120,8 @@ class Slab:
             # Uninitialised: pages that no row has used take no memory. A load writes all of a row.
             return torch.empty(num_rows, layout.num_values, dtype=dtype, device=device)  # (rows, P)
 
+        self.number = next(self._numbers)
+        """Later slabs of the process have higher ones: passes order rows by it, so equal runs have equal orders."""
         self.kind = kind
         self.num_rows = num_rows
         self.weights = buffer()

@@ -264,7 +264,7 @@ def _logprobs(logits: Tensor, temperatures: NDArray[np.float64]) -> Tensor:
 
 def _bank_order(row: Row | None) -> tuple[int, int]:
     """Return a key that sorts adapters of one slab together, so that they are one batch; the base model comes first."""
-    return (0, 0) if row is None else (id(row.slab), row.groups.slot)
+    return (-1, 0) if row is None else (row.slab.number, row.groups.slot)
 
 
 def _segments(runs: Sequence[tuple[str, int]], bank_rows: dict[str, Row]) -> list[Segment]:

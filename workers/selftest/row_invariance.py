@@ -30,8 +30,8 @@ from workers.selftest.expert_invariance import find_expert_rows
 from workers.selftest.sequence_invariance import keeps_sequences
 
 TORCH_ON_CPUS = "2.13."
-"""The versions with which a CPU's bits are promised. With 2.11 equal runs of eight adapters together gave one of them
-other bits, though every trial had passed."""
+"""The versions with which a CPU's bits are promised. With 2.11 one of eight adapters had other bits in another order of
+a pass's rows, though every trial had passed."""
 LARGE_WEIGHT = 1 << 22
 """Values of a weight from which on fewer sizes are tried."""
 

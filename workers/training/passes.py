@@ -343,9 +343,9 @@ def row_order(requests: Sequence[Request], rows: Sequence[Row], *, by_adapter: b
     for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
         adapter = row.groups
         if by_adapter:
-            keys.append((id(row.slab), adapter.slot, index))
+            keys.append((row.slab.number, adapter.slot, index))
         else:
-            place = (id(row.slab), adapter.scaling)
+            place = (row.slab.number, adapter.scaling)
             keys.append((rounds[id(row)], *place, request.num_tokens, adapter.slot, index))
         rounds[id(row)] += 1
     return [int(key[-1]) for key in sorted(keys)]

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.numerics.tenants import TENANTS, train
+from workers.model.base_model import BaseModel
 from workers.training.logits import block_rows_of
 
 
@@ -27,6 +30,22 @@ def test_sixteen_tenants_take_as_many_base_model_matmuls_as_one(model_directory:
     num_shared = sum(hasattr(layer.mlp, "shared_expert") for layer in base_model.model.model.layers)
     num_linears = 14 + 3 * len(base_model.delta_layers) + len(base_model.expert_layers) + 4 * num_shared
     assert one == num_linears + -(-16 * 32 // block_rows_of(258))
+
+
+def test_equal_runs_have_the_rows_of_a_pass_in_equal_orders(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they have equal bits also where a row's bits depend on the others."""
+    orders = list[list[int]]()
+    forward = BaseModel.forward
+
+    def recording(self: BaseModel, tokens: Tensor, *others: Any, **settings: Any) -> Tensor:
+        orders.append(tokens.tolist())
+        return forward(self, tokens, *others, **settings)
+
+    monkeypatch.setattr(BaseModel, "forward", recording)
+    for _ in range(4):
+        train(Driver(qwen3), TENANTS, num_steps=1)
+    assert len(orders) == 4
+    assert orders[1:] == orders[:-1]
 
 
 class LargestVocabularyTensor(TorchDispatchMode):
