@@ -267,7 +267,7 @@ class Bank:
         self._vacate(entry, self._copied(entry.row, entry.held_vectors))
         self.stats.num_evictions += 1
 
-    def snapshot(self, key: str, names: Collection[str]) -> HostRow:
+    def host_copy(self, key: str, names: Collection[str]) -> HostRow:
         """Return vectors of a key in host memory, where nothing changes them; the copy may still be under way.
 
         `names` are some of `VECTORS`. Vectors that are zero may be None, others that were not asked for, too.

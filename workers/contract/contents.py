@@ -1,4 +1,4 @@
-"""The content of a file of a state: in memory, or in an open file if it is large.
+"""The content of a file of a state: in memory, or if it is large in an open file, or made as it is read.
 
 So a process through which states only pass has a piece of them in memory at a time, however large an adapter is. Does
 not depend on what a content means. Main invariant: a content never changes, and a `FileContent` can be read as long as

@@ -32,6 +32,15 @@ def _row(source, place, token, stride, num_rows, E: tl.constexpr):
 
 
 @triton.jit
+def _weights(of_head, is_value, width):
+    """Return the four weights of a head's channels, the oldest token's first."""
+    w0 = tl.load(of_head, mask=is_value, other=0.0)
+    w1 = tl.load(of_head + width, mask=is_value, other=0.0)
+    w2 = tl.load(of_head + 2 * width, mask=is_value, other=0.0)
+    return w0, w1, w2, tl.load(of_head + 3 * width, mask=is_value, other=0.0)
+
+
+@triton.jit
 def _convolve(
     heads, inputs, conv, length, eps, chunk_stride, token_stride, num_tokens,
     H: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_UNIT: tl.constexpr,
@@ -39,24 +48,20 @@ def _convolve(
     """Set some tokens of a head. Grid: chunks, heads, blocks of tokens."""
     chunk, head, begin = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * TOKENS
     place = tl.arange(0, WIDTH)
-    is_value = place < E
+    num_rows = num_tokens + 3
     source = inputs + chunk * chunk_stride + head * E
     target = heads + (chunk * H + head) * num_tokens * E + place
-    of_head = conv + head * E + place
-    w0 = tl.load(of_head, mask=is_value, other=0.0)
-    w1 = tl.load(of_head + H * E, mask=is_value, other=0.0)
-    w2 = tl.load(of_head + 2 * H * E, mask=is_value, other=0.0)
-    w3 = tl.load(of_head + 3 * H * E, mask=is_value, other=0.0)
-    x0 = _row(source, place, begin, token_stride, num_tokens + 3, E)
-    x1 = _row(source, place, begin + 1, token_stride, num_tokens + 3, E)
-    x2 = _row(source, place, begin + 2, token_stride, num_tokens + 3, E)
+    w0, w1, w2, w3 = _weights(conv + head * E + place, place < E, H * E)
+    x0 = _row(source, place, begin, token_stride, num_rows, E)
+    x1 = _row(source, place, begin + 1, token_stride, num_rows, E)
+    x2 = _row(source, place, begin + 2, token_stride, num_rows, E)
     for token in range(begin, tl.minimum(begin + TOKENS, num_tokens)):
-        x3 = _row(source, place, token + 3, token_stride, num_tokens + 3, E)
+        x3 = _row(source, place, token + 3, token_stride, num_rows, E)
         total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
         y = total * sigmoid(total)
         if IS_UNIT:
             y *= length / tl.sqrt(tl.sum(y * y, 0) + eps)
-        tl.store(target + token * E, y, mask=is_value)
+        tl.store(target + token * E, y, mask=place < E)
         x0, x1, x2 = x1, x2, x3
 
 
@@ -72,18 +77,13 @@ def _convolve_backward(
     """
     chunk, head, begin = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * TOKENS
     place = tl.arange(0, WIDTH)
-    is_value = place < E
     num_rows = num_tokens + 3
     end = tl.where(begin + TOKENS < num_tokens, begin + TOKENS, num_rows)
     first = tl.maximum(begin - 3, 0)
     source = inputs + chunk * chunk_stride + head * E
     target = dinputs + chunk * num_rows * (H * E) + head * E + place
     gradient = dheads + chunk * dheads_chunk_stride + head * dheads_head_stride
-    of_head = conv + head * E + place
-    w0 = tl.load(of_head, mask=is_value, other=0.0)
-    w1 = tl.load(of_head + H * E, mask=is_value, other=0.0)
-    w2 = tl.load(of_head + 2 * H * E, mask=is_value, other=0.0)
-    w3 = tl.load(of_head + 3 * H * E, mask=is_value, other=0.0)
+    w0, w1, w2, w3 = _weights(conv + head * E + place, place < E, H * E)
     x0 = _row(source, place, first, token_stride, num_rows, E)
     x1 = _row(source, place, first + 1, token_stride, num_rows, E)
     x2 = _row(source, place, first + 2, token_stride, num_rows, E)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.model.delta_rule import DeltaShape
 from workers.model.fused_runs import can_run
-from workers.model.gpu_operations import define
+from workers.model.gpu_operations import define, dense
 
 CONVOLVE = "convolve(Tensor(a!) heads, Tensor inputs, Tensor conv, float length)"
 """Set heads (N, H, C, E), fp32, to those of inputs (N, C + W - 1, K) and conv (W, K), fp32: see `delta_rule.Convolve`.
@@ -61,8 +61,7 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dheads: Tensor) -> tuple[Tensor, None, None, None]:
         rows, weights = ctx.saved_tensors
         drows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        dheads = dheads if dheads.stride(-1) == 1 else dheads.contiguous()
-        torch.ops.tinkerpool.convolve_backward(drows, dheads, rows, weights, ctx.length)
+        torch.ops.tinkerpool.convolve_backward(drows, dense(dheads), rows, weights, ctx.length)
         return drows, None, None, None
 
 

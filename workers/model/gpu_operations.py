@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,11 @@ def num_arrivals(num_tiles: int, rank_max: int) -> int:
 def gradient_rows(rank: int) -> int:
     """Return the rows of a program of `ADD_GRADIENTS`, of the largest padded rank: a product has 16 at least."""
     return min(GRADIENT_ROWS, max(16, power_of_two(rank)))
+
+
+def dense(rows: Tensor) -> Tensor:
+    """Return rows whose last dimension has no gaps: themselves, unless a gradient was broadcast or transposed."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def has_triton() -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from workers.model.fused_modules import HeadNorms
-from workers.model.gpu_operations import define
+from workers.model.gpu_operations import define, dense
 
 ROTATE_HEADS = (
     "rotate_heads(Tensor(a!) out, Tensor projected, Tensor cos, Tensor sin, "
@@ -63,11 +63,6 @@ define(
 )
 
 
-def _dense(rows: Tensor) -> Tensor:
-    """Return rows whose last dimension has no gaps: themselves, unless a gradient was broadcast or transposed."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 class _RotatedHeads(torch.autograd.Function):
     """See `rotated_heads`."""
 
@@ -85,7 +80,7 @@ class _RotatedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, None, None, None, None]:
-        gradients = [_dense(rows) for rows in (dquery, dkey, dvalue)]
+        gradients = [dense(rows) for rows in (dquery, dkey, dvalue)]
         num_rows, num_heads, head_dim = dquery.shape
         dprojected = dquery.new_empty(num_rows, (num_heads + 2 * dkey.shape[1]) * head_dim)
         torch.ops.tinkerpool.rotate_heads_backward(dprojected, *gradients, *ctx.saved_tensors, *ctx.norms)
@@ -117,7 +112,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        torch.ops.tinkerpool.gate_backward(dgate_up, _dense(dout), gate_up)
+        torch.ops.tinkerpool.gate_backward(dgate_up, dense(dout), gate_up)
         return dgate_up
 
 
@@ -142,9 +137,9 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, dnormalised: Tensor | None) -> tuple[Tensor | None, ...]:
         total, inverse, weight = ctx.saved_tensors
-        dhidden = torch.zeros_like(total) if dtotal is None else _dense(dtotal)
+        dhidden = torch.zeros_like(total) if dtotal is None else dense(dtotal)
         if dnormalised is not None:
-            torch.ops.tinkerpool.norm_add_backward(dhidden, _dense(dnormalised), total, inverse, weight)
+            torch.ops.tinkerpool.norm_add_backward(dhidden, dense(dnormalised), total, inverse, weight)
         return dhidden, dhidden, None, None
 
 

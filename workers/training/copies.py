@@ -158,7 +158,7 @@ class AdapterCopies:
         if not is_large(entry.layout):
             return entry.read()
         names = {"weights"} | (set(MOMENTS) if item.with_optimizer else set())
-        return self._bank.snapshot(item.adapter_id, names | ({"grad"} if item.with_gradient else set()))
+        return self._bank.host_copy(item.adapter_id, names | ({"grad"} if item.with_gradient else set()))
 
     def load(self, item: LoadItem) -> None:
         """Replace the copy's weights and moments by a checkpoint's. Raises DamagedStateError, OtherAdapterError."""
