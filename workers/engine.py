@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from workers.bank.arriving import with_read_states
 from workers.bank.bank import Bank
 from workers.contract.messages import (
     Batch,
@@ -33,7 +34,7 @@ from workers.contract.messages import (
     SampleResult,
     WorkerUse,
 )
-from workers.contract.protocols import EngineFactory
+from workers.contract.protocols import Arriving, EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
 from workers.host import process_use
 from workers.host.allocator import keep_freed_memory, without_holes
@@ -72,7 +73,7 @@ def sampler_limits(settings: EngineSettings) -> SamplerLimits:
 
 
 class TrainingEngine:
-    """Implements `workers.contract.protocols.Engine`. One thread only."""
+    """Implements `workers.contract.protocols.Engine`. One thread only, but for `read_ahead`."""
 
     @without_holes()  # trials allocate more memory than the model
     def __init__(
@@ -134,6 +135,10 @@ class TrainingEngine:
         self._epoch, self._incarnation = epoch, incarnation
         self._copies.clear()
         self.sampler.reset()
+
+    def read_ahead(self, message: Arriving) -> Arriving:
+        """See `Engine`."""
+        return with_read_states(self.bank, message)
 
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch to its end. Every item of a batch of an older epoch fails with OUT_OF_ORDER."""

@@ -878,6 +878,35 @@ GUARDS = (
         tests=("tests/numerics/bank/test_large_states.py", "-k", "True-4"),
     ),
     Guard(
+        name="a batch waits until its large states are read",
+        file="workers/pool/loop.py",
+        before="            entry = self._batches.popleft() if _is_ready(self._batches) else None\n",
+        after="            entry = self._batches.popleft() if self._batches else None\n",
+        tests=("tests/unit/pool/test_loop.py", "-k", "large_state_is_read"),
+    ),
+    Guard(
+        name="a cancellation does not overtake the sample whose large state is read",
+        file="workers/pool/loop.py",
+        before="            while _is_ready(self._controls):\n",
+        after="            self._controls = deque(sorted(self._controls, key=lambda each: each[0] is not None))\n"
+        "            while _is_ready(self._controls):\n",
+        tests=("tests/unit/pool/test_loop.py", "-k", "cancelled_by_a_call"),
+    ),
+    Guard(
+        name="threads get one layout of a kind of rows",
+        file="workers/bank/bank.py",
+        before="        with self._laying_out:",
+        after="        if True:",
+        tests=("tests/unit/bank/test_arriving.py", "-k", "layout_at_once"),
+    ),
+    Guard(
+        name="threads get different pinned buffers",
+        file="workers/bank/pinned.py",
+        before="        with self._taking:",
+        after="        if True:",
+        tests=("tests/unit/bank/test_pinned.py", "-k", "threads"),
+    ),
+    Guard(
         name="a large state is read when its copy is made",
         file="workers/bank/state_files.py",
         before="                self._filling.wait_on_host()\n",

@@ -51,7 +51,7 @@ from workers.contract.messages import (
     TokenLogprobs,
     WorkerInfo,
 )
-from workers.contract.protocols import EngineFactory
+from workers.contract.protocols import Arriving, EngineFactory
 from workers.contract.settings import EngineSettings
 from workers.training.progress import Progress
 
@@ -208,6 +208,9 @@ class ToyEngine:
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    def read_ahead(self, message: Arriving) -> Arriving:
+        return message
 
     def run(self, batch: Batch) -> BatchResult:
         started = time.perf_counter()

@@ -15,6 +15,7 @@ Dimensions: P values of a row.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -49,7 +50,10 @@ class BankStats:
 
 
 class Bank:
-    """All adapters and sampler versions of one base model on one device. Used by one thread only."""
+    """All adapters and sampler versions of one base model on one device.
+
+    Used by one thread only, but for `layout`, `entry` and `host_zeros`.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Bank:
         self._drawers = ThreadPoolExecutor(num_cores(), "initial-weights") if is_concurrent else None
         """Threads that draw the weights of fresh adapters while the device computes; None: drawn when needed."""
         self._layouts: dict[tuple[int, tuple[ModuleKind, ...]], RowLayout] = {}
+        self._laying_out = threading.Lock()
         self._slabs = Slabs(num_slots, self._device, compute_dtype)
         self._entries: dict[str, Entry] = {}
         self._resident: dict[str, Entry] = {}
@@ -119,7 +124,7 @@ class Bank:
         """Return whether different keys can be resident together. Unknown ones take a slot and no memory."""
         if len(keys) > self.num_slots or self._slabs.bytes_max is None:
             return len(keys) <= self.num_slots
-        if self._slabs.can_hold_largest(self._layouts.values(), len(keys)):
+        if self._slabs.can_hold_largest(list(self._layouts.values()), len(keys)):
             return True
         entries = (self._entries.get(key) for key in keys)
         return self._slabs.can_hold(entry.kind for entry in entries if entry)
@@ -137,9 +142,14 @@ class Bank:
     def layout(self, spec: AdapterSpec) -> RowLayout:
         """Return the layout of an adapter's row. Raises ValueError for a rank or flags that no row can hold."""
         key = rank_class(spec.rank), trained_kinds(spec)
-        if key not in self._layouts:
-            self._layouts[key] = RowLayout(self._shapes, *key)
-        return self._layouts[key]
+        with self._laying_out:  # one layout for all rows of a kind
+            if key not in self._layouts:
+                self._layouts[key] = RowLayout(self._shapes, *key)
+            return self._layouts[key]
+
+    def host_zeros(self, num_values: int) -> Tensor:
+        """Return zeros (P,) for vectors that will be loaded; see `Transfers.host_zeros`."""
+        return self._transfers.host_zeros(num_values)
 
     def add(self, key: str, spec: AdapterSpec, host: HostRow | None = None, *, is_trained: bool = True) -> Entry:
         """Add an adapter or version under a new key; fresh if `host` is None. It takes no slot until acquired."""

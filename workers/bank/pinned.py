@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,9 +64,10 @@ class _Buffer:
 
 
 class PinnedBuffers:
-    """The pinned memory of one bank. Used by one thread only; memory comes back from the thread that used it last."""
+    """The pinned memory of one bank; memory comes back from the thread that used it last."""
 
     def __init__(self) -> None:
+        self._taking = threading.Lock()
         self._free: list[_Buffer] = []
         """The longest free first."""
         self._used: dict[int, _Buffer] = {}
@@ -85,8 +87,9 @@ class PinnedBuffers:
 
         Raises MemoryError if that much cannot be pinned.
         """
-        buffer = self._find(like.nbytes) or self._pinned(like.nbytes)
-        self._used[buffer.address] = buffer
+        with self._taking:  # not while one is given back, which a collection of garbage may do at any place
+            buffer = self._find(like.nbytes) or self._pinned(like.nbytes)
+            self._used[buffer.address] = buffer
         view = memoryview(buffer.memory)
         weakref.finalize(view, self._give_back, buffer).atexit = False
         # The tensor's storage, and so every view of it, keeps this one view of the memory.

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -25,16 +27,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.bank.entries import MOMENTS, HostRow
-from workers.bank.transfers import Transfer
+from workers.bank.entries import MOMENTS, VECTORS, HostRow
+from workers.bank.transfers import Transfer, host_zeros
 from workers.contract.contents import LARGE_BYTES, Content, whole
-from workers.contract.messages import AdapterSpec
+from workers.contract.messages import AdapterSpec, AdapterState
 from workers.rows import RowLayout
 
 PEFT_PREFIX = "base_model.model."
 GRADIENT_PREFIX = f"grad.{PEFT_PREFIX}"
 LENGTH_BYTES = 8
 """A file begins with the length of its head in so many bytes."""
+VALUE_BYTES = 4
 HEADS_KEPT = 256
 """Shapes of files whose heads are kept: those of ranks and kinds of modules that are in use."""
 
@@ -53,7 +56,7 @@ class NonFiniteGradientError(ArithmeticError):
 
 def is_large(layout: RowLayout) -> bool:
     """Return whether files of such rows are made when they are read, from vectors that must stay as they are."""
-    return 4 * layout.num_values > LARGE_BYTES
+    return VALUE_BYTES * layout.num_values > LARGE_BYTES
 
 
 def weights_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> Content:
@@ -86,26 +89,67 @@ def gradient_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> Conten
     return _file(layout, host, _named(layout, spec, host.grad, GRADIENT_PREFIX))
 
 
+@dataclass(frozen=True, slots=True)
+class _FileKind:
+    """One of a state's files."""
+
+    what: str
+    """As messages call it."""
+    prefixes: Mapping[str, str]
+    """What the names of each vector's matrices begin with, by the vector's name in `VECTORS`."""
+
+
+WEIGHTS = _FileKind("weights", {"weights": PEFT_PREFIX})
+OPTIMIZER = _FileKind("optimizer state", {moment: f"{moment}.{PEFT_PREFIX}" for moment in MOMENTS})
+GRADIENT = _FileKind("gradients", {"grad": GRADIENT_PREFIX})
+
+
 def read_state(
     layout: RowLayout, spec: AdapterSpec, weights: Content, optimizer: Content | None, gradient: Content | None = None
 ) -> HostRow:
     """Return the vectors (P,) of files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
-    vectors = {"weights": _read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights")}
-    if optimizer is not None:
-        found = _load(optimizer, "optimizer state")
-        parts = {
-            moment: {name: value for name, value in found.items() if name.startswith(f"{moment}.")}
-            for moment in MOMENTS
-        }
-        if sum(len(part) for part in parts.values()) != len(found):
-            raise DamagedStateError("the optimizer state has tensors that are neither exp_avg nor exp_avg_sq")
-        vectors |= {
-            moment: _read(layout, spec, part, f"{moment}.{PEFT_PREFIX}", "optimizer state")
-            for moment, part in parts.items()
-        }
-    if gradient is not None:
-        vectors["grad"] = _read(layout, spec, _load(gradient, "gradients"), GRADIENT_PREFIX, "gradients")
-    return HostRow(vectors["weights"], *(vectors.get(name) for name in (*MOMENTS, "grad")))
+    vectors: dict[str, Tensor] = {}
+    for content, kind in ((weights, WEIGHTS), (optimizer, OPTIMIZER), (gradient, GRADIENT)):
+        if isinstance(content, ReadContent):
+            vectors |= content.vectors
+        elif content is not None:
+            vectors |= _read(layout, spec, content, kind, host_zeros)
+    return HostRow(*map(vectors.get, VECTORS))
+
+
+class ReadContent:
+    """Implements `LargeContent` for a content whose vectors (P,) have been read, and which is not needed any more."""
+
+    def __init__(self, num_bytes: int, vectors: Mapping[str, Tensor]) -> None:
+        """Stand for a content of so many bytes; `vectors` have their names in `VECTORS`."""
+        self.vectors = vectors
+        self._num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """See `LargeContent`: `read_state` takes the vectors, and nothing else needs the content."""
+        raise AssertionError("the content has been read into vectors")
+
+
+def read_ahead(
+    layout: RowLayout, spec: AdapterSpec, state: AdapterState, empty: Callable[[int], Tensor]
+) -> AdapterState:
+    """Return a state of which `read_state` need not read anything. Raises as that does.
+
+    May run in any thread; most of the time it does not hold the interpreter's lock. `empty` gives zeros (P,).
+    """
+
+    def read(content: Content, kind: _FileKind) -> ReadContent:
+        return ReadContent(len(content), _read(layout, spec, content, kind, empty))
+
+    return replace(
+        state,
+        weights=read(state.weights, WEIGHTS),
+        optimizer=None if state.optimizer is None else read(state.optimizer, OPTIMIZER),
+        gradient=None if state.gradient is None else read(state.gradient, GRADIENT),
+    )
 
 
 def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> dict[str, NDArray[np.float32]]:
@@ -172,18 +216,73 @@ def _head(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[bytes, list[
     return file[:num_bytes], sorted(zeros, key=lambda name: entries[name]["data_offsets"])
 
 
-def _load(content: Content, what: str) -> dict[str, NDArray[Any]]:
+def _read(
+    layout: RowLayout, spec: AdapterSpec, content: Content, kind: _FileKind, empty: Callable[[int], Tensor]
+) -> dict[str, Tensor]:
+    """Return the vectors (P,) of a file, after all checks."""
+    vectors = {name: empty(layout.num_values) for name in kind.prefixes}
+    targets = {name: _named(layout, spec, vectors[name], prefix) for name, prefix in kind.prefixes.items()}
     try:
-        matrices: dict[str, NDArray[Any]] = safetensors.numpy.load(whole(content))
-    except (safetensors.SafetensorError, ValueError, KeyError, OSError) as error:
-        raise DamagedStateError(f"the {what} cannot be read as a safetensors file") from error
+        file = whole(content)
+    except OSError as error:
+        raise _unreadable(kind) from error
+    found = _views(file, {name: each.shape for part in targets.values() for name, each in part.items()})
+    if found is None:
+        found = _loaded(file, kind)
+        for vector, prefix in kind.prefixes.items():
+            own = found if len(kind.prefixes) == 1 else {n: m for n, m in found.items() if n.startswith(f"{vector}.")}
+            _check(own, targets[vector], prefix, spec, kind.what)
+        if len(found) != sum(map(len, targets.values())):
+            raise DamagedStateError(f"the {kind.what} has tensors that are neither exp_avg nor exp_avg_sq")
+    for part in targets.values():
+        for name, target in part.items():
+            target[...] = found[name]
+    for vector, part in targets.items():
+        if not np.isfinite(vectors[vector].numpy()).all():
+            name = next(name for name, matrix in part.items() if not np.isfinite(matrix).all())
+            raise DamagedStateError(f"{name} in the {kind.what} has values that are not finite")
+    return vectors
+
+
+def _views(file: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]] | None:
+    """Return the matrices of a file that begins as the library begins one of these shapes; None: it does not.
+
+    Most files do. The library would copy all of a file, and hold the interpreter's lock meanwhile.
+    """
+    head, names = _head(tuple(shapes.items()))
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    if not file.startswith(head) or len(file) != len(head) + VALUE_BYTES * num_values:
+        return None
+    values, begin = np.frombuffer(file, np.float32, num_values, len(head)), 0
+    found = {}
+    for name in names:
+        end = begin + math.prod(shapes[name])
+        found[name] = values[begin:end].reshape(shapes[name])
+        begin = end
+    return found
+
+
+def _loaded(file: bytes, kind: _FileKind) -> dict[str, NDArray[Any]]:
+    """Return what the library finds in a file."""
+    try:
+        matrices: dict[str, NDArray[Any]] = safetensors.numpy.load(file)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise _unreadable(kind) from error
     return matrices
 
 
-def _read(layout: RowLayout, spec: AdapterSpec, found: dict[str, NDArray[Any]], prefix: str, what: str) -> Tensor:
-    """Return the flat row (P,) of named matrices, after all checks."""
-    flat = np.zeros(layout.num_values, dtype=np.float32)
-    expected = {prefix + name: matrix for name, matrix in layout.matrices(flat, spec.rank)}
+def _unreadable(kind: _FileKind) -> DamagedStateError:
+    return DamagedStateError(f"the {kind.what} cannot be read as a safetensors file")
+
+
+def _check(
+    found: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, NDArray[np.float32]],
+    prefix: str,
+    spec: AdapterSpec,
+    what: str,
+) -> None:
+    """Raise unless named matrices have the names, shapes and dtype of these."""
     if found.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         is_subset = bool(found) and not (missing and extra) and all(name.startswith(prefix) for name in found)
@@ -204,8 +303,3 @@ def _read(layout: RowLayout, spec: AdapterSpec, found: dict[str, NDArray[Any]], 
                 f"{name} in the {what} is {matrix.dtype} of shape {matrix.shape}, "
                 f"expected float32 of shape {target.shape}"
             )
-        target[...] = matrix
-    if not np.isfinite(flat).all():
-        name = next(name for name, matrix in expected.items() if not np.isfinite(matrix).all())
-        raise DamagedStateError(f"{name} in the {what} has values that are not finite")
-    return torch.from_numpy(flat)

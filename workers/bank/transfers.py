@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,9 @@ class Transfers(Protocol):
 
     is_concurrent: bool
     """Whether copies run concurrently with the computation, so that it pays to begin one early."""
+
+    def host_zeros(self, num_values: int) -> Tensor:
+        """Return zeros (P,), fp32, in the host memory from which `to_device` copies fastest. Any thread may call it."""
 
     def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         """Copy vectors to host memory, dtypes unchanged; return the copies, and the transfer that fills them.
@@ -58,6 +62,10 @@ class DirectTransfers:
     """Implements `Transfers`: every copy is done when its call returns. Implements `Transfer` too."""
 
     is_concurrent = False
+
+    def host_zeros(self, num_values: int) -> Tensor:
+        """See `Transfers`."""
+        return host_zeros(num_values)
 
     def wait_on_host(self) -> None:
         """Return at once: the copies are done."""
@@ -120,8 +128,19 @@ class CudaTransfers:
     is_concurrent = True
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._pinned = PinnedBuffers()
+
+    def host_zeros(self, num_values: int) -> Tensor:
+        """See `Transfers`; if no more memory can be pinned, in other memory."""
+        try:
+            with torch.cuda.device(self._device):  # each thread's own: the first GPU would get a context otherwise
+                pinned = self._pinned.take(torch.empty(num_values, device="meta"))
+        except MemoryError:
+            return host_zeros(num_values)
+        pinned.numpy().fill(0.0)
+        return pinned
 
     def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         """See `Transfers`."""
@@ -168,6 +187,11 @@ class CudaTransfers:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         if isinstance(filling, _CudaTransfer):
             stream.wait_event(filling.event_of(None))
+
+
+def host_zeros(num_values: int) -> Tensor:
+    """Return zeros (P,), fp32, in host memory, which takes none until it is written."""
+    return torch.from_numpy(np.zeros(num_values, np.float32))
 
 
 def write(target: Tensor, source: Tensor | None) -> None:

@@ -259,6 +259,12 @@ class Batch:
     """Adapters that the next batch is likely to need, most likely first. A hint: a worker whose device copies while it
     computes loads them during this batch. It changes no result."""
 
+    @property
+    def states(self) -> tuple[AdapterState | StateReference, ...]:
+        """The states that it brings."""
+        installed = tuple(install.state for install in self.installs if install.state is not None)
+        return installed + tuple(item.state for item in self.items if isinstance(item, LoadItem))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemResult:
@@ -318,6 +324,11 @@ class BatchResult:
     installs."""
     use: WorkerUse = NOTHING_USED
     """At the end of the batch."""
+
+    @property
+    def states(self) -> tuple[AdapterState, ...]:
+        """The states that were saved."""
+        return tuple(result.state for result in self.results if result.state is not None)
 
 
 LOGPROBS_TEMPERATURE_MIN = 1e-20
@@ -387,6 +398,12 @@ class SampleRequest:
     scales_logprobs: bool = True
     """Whether log-probabilities at sampled positions are of logits / temperature. False: at temperature 1, as they were
     promised to requests logged before there was a choice."""
+
+    @property
+    def states(self) -> tuple[AdapterState, ...]:
+        """The state that it brings."""
+        return () if self.version.state is None else (self.version.state,)
+
     stream: bool = False
     """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
     removals: tuple[str, ...] = ()

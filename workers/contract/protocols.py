@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from workers.contract.messages import Batch, BatchResult, ModelInfo, SampleEvent, SampleRequest, WorkerInfo
 
@@ -35,8 +35,15 @@ class Owner:
     """Higher than those of all coordinators before it; batches and installs carry it."""
 
 
+Arriving = TypeVar("Arriving", Batch, SampleRequest)
+"""What brings states to a worker."""
+
+
 class Engine(Protocol):
-    """One warm base model. One thread only. A tenant's error is no exception but an `ItemResult.error`."""
+    """One warm base model. One thread only, but for `read_ahead`.
+
+    A tenant's error is no exception but an `ItemResult.error`.
+    """
 
     @property
     def info(self) -> ModelInfo:
@@ -44,6 +51,13 @@ class Engine(Protocol):
 
     def begin(self, epoch: int, incarnation: str) -> None:
         """Serve the next coordinator, as a new incarnation: drop everything of the last one, samples too."""
+
+    def read_ahead(self, message: Arriving) -> Arriving:
+        """Return a batch or sample request that takes the engine's thread less time, because its states are read.
+
+        Any thread may call this, while the engine's thread does other work. A state that cannot be read now stays as it
+        is: whoever needs it says why.
+        """
 
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch to its end and return one result per item."""

@@ -164,14 +164,7 @@ async def _pieces(moved: Moved, call: Call) -> AsyncIterator[bytes]:
 
 
 def _states(message: Batch | BatchResult | SampleRequest) -> Iterator[AdapterState]:
-    if isinstance(message, Batch):
-        found = [install.state for install in message.installs]
-        found += [item.state for item in message.items if isinstance(item, LoadItem)]
-    elif isinstance(message, BatchResult):
-        found = [result.state for result in message.results]
-    else:
-        found = [message.version.state]
-    return (state for state in found if isinstance(state, AdapterState))
+    return (state for state in message.states if isinstance(state, AdapterState))
 
 
 def _contents(state: AdapterState) -> list[Content]:

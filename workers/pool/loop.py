@@ -6,8 +6,9 @@ Main invariant: while there are both batches and samples, decoding gets its shar
 batch of t seconds owes it t * share / (1 - share), and at least one step runs between two batches. So neither starves,
 and between two tokens of a sequence lie at most one batch and one decode step, however many batches are queued. A step
 that took longer than was owed shortens the next turn of decoding; decoding gets more than its share only if one step is
-longer than whole batches owe. Requests are handed to the engine in the order of the calls. An engine that raises has
-failed: everything that was handed over fails with WorkerLost.
+longer than whole batches owe. Requests are handed to the engine in the order of the calls, and so are batches. Large
+states that they bring are read by another thread first, while the engine goes on with other work. An engine that raises
+has failed: everything that was handed over fails with WorkerLost.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Protocol, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, cast
 
+from workers.contract.contents import LARGE_BYTES
 from workers.contract.failpoints import failpoint
 from workers.contract.logs import about
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest
-from workers.contract.protocols import Engine, EngineFactory, WorkerLost
+from workers.contract.protocols import Arriving, Engine, EngineFactory, WorkerLost
 from workers.contract.settings import EngineSettings
 from workers.pool.environment import worker_of
 
@@ -39,7 +41,7 @@ class EventSink(Protocol):
 
 
 class EngineLoop:
-    """Owns an engine's thread, from construction to `stop`."""
+    """Owns an engine's thread, from construction to `stop`, and one that reads large states for it."""
 
     def __init__(
         self,
@@ -58,8 +60,11 @@ class EngineLoop:
         self._events = events
         self._clock = clock
         self._changed = threading.Condition()
-        self._batches: deque[tuple[Batch, Future[BatchResult]]] = deque()
-        self._controls: deque[Callable[[Engine], None]] = deque()
+        self._batches: deque[tuple[Future[Batch], Future[BatchResult]]] = deque()
+        """Each as soon as its states have been read, and its result."""
+        self._controls: deque[tuple[Future[Any] | None, Callable[[Engine], None]]] = deque()
+        """Each with what it waits for, if with anything."""
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"states-{incarnation}")
         self._is_stopping = False
         self._owed_s = 0.0
         """Seconds that decoding gets before the next batch; below 0: its last step took that much too long."""
@@ -71,11 +76,12 @@ class EngineLoop:
     def submit(self, batch: Batch) -> Future[BatchResult]:
         """Queue a batch. The future raises WorkerLost if the loop ends first."""
         future: Future[BatchResult] = Future()
+        arriving = self._arriving(batch)
         with self._changed:
             if self._is_stopping:
                 future.set_exception(self._why_ended())
             else:
-                self._batches.append((batch, future))
+                self._batches.append((arriving, future))
                 self._changed.notify()
         return future
 
@@ -89,7 +95,8 @@ class EngineLoop:
 
     def start_sample(self, request: SampleRequest) -> None:
         """Hand over a sample request, which joins at the next decode step. Raises WorkerLost."""
-        self._control(lambda engine: engine.start_sample(request))
+        arriving = self._arriving(request)
+        self._control(lambda engine: engine.start_sample(arriving.result()), awaits=arriving)
 
     def cancel_sample(self, op_id: str) -> None:
         """Stop a sample request at the next decode step. Raises WorkerLost."""
@@ -122,11 +129,28 @@ class EngineLoop:
         self._owed_s = 0.0
         engine.begin(epoch, incarnation)
 
-    def _control(self, control: Callable[[Engine], None]) -> None:
+    def _control(self, control: Callable[[Engine], None], awaits: Future[Any] | None = None) -> None:
         with self._changed:
             if self._is_stopping:
                 raise self._why_ended()
-            self._controls.append(control)
+            self._controls.append((awaits, control))
+            self._changed.notify()
+
+    def _arriving(self, message: Arriving) -> Future[Arriving]:
+        """Return a message as it goes to the engine: large states that it brings are read first."""
+        if any(state.num_bytes > LARGE_BYTES for state in message.states):
+            reading = self._reader.submit(self._read_ahead, message)
+            reading.add_done_callback(self._notify)
+            return reading
+        at_hand: Future[Arriving] = Future()
+        at_hand.set_result(message)
+        return at_hand
+
+    def _read_ahead(self, message: Arriving) -> Arriving:
+        return self.ready.result().read_ahead(message)
+
+    def _notify(self, _: Future[Any]) -> None:
+        with self._changed:
             self._changed.notify()
 
     def _run(self) -> None:
@@ -150,16 +174,18 @@ class EngineLoop:
     def _turn(self, engine: Engine) -> bool:
         """Take the requests handed over, run one batch, then the decode steps owed for it. Return False to stop."""
         with self._changed:
-            while not (self._is_stopping or self._batches or self._controls or engine.can_decode()):
+            while not (
+                self._is_stopping or _is_ready(self._batches) or _is_ready(self._controls) or engine.can_decode()
+            ):
                 self._changed.wait()
             if self._is_stopping:
                 return False
-            entry = self._batches.popleft() if self._batches else None
+            entry = self._batches.popleft() if _is_ready(self._batches) else None
         self._take_controls(engine)
         if entry is not None:
             started = self._clock()
             self._run_batch(engine, *entry)
-            share = entry[0].decode_share
+            share = entry[0].result().decode_share
             self._owed_s += (self._clock() - started) * share / (1.0 - share)
             self._take_controls(engine)  # requests and cancellations during the batch count at the first step after it
         self._decode(engine)
@@ -180,18 +206,19 @@ class EngineLoop:
         self._owed_s = 0.0  # time without samples is not saved up
 
     def _take_controls(self, engine: Engine) -> None:
+        controls = []
         with self._changed:
-            controls = list(self._controls)
-            self._controls.clear()
+            while _is_ready(self._controls):
+                controls.append(self._controls.popleft()[1])
         for control in controls:
             control(engine)
 
-    def _run_batch(self, engine: Engine, batch: Batch, future: Future[BatchResult]) -> None:
+    def _run_batch(self, engine: Engine, arriving: Future[Batch], future: Future[BatchResult]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
             failpoint("worker.received")
-            result = engine.run(batch)
+            result = engine.run(arriving.result())
             failpoint("worker.applied")
         except BaseException as error:
             reason = f"the engine failed: {_summary(error)}"
@@ -217,6 +244,11 @@ class EngineLoop:
         for _, future in queued:
             if future.set_running_or_notify_cancel():
                 future.set_exception(WorkerLost(reason))
+
+
+def _is_ready(queue: Sequence[tuple[Future[Any] | None, Any]]) -> bool:
+    """Return whether there is a first entry, and what it waits for is done."""
+    return bool(queue) and ((awaited := queue[0][0]) is None or awaited.done())
 
 
 def _summary(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.numerics.harness import Driver, assemble_again, make_data, make_spec
 from tests.support.numerics.late_transfers import LateTransfers
-from workers.bank import state_files
+from workers.bank import arriving, state_files
 from workers.bank.bank import Bank
 from workers.bank.transfers import Transfers
 from workers.contract.contents import Content, whole
@@ -54,3 +54,27 @@ def test_states_that_are_read_later_are_those_of_their_saves(
     found = saved(qwen3, num_slots, LateTransfers() if is_late else None)
     assert not any(isinstance(each, bytes) for state in found for each in state)
     assert [[each and whole(each) for each in state] for state in found] == expected
+
+
+def continued(model: Path, state: AdapterState, *, is_ahead: bool) -> list[Content | None]:
+    """Return the state after two steps on an installed one, the second behind a load of it."""
+    driver = Driver(model)
+    run, read_ahead = driver.engine.run, driver.engine.read_ahead
+    if is_ahead:
+        driver.engine.run = lambda batch: run(read_ahead(batch))  # type: ignore[method-assign] # as the loop does
+    driver.install(SPECS[2], state=state)
+    driver.train(driver.step("padded"), driver.load("padded", state), driver.backward("padded", DATA))
+    driver.train(driver.step("padded"))
+    return contents(driver.state("padded"))
+
+
+def test_states_read_ahead_go_on_with_the_bits_of_those_that_the_engine_reads(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(qwen3)
+    driver.install(SPECS[2])
+    driver.train(driver.backward("padded", DATA), driver.step("padded"), driver.backward("padded", DATA))
+    state = driver.snapshot("padded")
+    expected = continued(qwen3, state, is_ahead=False)
+    monkeypatch.setattr(arriving, "LARGE_BYTES", 0)
+    assert continued(qwen3, state, is_ahead=True) == expected

@@ -74,7 +74,19 @@ OPERATIONS: dict[str, Callable[[Bank, str, Random], object]] = {
     "replace": lambda bank, key, random: bank.replace(key, values(bank, key, random)),
 }
 """All by which a row may get values."""
-OTHERS = {"clear", "entry", "fits", "growth_bytes", "host_copy", "layout", "limit", "pin", "remove", "unpin"}
+OTHERS = {
+    "clear",
+    "entry",
+    "fits",
+    "growth_bytes",
+    "host_copy",
+    "host_zeros",
+    "layout",
+    "limit",
+    "pin",
+    "remove",
+    "unpin",
+}
 """Methods of the bank by which none does, or which `add_again` calls."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from workers.bank.transfers import Transfer, write
+from workers.bank.transfers import Transfer, host_zeros, write
 
 
 @dataclass
@@ -22,6 +22,9 @@ class LateTransfers:
     num_waits: int = 0
     _down: list[Callable[[], None]] = field(default_factory=list)
     _up: list[Callable[[], None]] = field(default_factory=list)
+
+    def host_zeros(self, num_values: int) -> Tensor:
+        return host_zeros(num_values)
 
     def to_host(self, vectors: Sequence[Tensor], filling: Transfer | None = None) -> tuple[list[Tensor], Transfer]:
         copies = [torch.full_like(vector, float("nan")) for vector in vectors]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -207,3 +209,55 @@ def test_the_directions_run_side_by_side_and_a_row_is_filled_one_vector_behind(
         ("down", "copy"),
     ]
     assert [vector.tolist() for vector in row] == [copies[1].tolist(), [0.0] * 8, vector(8).tolist()]
+
+
+def test_zeros_for_the_device_are_pinned_on_its_own_gpu_and_others_if_no_more_can_be(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = list[object]()
+
+    @contextmanager
+    def device(chosen: object) -> Iterator[None]:
+        entered.append(chosen)
+        yield
+
+    monkeypatch.setattr("torch.cuda.Stream", lambda _: None)
+    monkeypatch.setattr("torch.cuda.device", device)
+    transfers = CudaTransfers(torch.device("cuda:1"))
+    used = transfers.host_zeros(64)
+    used.fill_(7.0)
+    del used
+    gc.collect()
+    again = transfers.host_zeros(64)
+    assert (again.tolist(), len(cuda.pinned)) == ([0.0] * 64, 1)
+    assert set(map(str, entered)) == {"cuda:1"}
+    cuda.most = 0
+    monkeypatch.setattr("workers.bank.pinned._forget_error", lambda: None)
+    other = transfers.host_zeros(64)
+    assert (other.dtype, other.tolist()) == (torch.float32, [0.0] * 64)
+    assert other.data_ptr() not in cuda.pinned
+
+
+@dataclass
+class Asked:
+    """A transfer that is done, and takes a while to say so."""
+
+    @property
+    def is_done(self) -> bool:
+        time.sleep(0.001)
+        return True
+
+    def wait_on_host(self) -> None:
+        return
+
+
+def test_threads_that_take_memory_at_once_get_different_buffers(cuda: FakeCuda) -> None:
+    buffers = PinnedBuffers()
+    taken = [buffers.take(vector(64)) for _ in range(8)]
+    for each in taken:
+        buffers.note(each, Asked())
+    del taken, each
+    gc.collect()
+    with ThreadPoolExecutor(8) as threads:
+        again = list(threads.map(lambda _: buffers.take(vector(64)), range(8)))
+    assert {each.data_ptr() for each in again} == cuda.pinned.keys()

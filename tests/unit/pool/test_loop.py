@@ -12,22 +12,28 @@ from queue import SimpleQueue
 import pytest
 
 from tests.support.batches import batch, request
-from tests.support.toy_engine import KILL_TOKEN, ToyEngine
+from tests.support.toy_engine import KILL_TOKEN, ToyAdapter, ToyEngine, fresh_chain, toy_state
+from tests.support.waiting import wait_until
+from workers.contract.contents import LARGE_BYTES
 from workers.contract.messages import (
     Batch,
     BatchResult,
     SampleEvent,
     SampleResult,
+    SamplerVersion,
     TokenEvent,
 )
-from workers.contract.protocols import WorkerLost
+from workers.contract.protocols import Arriving, WorkerLost
 from workers.pool.loop import EngineLoop
 
 TIMEOUT_S = 20.0
+SPEC = batch(0).installs[0].spec
+STATE = toy_state(ToyAdapter(SPEC, fresh_chain(SPEC)))
+LARGE_STATE = replace(STATE, gradient=bytes(LARGE_BYTES + 1))
 
 
 class RecordingEngine(ToyEngine):
-    """Records its batches and steps. While `gate` is cleared, batches wait.
+    """Records its batches and steps. While `gate` is cleared, batches wait; while `may_read` is, states are not read.
 
     By default a batch takes 4 s of the engine's own time, a step 1 s.
     """
@@ -45,6 +51,14 @@ class RecordingEngine(ToyEngine):
         """Set when a batch begins."""
         self.gate = threading.Event()
         self.gate.set()
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read_ahead(self, message: Arriving) -> Arriving:
+        assert threading.get_ident() != self.thread
+        self.may_read.wait(TIMEOUT_S)
+        self.calls.append("read")
+        return message
 
     def run(self, batch: Batch) -> BatchResult:
         self.has_begun.set()
@@ -168,6 +182,62 @@ def test_requests_and_cancellations_during_a_batch_count_at_the_first_step_after
     assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"]
     assert {event.op_id for event in running.events[before:] if isinstance(event, SampleResult)} == {"old", "new"}
     assert not [event for event in running.events[before:] if isinstance(event, TokenEvent) and event.op_id == "old"]
+
+
+def bringing_a_large_state(cycle_id: int) -> Batch:
+    """Return a batch like `batch`, whose adapter has a state that is larger than the engine's thread reads."""
+    plain = batch(cycle_id)
+    install = replace(plain.installs[0], state=LARGE_STATE)
+    return replace(plain, installs=(install,))
+
+
+def test_while_a_large_state_is_read_decoding_goes_on_and_later_batches_wait() -> None:
+    running = Running()
+    running.engine.may_read.clear()
+    running.loop.start_sample(request("s", max_tokens=10**9))
+    first, second = running.loop.submit(bringing_a_large_state(0)), running.loop.submit(batch(1))
+    num_events = len(running.events)
+    wait_until(lambda: len(running.events) > num_events + 10)
+    assert set(running.engine.calls) == {"decode"}
+    running.engine.may_read.set()
+    assert first.result(TIMEOUT_S).cycle_id == 0
+    assert second.result(TIMEOUT_S).cycle_id == 1
+    running.loop.stop()
+    assert [call for call in running.engine.calls if call != "decode"] == ["read", "batch 0", "batch 1"]
+
+
+def test_a_batch_without_a_large_state_is_not_handed_to_another_thread() -> None:
+    running = Running()
+    small = replace(batch(0).installs[0], state=STATE)
+    running.loop.submit(replace(batch(0), installs=(small,))).result(TIMEOUT_S)
+    running.loop.stop()
+    assert running.engine.calls == ["batch 0"]
+
+
+def test_a_sample_whose_state_is_read_is_cancelled_by_a_call_that_comes_meanwhile() -> None:
+    """The engine ignores ids that it does not know, so the cancellation must not overtake the sample."""
+    running = Running()
+    running.engine.may_read.clear()
+    asked = replace(request("s", max_tokens=10**9), version=SamplerVersion(key="v", spec=SPEC, state=LARGE_STATE))
+    running.loop.start_sample(asked)
+    running.loop.cancel_sample("s")
+    assert running.loop.submit(batch(0)).result(TIMEOUT_S).cycle_id == 0, "batches do not wait for samples"
+    running.engine.may_read.set()
+    assert running.has_result.wait(TIMEOUT_S)
+    running.loop.stop()
+
+
+def test_a_batch_whose_states_are_read_is_lost_with_its_coordinator() -> None:
+    running = Running()
+    running.engine.may_read.clear()
+    reading = running.loop.submit(bringing_a_large_state(0))
+    running.loop.begin(7, "toy-2", SimpleQueue())
+    with pytest.raises(WorkerLost, match="another coordinator has taken over"):
+        reading.result(TIMEOUT_S)
+    running.engine.may_read.set()
+    assert running.loop.submit(replace(batch(3), epoch=7)).result(TIMEOUT_S).incarnation == "toy-2"
+    running.loop.stop()
+    assert "batch 0" not in running.engine.calls
 
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
