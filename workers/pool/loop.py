@@ -139,9 +139,11 @@ class EngineLoop:
     def _arriving(self, message: Arriving) -> Future[Arriving]:
         """Return a message as it goes to the engine: large states that it brings are read first."""
         if any(state.num_bytes > LARGE_BYTES for state in message.states):
-            reading = self._reader.submit(self._read_ahead, message)
-            reading.add_done_callback(self._notify)
-            return reading
+            with self._changed:
+                if not self._is_stopping:  # or the call fails anyway
+                    reading = self._reader.submit(self._read_ahead, message)
+                    reading.add_done_callback(self._notify)
+                    return reading
         at_hand: Future[Arriving] = Future()
         at_hand.set_result(message)
         return at_hand
@@ -233,6 +235,7 @@ class EngineLoop:
             return
         with self._changed:
             self._is_stopping = True
+        self._reader.shutdown(wait=False)
         self._fail_queued(reason)
         self.ended.set_exception(WorkerLost(reason))
         self._events.put(None)

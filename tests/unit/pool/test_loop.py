@@ -206,6 +206,13 @@ def test_while_a_large_state_is_read_decoding_goes_on_and_later_batches_wait() -
     assert [call for call in running.engine.calls if call != "decode"] == ["read", "batch 0", "batch 1"]
 
 
+def test_a_large_state_for_a_loop_that_has_ended_is_lost_as_any_batch_is() -> None:
+    running = Running()
+    running.loop.stop()
+    with pytest.raises(WorkerLost, match="the engine was stopped"):
+        running.loop.submit(bringing_a_large_state(0)).result(TIMEOUT_S)
+
+
 def test_a_batch_without_a_large_state_is_not_handed_to_another_thread() -> None:
     running = Running()
     small = replace(batch(0).installs[0], state=STATE)
