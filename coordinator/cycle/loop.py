@@ -206,3 +206,4 @@ class CycleLoop:
         await self._take_snapshots(due)
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
+        await self._snapshots.until_removed()

@@ -37,6 +37,7 @@ from workers.contract.messages import (
 from workers.engine import TrainingEngine
 from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
+from workers.sampling.attention import pages
 from workers.sampling.sampler import SamplerLimits
 from workers.training import pass_graphs
 from workers.training.device_logits import DeviceLoss
@@ -48,6 +49,7 @@ NUM_SEQS, NUM_LONG_SEQS = 32, 8
 """Sequences of a decode step, and of one with long prompts, whose keys and values must fit."""
 NUM_ADAPTERS = 8
 TOP_P = 0.95
+OURS = ", attention by our kernel"
 LOSS_ROWS = 512
 FEW_LAYERS, MORE_LAYERS = 2, 4
 """The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
@@ -291,13 +293,23 @@ def no_layers() -> Iterator[None]:
 
 
 def decoding(
-    model: str, num_seqs: int, num_adapters: int, prompt_tokens: int = PROMPT_TOKENS, top_p: float = 1.0
+    model: str,
+    num_seqs: int,
+    num_adapters: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+    top_p: float = 1.0,
+    *,
+    attention: str = "",
 ) -> list[Row]:
-    """Count a decode step in which all sequences continue, as in the step before it."""
+    """Count a decode step in which all sequences continue, as in the step before it.
+
+    `attention` `OURS`: as with torch before 2.12, whose own takes no tables of pages.
+    """
     # All prompts in one step: they are not what is counted.
     limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
     with (
         patch.object(workers.engine, "SamplerLimits", limits),
+        patch.object(pages, "takes_tables", (lambda: False) if attention == OURS else pages.takes_tables),
         engine_of(model) as (engine, counting),
         keys_max(prompt_tokens),
     ):
@@ -311,7 +323,7 @@ def decoding(
         assert len(drawn) == num_seqs, f"{len(drawn)} of {num_seqs} sequences drew a token"
     adapters = f"{num_adapters} adapters" if num_adapters else "no adapter"
     nucleus = "" if top_p == 1 else f", top-p {top_p:g}"
-    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens{nucleus}", counts)]
+    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens{nucleus}{attention}", counts)]
 
 
 def prefill(model: str, num_seqs: int) -> list[Row]:
@@ -354,6 +366,7 @@ def counted(model: str) -> Iterator[list[Row]]:
     yield with_layers(decoding, model, NUM_SEQS, NUM_ADAPTERS)
     yield decoding(model, NUM_SEQS, NUM_ADAPTERS, PROMPT_TOKENS, TOP_P)
     yield with_layers(decoding, model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
+    yield decoding(model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS, attention=OURS)
     yield with_layers(prefill, model, NUM_SEQS)
 
 
@@ -363,6 +376,7 @@ def counted_quickly() -> Iterator[list[Row]]:
     yield training_rows(model, Case(2, 1, 16))
     yield loss(model)
     yield decoding(model, 2, 1)
+    yield decoding(model, 2, 1, attention=OURS)
     yield prefill(model, 2)
     for other in ("tiny-hybrid", "tiny-mixture"):
         yield passes(other, Case(2, 1, 16))
