@@ -200,6 +200,7 @@ class SlowToUnpack:
     def __init__(self, op_id: str, seconds: float) -> None:
         self._parts = (op_id, seconds)
         self.version = SamplerVersion(key="")
+        self.states = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack_slowly, self._parts
