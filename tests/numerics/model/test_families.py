@@ -245,6 +245,16 @@ def test_the_estimate_of_a_pass_of_a_family_is_not_below_its_peak(family: Path) 
         assert allocations.peak_bytes <= PassMemory(driver.engine.base_model).peak_bytes(load, backward=backward)
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["olmo2", *(pytest.param(name, marks=pytest.mark.long) for name in SPECIAL if name != "olmo2")],
+    indirect=True,
+)
+def test_a_family_loads_in_bf16(family: Path) -> None:
+    """OLMo's rotary positions stay in fp32."""
+    assert load_base_model(EngineSettings(model_path=str(family), dtype="bfloat16")).dtype == torch.bfloat16
+
+
 def test_scaled_logits_of_a_model_in_bf16_are_scaled_in_training_too(directories: dict[str, Path]) -> None:
     """Its losses are another code's: they are computed on the device, and read at the end of a pass."""
     directory = write_random_model(directories[""] / "cohere in bf16", config_of("cohere"))
