@@ -222,11 +222,12 @@ def test_samples_of_a_family_have_the_same_bits_solo_and_co_batched_and_the_trai
     s.driver.install(make_spec("untrained"))
     for one, result in zip(wanted, together, strict=True):
         assert result.prompt_logprobs is not None
+        tolerance = 3e-5 if one.version.key else 1e-5
         for sequence in result.sequences:
             datum = next_tokens(np.concatenate([one.prompt, sequence.tokens]))
             (forward,) = s.driver.train(s.driver.forward(one.version.key.removesuffix("/v") or "untrained", [datum]))
             reported = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
-            np.testing.assert_allclose(reported, forward.logprobs[0], rtol=0, atol=3e-5)
+            np.testing.assert_allclose(reported, forward.logprobs[0], rtol=0, atol=tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
