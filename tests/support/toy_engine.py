@@ -157,8 +157,8 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
-    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max`, `bank_bytes_max` and
-    `costs` are only reported: no request is refused.
+    `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max`, `bank_bytes_max`,
+    `costs` and `modules` are only reported: no request is refused.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class ToyEngine:
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
         fingerprint: str = FINGERPRINT,
+        modules: Sequence[AdaptedModule] | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
@@ -191,6 +192,8 @@ class ToyEngine:
         )
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)
+        if modules is not None:
+            self._info = replace(self._info, modules=tuple(modules))
         self._epoch = 0
         self._broken: dict[str, ItemError] = {}
         self._seconds_per_batch = seconds_per_batch

@@ -88,7 +88,7 @@ class _MergePlan:
         self._base = base
         self._config = read_config(base)
         self._tensors = read_tensors(base)
-        self._model = load_without_weights(base)
+        self._model = load_without_weights(base, torch.float32)
         self.adapter = adapter = ExportedAdapter(adapter_directory, self._model)
         self.unembedding, self._embedding, is_tied = _embeddings(self._model)
         self._unties = is_tied and self.unembedding in adapter.modules

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from workers.model.families import alternatives
 from workers.model.pretrained import UnsupportedModelError
 
 ATTENTION_NAME = "tinkerpool"
@@ -117,7 +118,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend in one layer, as transformers calls it: (1, heads, T, head_dim) each -> (1, T, heads, head_dim)."""
-    assert attention_mask is None, "transformers made a mask although it was told not to"
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"the model's code makes masks of its own, in {type(module).__name__}; supported is causal attention, with "
+            f"and without a sliding window; {alternatives()}"
+        )
     sinks = getattr(module, "sinks", None)
     if kwargs.get("softcap") or kwargs.get("s_aux") is not sinks or not getattr(module, "is_causal", True):
         raise UnsupportedModelError("soft-capped or non-causal attention, and sinks of another form, are not supported")

@@ -38,6 +38,8 @@ from workers.host.uploads import on_device
 
 ROWS_MULTIPLE = 4
 """Rows of an expert are padded to a multiple of this, so that elementwise kernels work on whole vectors."""
+ALIGNED_BYTES = 16
+"""The products of `grouped_mm` take rows of weights and activations of a multiple of this."""
 Ints = NDArray[np.int64]
 
 

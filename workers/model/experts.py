@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from workers.contract.adapted_modules import JoinedRows
 from workers.model.clamped_gate import gate_of
 from workers.model.expert_groups import GroupedDispatch, GroupedSegments
 from workers.model.expert_products import (
+    ALIGNED_BYTES,
     AdaptersOfPass,
     Dispatch,
     Dispatching,
@@ -268,18 +270,35 @@ def _check_experts(name: str, theirs: Any) -> None:
             f"the experts of {name} have {', '.join(sorted(found))}; supported are experts of transformers' interface "
             f"with a gate, without norms; {alternatives()}"
         )
+    weight = theirs.down_proj
+    multiple = ALIGNED_BYTES // weight.element_size()
+    widths = dict(
+        zip(("inner", "hidden") if theirs.is_transposed else ("hidden", "inner"), weight.shape[1:], strict=True)
+    )
+    for width, size in widths.items():
+        if size % multiple:
+            raise UnsupportedModelError(
+                f"the {width} size of {name} is {size}; products of experts in "
+                f"{str(weight.dtype).removeprefix('torch.')} take multiples of {multiple} ({ALIGNED_BYTES} bytes); "
+                f"{alternatives()}"
+            )
 
 
 def _check_block(name: str, model: nn.Module) -> None:
     """Raise UnsupportedModelError for a layer of experts of another form."""
     block = model.get_submodule(name)
     children = {child for child, _ in block.named_children()}
-    router = getattr(block, _router_of(block), None)
+    router: Any = getattr(block, _router_of(block), None)
     weights = set() if router is None else {parameter for parameter, _ in router.named_parameters()}
     if not children <= _CHILDREN or weights - {"bias"} != {"weight"} or not hasattr(router, "top_k"):
         raise UnsupportedModelError(
             f"{name} has {', '.join(sorted(children))}; supported are experts behind one linear router, with "
             f"and without a shared expert; {alternatives()}"
+        )
+    if len(inputs := signature(router.forward).parameters) != 1:
+        raise UnsupportedModelError(
+            f"the router of {name} takes {', '.join(inputs)}; supported are routers that take hidden states alone; "
+            f"{alternatives()}"
         )
 
 

@@ -126,13 +126,13 @@ NAME = "apply_rotary_pos_emb"
 
 def _rotated(x: Tensor, cos: Tensor, sin_first: Tensor, sin_second: Tensor) -> Tensor:
     """Return x cos + (-x2 sin1, x1 sin2), with x1 and x2 the halves of x (1, H, T, E), cos (1, 1, T, E), and sin1 and
-    sin2 the halves of the sines (1, 1, T, E / 2)."""
+    sin2 the halves of the sines (1, 1, T, E / 2), which may be in fp32 beside an x in bf16. In the dtype of x."""
     y = x * cos
     first, second = x.chunk(2, -1)
     y_first, y_second = y.chunk(2, -1)  # one call for two views: with few rows the calls take the time
     y_first.addcmul_(second, sin_first, value=-1)
     y_second.addcmul_(first, sin_second)
-    return y
+    return y.to(x.dtype)
 
 
 class _RotaryFunction(torch.autograd.Function):
@@ -151,7 +151,7 @@ class _RotaryFunction(torch.autograd.Function):
         dx_first, dx_second = dx.chunk(2, -1)
         dx_second.addcmul_(first, sin_first, value=-1)
         dx_first.addcmul_(second, sin_second)
-        return dx, None, None, None
+        return dx.to(dy.dtype), None, None, None
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

@@ -74,12 +74,12 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
-def load_without_weights(directory: Path) -> Any:
-    """Return transformers' model on the meta device, as its config is: shapes alone. Raises UnsupportedModelError."""
+def load_without_weights(directory: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model on the meta device in this dtype: shapes alone. Raises UnsupportedModelError."""
     config = _load_config(directory)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         raise UnsupportedModelError(
             f"transformers has no causal language model for the family {config.model_type} ({_first_line(error)}); "
@@ -178,6 +178,7 @@ def _check_config(config: Any) -> None:
         "final_logit_softcapping": "soft-capping of the output logits",
         "clip_qkv": "clamped queries, keys and values",
         "use_bidirectional_attention": "bidirectional attention",
+        "keep_window_size": "attention that hides tokens by their values",
         "vision_config": "a vision tower",
         "audio_config": "an audio tower",
     }

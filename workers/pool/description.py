@@ -76,13 +76,13 @@ def _family(config: Path) -> str:
 
 def _facts(directory: Path, settings: EngineSettings) -> ModelFacts:
     """Return the facts of a model. Raises UnsupportedModelError."""
-    model = load_without_weights(directory)
+    dtype, device = dtype_of(settings), torch.device(settings.device)
+    model = load_without_weights(directory, dtype)
     config = model.config
     num_params = sum(parameter.numel() for parameter in model.parameters())
     layers = replace_products(model, CurrentPass())
     modules = adapted_modules(model, layers)
     decoder_layers(model, int(config.num_hidden_layers))
-    dtype, device = dtype_of(settings), torch.device(settings.device)
     model_bytes = _model_bytes(num_params, layers.linears, dtype, device)
     free_bytes = MemoryShare(device, settings.memory_share).free_bytes()
     return ModelFacts(

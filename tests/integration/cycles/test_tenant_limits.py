@@ -1,19 +1,29 @@
 """Limits of tenants through the use cases of a running pool: they hold at once, and say what frees or raises them."""
 
 import asyncio
-from collections.abc import Awaitable
+import itertools
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.base.errors import Code, Quota, ServiceError
+from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import LENGTHS, FakeTime, ToyPool, refusal, running_pool
 from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
+from workers.contract.adapted_modules import AdaptedModule
 
 RESERVED = 4 * 3 * 8 * 6
 """Bytes that a save of the toy's rank 8 reserves: weights and two moments."""
 PATHS = ("weights/a", "sampler_weights/b", "weights/c")
+
+
+def linears_of_experts(name: str) -> Iterator[AdaptedModule]:
+    """Yield the linears of a layer's 128 experts, hidden size 2048, inner size 768."""
+    for leaf in ("w1", "w3"):
+        yield AdaptedModule(name=f"{name}.{leaf}", kind="mlp", d_in=2048, d_out=768, num_Bs=128)
+    yield AdaptedModule(name=f"{name}.w2", kind="mlp", d_in=768, d_out=2048, num_As=128)
 
 
 async def set_limits(pool: ToyPool, tenant: str, **limits: object) -> None:
@@ -65,6 +75,22 @@ async def test_an_adapter_larger_than_any_workers_memory_is_refused_at_its_creat
         error = await refusal(pool.adapter(rank=16, train_mlp=False))
         assert "take a rank of at most 8, or ask" in error.message
         await pool.adapter(rank=16, train_mlp=False, train_attn=False)
+
+
+async def test_an_adapter_of_experts_that_is_too_large_is_refused_at_its_creation_with_the_rank_that_fits(
+    tmp_path: Path,
+) -> None:
+    """With the experts of Qwen3-30B-A3B, whose adapter of rank 32 takes 7.4 GB, each expert's factors among them."""
+    names = (f"model.layers.{layer}.mlp.experts" for layer in range(48))
+    modules = [*toy_model_info().modules, *itertools.chain.from_iterable(map(linears_of_experts, names))]
+    values = {"host_bytes_max": 4_000_000_000, "modules": modules}
+    async with running_pool(tmp_path, engine_values=[values]) as pool:
+        error = await refusal(pool.adapter(rank=32))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "ADAPTER_TOO_LARGE")
+        assert "an adapter of rank 32 of these modules of toy takes 7,399 MB in a worker" in error.message
+        assert "take a rank of at most 16 or train_mlp=False, or ask" in error.message
+        await pool.adapter(rank=16)
+        await pool.adapter(rank=32, train_mlp=False)
 
 
 async def test_an_adapter_that_fits_no_bank_of_a_gpu_is_refused_at_its_creation(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Functions of the Tinker cookbook that need a pool, as the cookbook has them, in a process of their own."""
+"""Functions of the Tinker cookbook, as the cookbook has them: those that need a pool in a process of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -12,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import safetensors.numpy
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tinkerpool
-from tests.support.mini_model import build_mini_model, build_mini_vision_model
+from tests.support.mini_model import HYBRID, build_mini_model, build_mini_vision_model, write_random_model
+from tests.support.numerics.by_peft import logprobs
+from tests.support.numerics.exports import DATA, checkpoint_files, train
 from tests.support.served_pool import ServedPool, shipped_pool
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[2] / "support" / "doors" / "cookbook_weights.py"
 COOKBOOK = Path(sys.prefix) / "beside" / "tinker_cookbook-0.6.1"
+NOT_INSTALLED = "tinker_cookbook 0.6.1 is not installed beside the environment; `make test` does that"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Iterator[ServedPool]:
     if not COOKBOOK.is_dir():
-        pytest.skip("tinker_cookbook 0.6.1 is not installed beside the environment; `make test` does that")
+        pytest.skip(NOT_INSTALLED)
     with shipped_pool(tmp_path_factory.mktemp("pool"), models) as pool:
         yield pool
 
@@ -139,3 +146,60 @@ def test_the_cookbook_adds_a_trained_unembedding_to_the_shared_matrix_of_a_tied_
     assert np.allclose(merged, base + change, atol=1e-5)
     assert np.abs(change).max() > 0.01
     assert not np.allclose(report["merged"], report["forward"], atol=1e-2)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+@pytest.mark.parametrize(
+    ("family", "options", "is_right"),
+    [
+        ("olmoe", {}, True),
+        pytest.param("qwen3_moe", {}, True, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", {"mlp_only_layers": [1]}, False, marks=pytest.mark.long),
+        ("mixtral", {}, False),
+        pytest.param("qwen2_moe", {}, False, marks=pytest.mark.long),
+        pytest.param("qwen3_next", HYBRID, False, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe_text", HYBRID, False, marks=pytest.mark.long),
+        pytest.param("gpt_oss", {}, False, marks=pytest.mark.long),
+    ],
+)
+def test_of_some_mixtures_alone_peft_computes_what_the_cookbook_converts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any], is_right: bool
+) -> None:
+    """Of the others it leaves out factors: docs/export.md says of which, and what to do."""
+    if not COOKBOOK.is_dir():
+        pytest.skip(NOT_INSTALLED)
+    base = write_random_model(tmp_path / "base", type(AutoConfig.for_model(family))(**SHAPE | options))
+    driver, spec = train(base, train_unembed=False)
+    download = tmp_path / "download"
+    download.mkdir()
+    for name, content in checkpoint_files(driver, spec, for_tinker=True).items():
+        (download / name).write_bytes(content)
+    monkeypatch.syspath_prepend(COOKBOOK)
+    weights = importlib.import_module("tinker_cookbook.weights")
+    converted = tmp_path / "converted"
+    weights.build_lora_adapter(base_model=str(base), adapter_path=str(download), output_path=str(converted))
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), converted)
+    (result,) = driver.train(driver.forward("a", DATA))
+    with torch.no_grad():
+        in_peft = np.concatenate([own.numpy() for own in logprobs(model.eval(), DATA)])
+    difference = np.abs(in_peft - np.concatenate(result.logprobs)).max()
+    assert (difference < 3e-5) if is_right else (difference > 0.1)

@@ -71,7 +71,7 @@ def test_every_script_measures_all_of_its_tables_with_equal_rounds_for_each_side
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
         "hybrids": {"hybrids-hybrid"},
-        "experts": {"experts-layer-mixture", "experts-together-mixture"},
+        "experts": {"experts-layer-mixture", "experts-together-mixture", "experts-padding-mixture"},
         "co_batching": {"co_batching-mixed", "co_batching-scaling", "co_batching-new-tenants"},
         "swap": {"swap", "swap-registered"},
         "durability": {"durability"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -90,12 +91,66 @@ SMALL: dict[str, Any] = {
             transformers.Glm4MoeConfig(**SMALL, n_routed_experts=4, first_k_dense_replace=0),
             "experts, gate, shared_experts; supported are experts behind one linear router, .* take ",
         ),
+        (
+            transformers.MiniMaxM2Config(
+                **SMALL, num_local_experts=4, head_dim=16, bos_token_id=None, eos_token_id=None
+            ),
+            "takes hidden_states, e_score_correction_bias; supported are routers that take hidden states alone; take ",
+        ),
+        (
+            transformers.DogeConfig(**SMALL),
+            r"attention that hides tokens by their values \(keep_window_size in config.json\) are not supported; take ",
+        ),
     ],
-    ids=["llama4", "glm4_moe"],
+    ids=["llama4", "glm4_moe", "minimax_m2", "doge"],
 )
 def test_a_mixture_of_another_form_is_refused_with_what_it_has(tmp_path: Path, config: Any, reason: str) -> None:
-    write_random_model(tmp_path, config)
+    assert_refused(write_random_model(tmp_path, config), "float32", reason)
+
+
+def assert_refused(directory: Path, dtype: Any, reason: str) -> None:
+    """Check that a pool refuses a model when it loads it, and says so before."""
+    settings = EngineSettings(model_path=str(directory), dtype=dtype)
+    (problem,) = describe(settings).problems
+    assert re.search(reason, problem)
     with pytest.raises(UnsupportedModelError, match=reason):
+        load_base_model(settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "reason"),
+    [
+        (
+            transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=30),
+            "float32",
+            r"the inner size of .*\.experts is 30; .* in float32 take multiples of 4 \(16 bytes\); take ",
+        ),
+        (
+            transformers.MixtralConfig(**SMALL | {"intermediate_size": 28}, num_local_experts=4),
+            "bfloat16",
+            r"the inner size of .*\.experts is 28; .* in bfloat16 take multiples of 8 \(16 bytes\); take ",
+        ),
+        (
+            transformers.GptOssConfig(
+                **SMALL | {"hidden_size": 66}, num_local_experts=4, head_dim=16, rope_parameters={}
+            ),
+            "float32",
+            r"the hidden size of .*\.experts is 66; .* in float32 take multiples of 4 \(16 bytes\); take ",
+        ),
+    ],
+    ids=["qwen3_moe", "mixtral", "gpt_oss"],
+)
+def test_experts_of_a_width_that_no_product_takes_are_refused_with_those_it_takes(
+    tmp_path: Path, config: Any, dtype: str, reason: str
+) -> None:
+    assert_refused(write_random_model(tmp_path, config), dtype, reason)
+
+
+def test_a_model_that_makes_masks_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its config does not say so: the config's keys are only those that are known."""
+    monkeypatch.setattr("workers.model.pretrained._check_config", lambda _: None)
+    write_random_model(tmp_path, transformers.DogeConfig(**SMALL))
+    with pytest.raises(UnsupportedModelError, match=r"makes masks of its own, in DogeAttention; .* take "):
         load_base_model(EngineSettings(model_path=str(tmp_path)))
 
 

@@ -35,11 +35,11 @@ def train(
 ) -> dict[str, Trace]:
     """Train all tenants together, each step in two batches as the clock does; return their traces.
 
-    `beside`: others in the same batches, which may fail.
+    `beside`: others in the same batches, which may fail. Those that are installed already stay as they are.
     """
     traces = {tenant.key: Trace() for tenant in tenants}
     everybody = [*tenants[:1], *beside, *tenants[1:]]
-    driver.install(*(tenant.spec for tenant in everybody))
+    driver.install(*(each.spec for each in everybody if each not in beside or each.key not in driver.seqs))
     for _ in range(num_steps):
         items = [item for tenant in everybody for item in training_items(driver, tenant)]
         for item, result in zip(items, driver.run(*items), strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from tests.support.command_line import Run
+from tests.support.mini_model import build_mini_model
 
 LARGE: dict[str, Any] = {
     "hidden_size": 4096,
@@ -57,6 +59,23 @@ def test_a_large_model_is_described_from_its_config_alone_and_its_missing_files_
     assert rank_32["worker_bytes"] >= 18 * rank_32["num_params"], "fp32 four times, and a copy in bf16"
     slots = [each["num_slots"] for each in facts["adapters"]]
     assert slots == sorted(slots, reverse=True), "higher ranks take more"
+
+
+def test_a_mixture_is_described_with_its_experts_and_what_adapters_of_them_take(run: Run, tmp_path: Path) -> None:
+    build_mini_model(tmp_path, "qwen3-moe")
+    done = run("models", tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "qwen3_moe: Qwen 3, mixtures, a tested family." in done.out
+    for kind, leaves in (("mlp", "w1, w3, w2"), ("attn", "q_proj, k_proj, v_proj, o_proj"), ("unembed", "lm_head")):
+        assert re.search(rf"train_{kind} +{leaves} ", done.out)
+    facts = json.loads(run("models", tmp_path, "--json").out)["facts"]
+    assert [each["rank"] for each in facts["adapters"]] == [8, 16, 32, 64]
+    experts = 2 * 3 * (64 + 8 * 32)  # layers, linears; the factor that all share, and each expert's own
+    attention = 2 * (2 * (64 + 64) + 2 * (64 + 32))
+    for each in facts["adapters"]:
+        assert each["num_params"] == each["rank"] * (experts + attention + 64 + 258)
+        assert each["file_bytes"] == 4 * each["num_params"]
+        assert each["worker_bytes"] >= 16 * each["num_params"], "weights, two moments, gradient"
 
 
 def test_a_refused_model_is_said_to_be_with_the_reason_and_what_to_take(run: Run, tmp_path: Path) -> None:
