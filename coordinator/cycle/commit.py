@@ -287,6 +287,8 @@ class Committer:
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
             self._planning.costs.observe_end(cycle.worker_s - cycle.pass_worker_s, message.commit_seconds)
+            if not cycle.file_uses:  # nothing was installed, saved or loaded
+                self._observe_items(cycle, cycle.pass_worker_s + message.commit_seconds)
             self._journal.publish(message)
             if self._traces is not None:
                 self._trace(message, self._traces)
@@ -299,6 +301,12 @@ class Committer:
             for operation in log.run_in_part():
                 traces.run_part(operation.name, cycle)
         traces.commit_cycle(cycle)
+
+    def _observe_items(self, cycle: Cycle, seconds: float) -> None:
+        """Record what the items of a cycle took beside its tokens."""
+        parts = [(self._group.logs.get(name), entry.num_tokens) for name, entry in cycle.entries.items()]
+        specs = [log.spec for log, num_tokens in parts if log is not None and num_tokens]
+        self._planning.ready.costs.observe(specs, sum(num_tokens for _, num_tokens in parts), seconds)
 
     def _charge_rest(self, cycle: Cycle) -> None:
         """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it."""

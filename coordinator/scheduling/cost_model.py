@@ -1,7 +1,5 @@
 """The measured costs of one base model's cycles, and what follows from them: a cycle's tokens, a batch's deadline.
 
-`Costs` has what operations on an adapter take besides the tokens of their passes, in tokens that take as long.
-
 `CycleCosts` has the cost of a pass by its tokens, and of what is behind it. The last few passes are kept in classes by
 size, each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes
 has no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the
@@ -14,7 +12,7 @@ hardly more efficient, and every tenant waits longer for the next one.
 `Deadlines` records the times of batches. The deadline of a batch is a generous multiple of its predicted time. (Pings
 find a worker sooner that is stopped or cut off.)
 
-Depends on batches, incarnations and facts of models; not on operations, tenants or queues. Main invariants: every cost
+Depends on batches and incarnations; not on operations, tenants or queues. Main invariants: every cost
 is a function of the measurements, in their order, and of nothing else; no result depends on the budget, because chunks
 are canonical; an incarnation without a finished batch gets `DEADLINE_UNKNOWN_S`.
 """
@@ -25,10 +23,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from coordinator.fleet.fleet import Fleet
-from workers.contract.messages import AdapterSpec, Batch, LoadItem, PassItem, SaveItem
+from workers.contract.messages import Batch, LoadItem, PassItem, SaveItem
 
 logger = logging.getLogger(__name__)
 
@@ -91,41 +87,6 @@ class Line:
     """Its points span enough sizes to extrapolate to other sizes."""
 
 
-class AdapterCost(NamedTuple):
-    """The costs of one adapter, in tokens."""
-
-    item: float = 0.0
-    """Of a chunk in a pass, besides its tokens."""
-    step: float = 0.0
-    """Of an optimizer step."""
-    move: float = 0.0
-    """Of its way into a slot of the worker, with another adapter's way out of it."""
-
-
-class Costs:
-    """The costs of one base model's adapters: what a worker measured when it loaded the model, for a copy's bytes."""
-
-    def __init__(self, base_model: str, fleet: Fleet) -> None:
-        self._base_model = base_model
-        self._fleet = fleet
-        self._known: dict[str, AdapterCost] = {}
-        """By adapter: this is read for every adapter of every plan."""
-
-    def of(self, spec: AdapterSpec) -> AdapterCost:
-        """Return the costs of an adapter."""
-        if (known := self._known.get(spec.adapter_id)) is None:
-            num_bytes = self._fleet.copy_bytes(self._base_model, spec)
-            costs = self._fleet.models[self._base_model].costs
-            step = costs.byte_tokens * num_bytes
-            known = AdapterCost(costs.item_tokens + step, step, costs.move_byte_tokens * num_bytes)
-            self._known[spec.adapter_id] = known
-        return known
-
-    def forget(self, adapter_id: str) -> None:
-        """Drop the state of a deleted adapter."""
-        self._known.pop(adapter_id, None)
-
-
 class CycleCosts:
     """The measurements of one base model, from all its workers."""
 
@@ -148,12 +109,12 @@ class CycleCosts:
     @property
     def commit_s(self) -> float:
         """Seconds of a commit; 0: not known yet."""
-        return _median(self._commits) if self._commits else 0.0
+        return median(self._commits) if self._commits else 0.0
 
     @property
     def end_s(self) -> float:
         """Seconds of a cycle behind its pass: steps and commit; 0: not known yet."""
-        return self.commit_s + (_median(self._steps) if self._steps else 0.0)
+        return self.commit_s + (median(self._steps) if self._steps else 0.0)
 
     @property
     def fixed_s(self) -> float | None:
@@ -191,9 +152,9 @@ class CycleCosts:
         for stale in [k for k, kept in self._classes.items() if kept[-1][0] <= self._num_passes - MEMORY]:
             del self._classes[stale], self._medians[stale]
         self._medians[key] = Measured(
-            _median(each.num_tokens for _, each in measured),
-            _median(each.length for _, each in measured),
-            _median(each.seconds for _, each in measured),
+            median(each.num_tokens for _, each in measured),
+            median(each.length for _, each in measured),
+            median(each.seconds for _, each in measured),
         )
         self._line = _fit([self._medians[k] for k, kept in self._classes.items() if len(kept) >= KEPT_MIN])
 
@@ -321,7 +282,7 @@ class Deadlines:
         self._owed_s.pop(incarnation, None)
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """Return the middle value; of two in the middle the lower, so that it is a measured one."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]

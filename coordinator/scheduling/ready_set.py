@@ -20,7 +20,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.copy import Ahead
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.cost_model import Costs
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.solo_turns import SoloTurns
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts

@@ -13,9 +13,10 @@ from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.classes import Classes
 from coordinator.scheduling.clock import CycleClock
-from coordinator.scheduling.cost_model import Costs, CycleCosts, Deadlines, TokenBudget
+from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.planner import Planning
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine

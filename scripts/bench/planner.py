@@ -25,7 +25,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
-from coordinator.scheduling.cost_model import Costs
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.planner import plan_pass
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine

@@ -22,15 +22,16 @@ SLOTS, CYCLE_TOKENS = 64, 2560
 MANY, ONE, NEIGHBOUR = "many", "one", "neighbour"
 NUM_ADAPTERS = (48, 128)
 SMALL_TOKENS, STEP_TOKENS = 2, 64
-LONG_TOKENS, LONG_SEQUENCES = 256, 16
-"""A step of the large tenant: more than its part of a cycle, so that it always has a chunk queued."""
+LONG_TOKENS, LONG_SEQUENCES = 256, 8
+"""A step of the large tenant: more than its part of a cycle, so that it always has a chunk queued. Twice as long, three
+or four would end in a round, and whole ones are counted."""
 STEPS_AHEAD, STEPS_AHEAD_SHARES = 2, 6
 """Steps in flight of each adapter; more where two tenants are to have something queued all the time."""
 CROWD = 200
 SECONDS, QUICK_S = 40.0, 10.0
 WARM_UP_S = 5.0
 DEVIATION_MAX, THROUGHPUT_MIN = 0.1, 0.8
-ROUNDS, ROUND_S = 6, 10.0
+ROUNDS, ROUND_S = 6, 15.0
 """Times that the two tenants are measured alone and together, and how long each: the speed of a machine drifts."""
 
 NEIGHBOUR_COLUMNS = (

@@ -11,7 +11,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import Chunk
-from coordinator.scheduling.cost_model import Costs
+from coordinator.scheduling.adapter_costs import Costs
 from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
