@@ -6,7 +6,7 @@ Public interface:
 - `planner.Planning`: plans the passes of one base model (`PassPlan`) from its `ready_set.ReadySet`, and
   places adapters by their `recent_load`;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take; `state_budget`: the
-  steps, saves and loads of a step phase; `cost_model.Costs`: what adapters cost besides tokens;
+  steps, saves and loads of a step phase; `adapter_costs.Costs`: what adapters cost besides tokens;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
 - `worker_losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`;
 - `quarantine.Quarantine`: the adapters and samples that may have caused a loss;
