@@ -24,6 +24,8 @@ FACTOR_MAX = 8.0
 """The most times that items are taken to cost what the trial has shown."""
 PART_OF_WAY = 0.1
 """How far the factor goes with each cycle: classes that were measured at different speeds may contradict each other."""
+NOTABLE = 0.05
+"""Changes of the factor by a smaller fraction change no cost."""
 LARGE_PART = 0.25
 """Cycles count that cost at least this part of the largest, in tokens."""
 
@@ -55,32 +57,32 @@ class Costs:
         self._base_model = base_model
         self._fleet = fleet
         self._factor = ItemFactor()
-        self._measured: dict[str, AdapterCost] = {}
-        """By adapter, as the trial has them: this is read for every adapter of every plan."""
+        self._factor_used = 1.0
+        self._known: dict[str, AdapterCost] = {}
+        """By adapter: this is read for every adapter of every plan."""
 
     def of(self, spec: AdapterSpec) -> AdapterCost:
         """Return the costs of an adapter."""
-        measured = self._of_trial(spec)
-        return AdapterCost(self._factor.value * measured.item, measured.step, measured.move)
-
-    def observe(self, specs: Iterable[AdapterSpec], num_tokens: int, seconds: float) -> None:
-        """Record a cycle with an item of each of these adapters, its tokens, and its seconds without those of steps."""
-        items = sum(self._of_trial(spec).item for spec in specs)
-        if items and num_tokens:
-            self._factor.observe(Mix(num_tokens, items, seconds))
-
-    def forget(self, adapter_id: str) -> None:
-        """Drop the state of a deleted adapter."""
-        self._measured.pop(adapter_id, None)
-
-    def _of_trial(self, spec: AdapterSpec) -> AdapterCost:
-        if (known := self._measured.get(spec.adapter_id)) is None:
+        if (known := self._known.get(spec.adapter_id)) is None:
             num_bytes = self._fleet.copy_bytes(self._base_model, spec)
             costs = self._fleet.models[self._base_model].costs
             step = costs.byte_tokens * num_bytes
-            known = AdapterCost(costs.item_tokens + step, step, costs.move_byte_tokens * num_bytes)
-            self._measured[spec.adapter_id] = known
+            item = self._factor_used * (costs.item_tokens + step)
+            known = self._known[spec.adapter_id] = AdapterCost(item, step, costs.move_byte_tokens * num_bytes)
         return known
+
+    def observe(self, specs: Iterable[AdapterSpec], num_tokens: int, seconds: float) -> None:
+        """Record a cycle with an item of each of these adapters, its tokens, and its seconds without those of steps."""
+        items = sum(self.of(spec).item for spec in specs) / self._factor_used
+        if items and num_tokens:
+            self._factor.observe(Mix(num_tokens, items, seconds))
+        if abs(self._factor.value - self._factor_used) > NOTABLE * self._factor_used:
+            self._factor_used = self._factor.value
+            self._known.clear()
+
+    def forget(self, adapter_id: str) -> None:
+        """Drop the state of a deleted adapter."""
+        self._known.pop(adapter_id, None)
 
 
 class ItemFactor:

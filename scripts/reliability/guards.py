@@ -928,6 +928,13 @@ GUARDS = (
         tests=("tests/unit/pool/test_loop.py", "-k", "cancelled_by_a_call"),
     ),
     Guard(
+        name="items are charged what cycles have shown",
+        file="coordinator/scheduling/adapter_costs.py",
+        before="            self._factor_used = self._factor.value\n",
+        after="",
+        tests=("tests/unit/scheduling/test_adapter_costs.py",),
+    ),
+    Guard(
         name="threads get one layout of a kind of rows",
         file="workers/bank/bank.py",
         before="        with self._laying_out:",

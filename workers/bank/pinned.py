@@ -87,7 +87,7 @@ class PinnedBuffers:
 
         Raises MemoryError if that much cannot be pinned.
         """
-        with self._taking:  # not while one is given back, which a collection of garbage may do at any place
+        with self._taking:  # by one thread at a time; any may give one back meanwhile
             buffer = self._find(like.nbytes) or self._pinned(like.nbytes)
             self._used[buffer.address] = buffer
         view = memoryview(buffer.memory)

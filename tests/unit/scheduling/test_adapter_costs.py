@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.scheduling.adapter_costs import FACTOR_MAX, Costs, ItemFactor, Mix
+from coordinator.scheduling.adapter_costs import FACTOR_MAX, NOTABLE, Costs, ItemFactor, Mix
 from coordinator.scheduling.cost_model import KEPT, KEPT_MIN, MEMORY
 from tests.support.adapter_logs import spec_named
 from tests.support.toy_engine import toy_worker_info
@@ -80,5 +80,5 @@ def test_the_cost_of_an_item_follows_and_that_of_a_step_and_a_move_is_the_trials
         for chosen, num_tokens in ((specs, 128), (specs[:1], 4096), (specs, 4096)):
             costs.observe(chosen, num_tokens, 1e-4 * num_tokens + 3e-4 * len(chosen) * measured.item)
     found = costs.of(specs[1])
-    assert found.item == pytest.approx(3.0 * measured.item, rel=0.01)
+    assert found.item == pytest.approx(3.0 * measured.item, rel=NOTABLE)
     assert (found.step, found.move) == (measured.step, measured.move)
