@@ -303,7 +303,7 @@ class Committer:
         traces.commit_cycle(cycle)
 
     def _observe_items(self, cycle: Cycle, seconds: float) -> None:
-        """Record what the items of a cycle took beside its tokens."""
+        """Record the adapters and the tokens of a cycle's pass with the seconds that pass and commit took."""
         parts = [(self._group.logs.get(name), entry.num_tokens) for name, entry in cycle.entries.items()]
         specs = [log.spec for log, num_tokens in parts if log is not None and num_tokens]
         self._planning.ready.costs.observe(specs, sum(num_tokens for _, num_tokens in parts), seconds)

@@ -67,5 +67,5 @@ def _read(bank: Bank, spec: AdapterSpec, state: AdapterState) -> AdapterState:
         return state
     try:
         return read_ahead(bank.layout(spec), spec, state, bank.host_zeros)
-    except ValueError:
+    except (ValueError, MemoryError):  # of one state: this thread's errors would end the engine
         return state

@@ -49,7 +49,6 @@ NUM_SEQS, NUM_LONG_SEQS = 32, 8
 """Sequences of a decode step, and of one with long prompts, whose keys and values must fit."""
 NUM_ADAPTERS = 8
 TOP_P = 0.95
-OURS = ", attention by our kernel"
 LOSS_ROWS = 512
 FEW_LAYERS, MORE_LAYERS = 2, 4
 """The kernels of one layer are the difference between models with so many layers, divided by that of the layers."""
@@ -299,17 +298,17 @@ def decoding(
     prompt_tokens: int = PROMPT_TOKENS,
     top_p: float = 1.0,
     *,
-    attention: str = "",
+    own_attention: bool = False,
 ) -> list[Row]:
     """Count a decode step in which all sequences continue, as in the step before it.
 
-    `attention` `OURS`: as with torch before 2.12, whose own takes no tables of pages.
+    `own_attention`: by our kernel, as with torch before 2.12, whose own takes no tables of pages.
     """
     # All prompts in one step: they are not what is counted.
     limits = partial(SamplerLimits, prefill_tokens_max=num_seqs * prompt_tokens)
     with (
         patch.object(workers.engine, "SamplerLimits", limits),
-        patch.object(pages, "takes_tables", (lambda: False) if attention == OURS else pages.takes_tables),
+        patch.object(pages, "takes_tables", return_value=pages.takes_tables() and not own_attention),
         engine_of(model) as (engine, counting),
         keys_max(prompt_tokens),
     ):
@@ -323,7 +322,8 @@ def decoding(
         assert len(drawn) == num_seqs, f"{len(drawn)} of {num_seqs} sequences drew a token"
     adapters = f"{num_adapters} adapters" if num_adapters else "no adapter"
     nucleus = "" if top_p == 1 else f", top-p {top_p:g}"
-    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens{nucleus}{attention}", counts)]
+    kernel = ", attention by our kernel" if own_attention else ""
+    return [row_of(model, f"decode {num_seqs}, {adapters}, {prompt_tokens:,} tokens{nucleus}{kernel}", counts)]
 
 
 def prefill(model: str, num_seqs: int) -> list[Row]:
@@ -366,7 +366,7 @@ def counted(model: str) -> Iterator[list[Row]]:
     yield with_layers(decoding, model, NUM_SEQS, NUM_ADAPTERS)
     yield decoding(model, NUM_SEQS, NUM_ADAPTERS, PROMPT_TOKENS, TOP_P)
     yield with_layers(decoding, model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS)
-    yield decoding(model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS, attention=OURS)
+    yield decoding(model, NUM_LONG_SEQS, NUM_ADAPTERS, LONG_PROMPT_TOKENS, own_attention=True)
     yield with_layers(prefill, model, NUM_SEQS)
 
 
@@ -376,7 +376,7 @@ def counted_quickly() -> Iterator[list[Row]]:
     yield training_rows(model, Case(2, 1, 16))
     yield loss(model)
     yield decoding(model, 2, 1)
-    yield decoding(model, 2, 1, attention=OURS)
+    yield decoding(model, 2, 1, own_attention=True)
     yield prefill(model, 2)
     for other in ("tiny-hybrid", "tiny-mixture"):
         yield passes(other, Case(2, 1, 16))

@@ -138,6 +138,15 @@ def test_what_cannot_be_read_ahead_stays_for_the_engine_to_refuse(bank: Bank) ->
     assert with_read_states(bank, unknown) == unknown, "the engine does not hold the adapter"
 
 
+def test_a_state_without_memory_for_its_vectors_stays_a_file(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(bank, "host_zeros", full)
+    message = installing(state_of(bank, some_row(bank)))
+    assert with_read_states(bank, message) == message
+
+
 def test_small_states_stay_files(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(bank, some_row(bank))
     monkeypatch.setattr(arriving, "LARGE_BYTES", state.num_bytes)
