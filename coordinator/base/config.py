@@ -101,8 +101,9 @@ class CoordinatorConfig:
     ping_timeout_s: float = 5.0
     """Seconds without a reply to a ping after which a worker is lost. Lower: its adapters go on elsewhere sooner.
     Higher: for slow networks and hosts that stall, where a loss would cost more than the wait."""
-    replay_s_max: float = 10.0
-    """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
+    replay_s_max: float = 30.0
+    """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this, and to a quarter
+    of it while they take less than a tenth of the time. Lower: a shorter replay, more writing for many adapters."""
     class_wait_s: float = 600.0
     """Most seconds that adapters wait for a worker with the numerics of before, if only others are there. Then they go
     on with those: results may differ in the last bits; the log says so, and the next result of each."""

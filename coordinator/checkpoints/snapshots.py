@@ -1,9 +1,9 @@
 """When adapters are snapshotted, and the writing of snapshots while later cycles run.
 
 Two bounds decide. The loss of a worker: replaying everything that ran on it since its adapters' snapshots takes at most
-`replay_s_max` engine seconds. The cost of writing: at most a tenth of the time. Where both cannot hold, the first one
-wins. Between optimizer steps a snapshot is smaller, because there is no gradient in it; that moment is preferred until
-the first bound is reached.
+`replay_s_max` engine seconds. The cost of writing: at most a tenth of the time. While that holds, the replay is kept to
+a part of its bound; where both cannot hold, the first one wins. Between optimizer steps a snapshot is smaller, because
+there is no gradient in it; that moment is preferred until the first bound is reached.
 
 Depends on adapter logs and, through `states`, on files and rows; not on what a state holds. Main invariant: a snapshot
 covers its adapter log only between cycles, so that a log is not cut during a cycle.
@@ -34,8 +34,8 @@ LOGGED_OPERATIONS_MAX = 1000
 AT_ONCE, AT_ONCE_BYTES = 64, 32 << 20
 """States in memory at a time, and their bytes, unless a single one is larger. If more adapters are due, cycles wait for
 the writing: later, the replay of a lost worker could exceed its bound."""
-EARLY_PART = 0.75
-"""Part of `replay_s_max` from which on adapters without a gradient are snapshotted: later, others have to be."""
+EARLY_PART = 0.25
+"""Part of `replay_s_max` from which on adapters are snapshotted whose snapshots are cheap and small."""
 WRITING_SHARE_MAX = 0.1
 RETRY_S, RETRY_S_MAX = 5.0, 300.0
 """Pause after a snapshot of an adapter has failed; twice as long each time, and the most."""
@@ -68,6 +68,8 @@ class Snapshots:
         self._durable: list[_Durable] = []
         self._cost_s: dict[str, float] = {}
         """Adapter to seconds that its last snapshot took to write."""
+        self._last_cost_s = 0.0
+        """Of any adapter: of one without a snapshot nothing better is known."""
         self._failed_at: dict[str, float] = {}
         """Adapter to its last failure, if no snapshot has succeeded since."""
         self._num_failures: Counter[str] = Counter()
@@ -201,13 +203,10 @@ class Snapshots:
         total_s = sum(a.engine_s_since_snapshot for a in resident if a.adapter_id not in self._writing)
         for adapter in sorted(resident, key=lambda a: a.engine_s_since_snapshot, reverse=True):
             is_long = adapter.copy.applied_seq - adapter.snapshot_seq > LOGGED_OPERATIONS_MAX
-            is_much = (
-                adapter.engine_s_since_snapshot * 2 * len(resident) >= self._replay_s_max
-            )  # the others cost half of it
-            is_late = is_much and total_s > self._replay_s_max
             is_good_time = self._is_cheap(adapter) and not adapter.copy.window.has_gradient
-            is_time = is_much and total_s > EARLY_PART * self._replay_s_max and is_good_time
-            if not (is_long or is_late or is_time):
+            bound_s = EARLY_PART * self._replay_s_max if is_good_time else self._replay_s_max
+            is_much = adapter.engine_s_since_snapshot * 2 * len(resident) >= bound_s  # the others cost half of it
+            if not (is_long or (is_much and total_s > bound_s)):
                 continue
             if self.may_take(adapter):
                 due.append(adapter)
@@ -215,7 +214,7 @@ class Snapshots:
         return due
 
     def _is_cheap(self, adapter: AdapterLog) -> bool:
-        cost_s = self._cost_s.get(adapter.adapter_id, 0.0)
+        cost_s = self._cost_s.get(adapter.adapter_id, self._last_cost_s)
         return cost_s <= WRITING_SHARE_MAX * (cost_s + adapter.engine_s_since_snapshot)
 
     async def _write(self, adapter: AdapterLog, state: AdapterState, window: Window, replay_s: float) -> None:
@@ -228,7 +227,7 @@ class Snapshots:
             SNAPSHOTS.labels("written").inc()
             if replaced is not None:
                 self._durable.append(_Durable(adapter, state.applied_seq, window, replay_s, replaced))
-            self._cost_s[adapter.adapter_id] = self._time.monotonic() - began
+            self._cost_s[adapter.adapter_id] = self._last_cost_s = self._time.monotonic() - began
             self._num_failures.pop(adapter.adapter_id, None)
             self._failed_at.pop(adapter.adapter_id, None)
         finally:

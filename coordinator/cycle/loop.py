@@ -70,7 +70,7 @@ class CycleLoop:
                 self._log(cycle, plan)
                 await self._run(cycle, plan)
                 lost = await self._commit(cycle)
-                await self._snapshot(lost)
+                await self._snapshot(cycle, lost)
                 self._is_idle.set()
         finally:
             self._phases.abandon()
@@ -108,17 +108,19 @@ class CycleLoop:
         self.planning.ready.end_cycle()
         return lost
 
-    async def _snapshot(self, lost: frozenset[str]) -> None:
+    async def _snapshot(self, cycle: Cycle, lost: frozenset[str]) -> None:
         due = self._snapshots.due(self.planning.ready.past_snapshots(), lost)
         leaving = [log for log in self.planning.memory.take_due() if log not in due and self._can_take(log)]
-        await self._take_snapshots([*due, *leaving])
+        await self._take_snapshots(cycle, [*due, *leaving])
 
-    async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
-        """Read the states of these adapters, as many at a time as may be in memory: then wait for earlier ones."""
+    async def _take_snapshots(self, cycle: Cycle, logs: Sequence[AdapterLog]) -> None:
+        """Read the states of these adapters behind a cycle, as many at a time as may be in memory: then wait for
+        earlier ones.
+        """
         while logs:
             number = self._snapshots.num_readable(logs, self.planning.memory.size_of)
             if number:
-                await self._phases.take_snapshots(logs[:number])
+                await self._phases.take_snapshots(cycle, logs[:number])
                 logs = [log for log in logs[number:] if self._can_take(log)]
             else:
                 await self._snapshots.finish()
@@ -201,9 +203,10 @@ class CycleLoop:
         self._snapshots.settle(self._group.logs)
         for log in self._group.logs.values():
             self._group.mark_dirty(log)
-        await self._commit(self._new_cycle(0))  # operations decided since the last cycle
+        cycle = self._new_cycle(0)
+        await self._commit(cycle)  # operations decided since the last cycle
         due = [log for log in self._group.logs.values() if self._can_take(log)]
-        await self._take_snapshots(due)
+        await self._take_snapshots(cycle, due)
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
         await self._snapshots.until_removed()

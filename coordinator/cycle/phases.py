@@ -159,21 +159,27 @@ class Phases:
             log.start(operation, now, cycle.cycle_id)
             work.add(log.home, log, operation, item)
 
-    async def take_snapshots(self, logs: Collection[AdapterLog]) -> None:
-        """Read these adapters' states from their workers; they are written while later cycles run."""
+    async def take_snapshots(self, cycle: Cycle, logs: Collection[AdapterLog]) -> None:
+        """Read these adapters' states from their workers, behind a cycle; they are written while later cycles run.
+
+        Their tenants are charged what the workers take. Meanwhile the coordinator sends the results of that cycle, and
+        the rest of the time is charged to its adapters.
+        """
         work, asked = PhaseWork(), [(log, log.copy.generation) for log in logs]
         for log in logs:
             self._snapshots.begin(log)
             work.add(log.home, log, None, self._items.snapshot_item(log))
-        began = self._time.monotonic()
-        await self._run(Cycle(0, self._time.wall(), began), work)
+        reading = Cycle(0, self._time.wall(), self._time.monotonic())
+        await self._run(reading, work)
         if any(log.home in self._fleet.away for log in logs):
             self._snapshots.end([(log, generation) for log, generation in asked if log.home not in self._fleet.away])
             return  # the wait is charged to no tenant
         self._snapshots.end(asked)
-        part_s = (self._time.monotonic() - began) / max(1, len(logs))
+        part_s = reading.worker_s / max(1, len(logs))
         num_adapters = Counter(log.tenant_id for log in logs)
         self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
+        rest_s = self._time.monotonic() - reading.started - reading.worker_s
+        self._planning.charge(cycle.in_equal_parts(max(0.0, rest_s)))
 
     # ---- workers that are late
 

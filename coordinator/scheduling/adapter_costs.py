@@ -21,7 +21,7 @@ from coordinator.scheduling.cost_model import KEPT, KEPT_MIN, MEMORY, SPAN_WIDE,
 from workers.contract.messages import AdapterSpec
 
 FACTOR_MAX = 8.0
-"""The most times that items are taken to cost what the trial has shown."""
+"""The most times, and the least part, of what the trial has shown that items are taken to cost."""
 PART_OF_WAY = 0.1
 """How far the factor goes with each cycle: classes that were measured at different speeds may contradict each other."""
 NOTABLE = 0.05
@@ -61,6 +61,11 @@ class Costs:
         self._known: dict[str, AdapterCost] = {}
         """By adapter: this is read for every adapter of every plan."""
 
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in cycles, beside what their items cost; 0 while cycles do not show it."""
+        return self._factor.token_s
+
     def of(self, spec: AdapterSpec) -> AdapterCost:
         """Return the costs of an adapter."""
         if (known := self._known.get(spec.adapter_id)) is None:
@@ -95,6 +100,8 @@ class ItemFactor:
     def __init__(self) -> None:
         self.value = 1.0
         """1 until cycles differ enough in what they have more of."""
+        self.token_s = 0.0
+        """Seconds of a token; 0 while cycles do not show it."""
         self._num_cycles = 0
         self._classes: dict[tuple[int, int], deque[tuple[int, Mix]]] = {}
         """Each cycle with its number."""
@@ -106,17 +113,22 @@ class ItemFactor:
         self._classes.setdefault(key, deque(maxlen=KEPT)).append((self._num_cycles, cycle))
         for stale in [k for k, kept in self._classes.items() if kept[-1][0] <= self._num_cycles - MEMORY]:
             del self._classes[stale]
-        value = _item_ratio([_typical(kept) for kept in self._classes.values() if len(kept) >= KEPT_MIN])
-        if value is not None:
-            self.value += PART_OF_WAY * (min(max(1.0, value), FACTOR_MAX) - self.value)
+        costs = _costs_of([_typical(kept) for kept in self._classes.values() if len(kept) >= KEPT_MIN])
+        if costs is None:
+            self.token_s = 0.0
+            return
+        token_s, value = costs
+        self.value += PART_OF_WAY * (min(max(1 / FACTOR_MAX, value), FACTOR_MAX) - self.value)
+        self.token_s += (PART_OF_WAY if self.token_s and token_s else 1.0) * (token_s - self.token_s)
 
 
 def _typical(kept: Iterable[tuple[int, Mix]]) -> Mix:
     return Mix(*map(median, zip(*(cycle for _, cycle in kept), strict=True)))
 
 
-def _item_ratio(cycles: list[Mix]) -> float | None:
-    """Return b / a of seconds = a tokens + b items, by least squares of relative errors; None: cycles are too alike.
+def _costs_of(cycles: list[Mix]) -> tuple[float, float] | None:
+    """Return a and b / a of seconds = a tokens + b items, by least squares of relative errors; None: cycles are too
+    alike.
 
     Of cycles of some size: small ones show what a cycle costs without anything in it.
     """
@@ -126,5 +138,5 @@ def _item_ratio(cycles: list[Mix]) -> float | None:
     if not ratios or max(ratios) < SPAN_WIDE * min(ratios):
         return None
     rows = np.array([[cycle.num_tokens / cycle.seconds, cycle.items / cycle.seconds] for cycle in cycles])
-    token_s, item_s = np.linalg.lstsq(rows, np.ones(len(cycles)))[0]
-    return float(item_s / token_s) if token_s > 0 else FACTOR_MAX
+    token_s, item_s = (float(each) for each in np.linalg.lstsq(rows, np.ones(len(cycles)))[0])
+    return (token_s, item_s / token_s) if token_s > 0 else (0.0, FACTOR_MAX)

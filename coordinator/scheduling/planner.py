@@ -362,7 +362,12 @@ class Planning:
         return {each.info.worker_id: each.info.num_slots for each in self._fleet.available(self.base_model)}
 
     def _tokens_per_s(self) -> float:
-        """Return the tokens that a second of a worker is worth."""
+        """Return the tokens that a second of a worker is worth.
+
+        Until cycles have shown what a token costs beside items: of a pass that fills the budget.
+        """
+        if token_s := self.ready.costs.token_s:
+            return 1.0 / token_s
         pass_s = self.costs.predicted_s(self.budget.tokens, 0.0)
         return self.budget.tokens / pass_s if pass_s else float(START_TOKENS)
 

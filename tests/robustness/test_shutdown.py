@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import ServiceError
+from coordinator.cycle.commit import Cycle
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
@@ -96,11 +97,11 @@ async def test_an_outcome_decided_while_the_last_cycle_commits_is_in_the_log_bef
         snapshot = loop._snapshot
         late: list[str] = []
 
-        async def submit_late(lost: frozenset[str]) -> None:
+        async def submit_late(cycle: Cycle, lost: frozenset[str]) -> None:
             if not late:
                 late.append(await pool.optim_step(adapter, 4))
                 loop.planning.ready.stop()
-            await snapshot(lost)
+            await snapshot(cycle, lost)
 
         loop._snapshot = submit_late  # type: ignore[method-assign]
         await pool.wait(await pool.forward_backward(adapter, 3, 5, token=POISON_TOKEN))

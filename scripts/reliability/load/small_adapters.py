@@ -28,11 +28,14 @@ or four would end in a round, and whole ones are counted."""
 STEPS_AHEAD, STEPS_AHEAD_SHARES = 2, 6
 """Steps in flight of each adapter; more where two tenants are to have something queued all the time."""
 CROWD = 200
-SECONDS, QUICK_S = 40.0, 10.0
+ALONE_S, BESIDE_S, QUICK_S = 40.0, 120.0, 10.0
+"""Seconds of the neighbour alone, and beside each number of adapters: some hundred steps, so that their 99th percentile
+is not the longest of them."""
 WARM_UP_S = 5.0
 DEVIATION_MAX, THROUGHPUT_MIN = 0.1, 0.8
 ROUNDS, ROUND_S = 6, 15.0
-"""Times that the two tenants are measured alone and together, and how long each: the speed of a machine drifts."""
+"""Times that two tenants are measured alone and together, or two crowds one after another, and how long each: the speed
+of a machine drifts."""
 
 NEIGHBOUR_COLUMNS = (
     Column("small adapters beside it", lambda r: str(r["adapters"])),
@@ -56,23 +59,24 @@ CROWD_COLUMNS = (
 
 def measure_small_adapters(args: argparse.Namespace, results: Results) -> None:
     """Run the three cases."""
-    seconds = QUICK_S if args.quick else SECONDS
+    rounds = 1 if args.quick else ROUNDS
     crowd = [f"tenant-{number}" for number in range(CROWD)]
     weights = dict.fromkeys([MANY, ONE, NEIGHBOUR, *crowd], 1.0)
     options = ["--pool", "ray", "--slots", str(SLOTS)]
     with LoadedPool(weights, is_timed=False, options=options) as pool:
         run_phase(pool, _plans(pool, MANY, NUM_ADAPTERS[0], SMALL_TOKENS), WARM_UP_S, print)
-        _measure_neighbour(pool, seconds, results)
-        _measure_crowd(pool, crowd, seconds, results)
+        _measure_neighbour(pool, results, is_quick=args.quick)
+        _measure_crowd(pool, crowd, results, rounds)
     with LoadedPool(weights, is_timed=False, options=[*options, "--cycle-tokens", str(CYCLE_TOKENS)]) as pool:
-        _measure_shares(pool, results, rounds=1 if args.quick else ROUNDS)
+        _measure_shares(pool, results, rounds)
 
 
-def _measure_neighbour(pool: LoadedPool, seconds: float, results: Results) -> None:
+def _measure_neighbour(pool: LoadedPool, results: Results, *, is_quick: bool) -> None:
     table = results.table("load-neighbour", NEIGHBOUR_COLUMNS)
     plan = ClientPlan(name=NEIGHBOUR, key=pool.keys[NEIGHBOUR], trains=True, num_tokens=STEP_TOKENS)
     solo_s = 0.0
     for number in (0, *NUM_ADAPTERS):
+        seconds = QUICK_S if is_quick else BESIDE_S if number else ALONE_S
         phase = run_phase(pool, [plan, *_plans(pool, MANY, number, SMALL_TOKENS)], seconds, print)
         latencies = sorted(phase.record.latencies_s[NEIGHBOUR])
         solo_s = solo_s or p99_s(latencies)
@@ -111,14 +115,16 @@ def _measure_shares(pool: LoadedPool, results: Results, rounds: int) -> None:
     results.goal(what, abs(parts[MANY] / parts[ONE] - 1.0), at_most=DEVIATION_MAX)
 
 
-def _measure_crowd(pool: LoadedPool, crowd: Sequence[str], seconds: float, results: Results) -> None:
+def _measure_crowd(pool: LoadedPool, crowd: Sequence[str], results: Results, rounds: int) -> None:
     table = results.table("load-crowd", CROWD_COLUMNS)
     for tokens in (SMALL_TOKENS, STEP_TOKENS):
-        per_s = {}
-        for number in (SLOTS, len(crowd)):
-            plans = [plan for name in crowd[:number] for plan in _plans(pool, name, 1, tokens)]
-            phase = run_phase(pool, plans, seconds, print)
-            per_s[number] = sum(_steps_per_s(phase, name) for name in crowd[:number])
+        per_s = dict.fromkeys((SLOTS, len(crowd)), 0.0)
+        for each_round in range(rounds):
+            for number in sorted(per_s, reverse=bool(each_round % 2)):
+                plans = [plan for name in crowd[:number] for plan in _plans(pool, name, 1, tokens)]
+                phase = run_phase(pool, plans, ROUND_S, print)
+                per_s[number] += sum(_steps_per_s(phase, name) for name in crowd[:number]) / rounds
+        for number in per_s:
             table.add({"tenants": number, "tokens": tokens, "per_s": per_s[number]})
         what = f"load: {CROWD} tenants on {SLOTS} slots, steps of {tokens} tokens: throughput over that of {SLOTS}"
         results.goal(what, per_s[CROWD] / per_s[SLOTS], at_least=THROUGHPUT_MIN, unit=" x")

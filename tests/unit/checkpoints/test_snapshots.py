@@ -86,23 +86,25 @@ async def write(snapshots: Snapshots, saver: SlowSaver, adapter: AdapterLog) -> 
     snapshots.settle({adapter.adapter_id: adapter})
 
 
-async def test_a_snapshot_is_due_at_three_quarters_of_the_bound_between_steps_and_at_the_bound_anywhere(
+async def test_a_snapshot_is_due_at_a_quarter_of_the_bound_between_steps_and_at_the_bound_anywhere(
     snapshots: Snapshots,
 ) -> None:
-    assert snapshots.due([trained(7.0)], ()) == []
-    stepped, in_window = trained(8.0), trained(8.0, has_step=False)
+    assert snapshots.due([trained(2.0)], ()) == []
+    stepped, in_window = trained(3.0), trained(3.0, has_step=False)
     assert snapshots.due([stepped], ()) == [stepped]
     assert snapshots.due([in_window], ()) == []
-    in_window.charge_replay(5.0)
+    in_window.charge_replay(6.0)
+    assert snapshots.due([in_window], ()) == []
+    in_window.charge_replay(2.0)
     assert snapshots.due([in_window], ()) == [in_window]
 
 
 async def test_the_bound_covers_all_adapters_of_a_worker_and_the_most_expensive_is_snapshotted_first(
     snapshots: Snapshots,
 ) -> None:
-    adapters = [trained(2.0, name="a"), trained(5.0, name="b"), trained(1.0, name="c")]
+    adapters = [trained(0.7, name="a"), trained(1.6, name="b"), trained(0.4, name="c")]
     assert snapshots.due(adapters, ()) == [adapters[1]]
-    elsewhere = [trained(2.0, name="a"), trained(5.0, name="b", worker="w1"), trained(1.0, name="c")]
+    elsewhere = [trained(0.7, name="a"), trained(1.6, name="b", worker="w1"), trained(0.4, name="c")]
     assert snapshots.due(elsewhere, ()) == []
 
 

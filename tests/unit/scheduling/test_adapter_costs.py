@@ -53,10 +53,25 @@ def test_a_pause_and_noise_change_little() -> None:
     assert after(*noisy, times=1) == pytest.approx(2.0, rel=0.1)
 
 
-def test_items_cost_neither_less_than_in_the_trial_nor_many_times_as_much() -> None:
+def test_a_trial_that_was_disturbed_is_corrected_both_ways_within_bounds() -> None:
     mixes = [MANY, ONE, BOTH] * KEPT_MIN
-    assert after(*(cycle(mix, item_s=1e-4) for mix in mixes)) == 1.0
+    assert after(*(cycle(mix, item_s=1e-4) for mix in mixes)) == pytest.approx(0.5, rel=0.01)
+    assert after(*(cycle(mix, item_s=0.0) for mix in mixes)) == pytest.approx(1 / FACTOR_MAX, rel=0.01)
     assert after(*(cycle(mix, item_s=1e-1) for mix in mixes)) == pytest.approx(FACTOR_MAX, rel=0.01)
+
+
+def test_seconds_of_a_token_are_those_of_cycles_while_these_show_them() -> None:
+    factor = ItemFactor()
+    assert factor.token_s == 0.0
+    for each in [cycle(mix) for mix in (MANY, ONE, BOTH)] * KEPT:
+        factor.observe(each)
+    assert factor.token_s == pytest.approx(2e-4, rel=0.01)
+    for _ in range(MEMORY):
+        factor.observe(cycle(MANY))
+    assert factor.token_s == 0.0, "cycles are alike for long, and the speed of the machine may have changed"
+    for mix in (MANY, ONE, BOTH) * KEPT:
+        factor.observe(cycle(mix, item_s=1e-1, token_s=-1e-3))
+    assert factor.token_s == 0.0, "tokens seem to cost nothing"
 
 
 def test_what_cycles_have_shown_is_kept_and_measured_anew_when_they_change() -> None:
