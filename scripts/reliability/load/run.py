@@ -101,7 +101,13 @@ def all_plans(pool: LoadedPool) -> Iterator[ClientPlan]:
             )
 
 
-def run_phase(pool: LoadedPool, plans: Sequence[ClientPlan], seconds: float, show: Callable[[str], None]) -> Phase:
+def run_phase(
+    pool: LoadedPool,
+    plans: Sequence[ClientPlan],
+    seconds: float,
+    show: Callable[[str], None],
+    warm_up: float = WARM_UP,
+) -> Phase:
     """Run clients for some seconds, then let them finish what they began."""
     memory, cycles_s, first = Memory(idle_bytes=pool.memory_bytes()), [], None
     with Generators(pool.grpc, pool.model, plans, PROCESSES) as generators:
@@ -111,7 +117,7 @@ def run_phase(pool: LoadedPool, plans: Sequence[ClientPlan], seconds: float, sho
         while (now := time.monotonic()) < began + seconds:
             time.sleep(min(1.0, seconds / 50, began + seconds - now))
             memory.readings.append(pool.memory_bytes())
-            if first is None and time.monotonic() >= began + WARM_UP * seconds:
+            if first is None and time.monotonic() >= began + warm_up * seconds:
                 first, first_at = pool.usage(), time.monotonic()
             if time.monotonic() >= shown + SHOWN_S:
                 shown, usage = time.monotonic(), pool.usage()

@@ -34,8 +34,10 @@ is not the longest of them."""
 WARM_UP_S = 5.0
 DEVIATION_MAX, THROUGHPUT_MIN = 0.1, 0.8
 ROUNDS, ROUND_S = 6, 15.0
-"""Times that two tenants are measured alone and together, or two crowds one after another, and how long each: the speed
-of a machine drifts."""
+"""Times that the two tenants are measured alone and together, and how long each: the speed of a machine drifts."""
+CROWD_ROUNDS, CROWD_S, CROWD_WARM_UP = 3, 30.0, 0.2
+"""Times that the two crowds are measured, and how long each; and the part of that in which their new adapters have their
+first steps, which is not counted."""
 
 NEIGHBOUR_COLUMNS = (
     Column("small adapters beside it", lambda r: str(r["adapters"])),
@@ -59,16 +61,15 @@ CROWD_COLUMNS = (
 
 def measure_small_adapters(args: argparse.Namespace, results: Results) -> None:
     """Run the three cases."""
-    rounds = 1 if args.quick else ROUNDS
     crowd = [f"tenant-{number}" for number in range(CROWD)]
     weights = dict.fromkeys([MANY, ONE, NEIGHBOUR, *crowd], 1.0)
     options = ["--pool", "ray", "--slots", str(SLOTS)]
     with LoadedPool(weights, is_timed=False, options=options) as pool:
         run_phase(pool, _plans(pool, MANY, NUM_ADAPTERS[0], SMALL_TOKENS), WARM_UP_S, print)
         _measure_neighbour(pool, results, is_quick=args.quick)
-        _measure_crowd(pool, crowd, results, rounds)
+        _measure_crowd(pool, crowd, results, rounds=1 if args.quick else CROWD_ROUNDS)
     with LoadedPool(weights, is_timed=False, options=[*options, "--cycle-tokens", str(CYCLE_TOKENS)]) as pool:
-        _measure_shares(pool, results, rounds)
+        _measure_shares(pool, results, rounds=1 if args.quick else ROUNDS)
 
 
 def _measure_neighbour(pool: LoadedPool, results: Results, *, is_quick: bool) -> None:
@@ -122,7 +123,7 @@ def _measure_crowd(pool: LoadedPool, crowd: Sequence[str], results: Results, rou
         for each_round in range(rounds):
             for number in sorted(per_s, reverse=bool(each_round % 2)):
                 plans = [plan for name in crowd[:number] for plan in _plans(pool, name, 1, tokens)]
-                phase = run_phase(pool, plans, ROUND_S, print)
+                phase = run_phase(pool, plans, CROWD_S, print, CROWD_WARM_UP)
                 per_s[number] += sum(_steps_per_s(phase, name) for name in crowd[:number]) / rounds
         for number in per_s:
             table.add({"tenants": number, "tokens": tokens, "per_s": per_s[number]})
