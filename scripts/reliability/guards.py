@@ -229,6 +229,27 @@ GUARDS = (
         tests=("tests/integration/cycles/test_budgets.py", "-k", "rest_of_a_cycle"),
     ),
     Guard(
+        name="the wait for sent results behind a cycle is not charged to a snapshot",
+        file="coordinator/cycle/phases.py",
+        before="        part_s = reading.worker_s / max(1, len(logs))",
+        after="        part_s = (self._time.monotonic() - reading.started) / max(1, len(logs))",
+        tests=("tests/integration/cycles/test_budgets.py", "-k", "sending_results"),
+    ),
+    Guard(
+        name="a snapshot that costs much waits until the bound on a replay",
+        file="coordinator/checkpoints/snapshots.py",
+        before="            bound_s = EARLY_PART * self._replay_s_max if is_good_time else self._replay_s_max",
+        after="            bound_s = EARLY_PART * self._replay_s_max",
+        tests=("tests/unit/checkpoints/test_snapshots.py", "-k", "due_at_a_quarter or slow_writes"),
+    ),
+    Guard(
+        name="the first snapshot of an adapter is taken to cost as much as another's",
+        file="coordinator/checkpoints/snapshots.py",
+        before="self._cost_s.get(adapter.adapter_id, self._last_cost_s)",
+        after="self._cost_s.get(adapter.adapter_id, 0.0)",
+        tests=("tests/unit/checkpoints/test_snapshots.py", "-k", "slow_writes"),
+    ),
+    Guard(
         name="rows for an expert are padded by their own number",
         file="workers/model/expert_shares.py",
         before="            batches[part].setdefault((occurrence, share_rows(length)), []).append(share)",

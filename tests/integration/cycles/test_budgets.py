@@ -12,6 +12,7 @@ import pytest
 from coordinator.checkpoints import snapshots
 from coordinator.checkpoints.states import States
 from coordinator.cycle import items, phases
+from coordinator.cycle.commit import Cycle
 from coordinator.operations import in_flight
 from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
@@ -22,7 +23,8 @@ from coordinator.storage.folders import Piece, StateFiles
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import FakeTime, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterCosts, AdapterState
+from tinkerpool.v1 import pool_pb2
+from workers.contract.messages import AdapterCosts, AdapterState, Batch, BatchResult
 
 NUM_SAVES = 200
 RATE = 1000.0
@@ -151,6 +153,32 @@ async def test_the_rest_of_a_cycle_is_charged_to_its_adapters_in_equal_parts(
     assert len(cycles) == 1
     lift = 5.0  # to the counter of the tenant before them
     assert [counters[tenant] - lift for tenant in tenants] == [10 + 4 * RATE, 5 + 2 * RATE]
+
+
+async def test_the_time_that_sending_results_takes_from_snapshots_is_charged_to_the_cycles_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice's adapter is snapshotted behind a cycle of Bob's; three seconds pass in which no worker computes."""
+    clock = FakeTime()
+    async with running_pool(tmp_path, time=clock, linger_s=0.0) as pool:
+        loop, logs = pool.core.loops["toy"], pool.core.registry.logs
+        alices, bobs = await pool.adapter("alice"), await pool.adapter("bob")
+        for adapter_id, tenant in ((alices, "alice"), (bobs, "bob")):
+            await pool.wait(await pool.forward_backward(adapter_id, 1, 5, tenant=tenant), tenant=tenant)
+        await loop.until_idle()
+        monkeypatch.setattr(loop.planning, "_tokens_per_s", lambda: RATE)  # private: the real one is measured
+        run, tenants = pool.core.pool.run, [pool.tenant_id("alice"), pool.tenant_id("bob")]
+
+        async def delayed(worker_id: str, batch: Batch) -> BatchResult:
+            clock.now += 3.0
+            return await run(worker_id, batch)
+
+        monkeypatch.setattr(pool.core.pool, "run", delayed)
+        before = loop.planning.counters(frozenset(tenants))
+        cycle = Cycle(0, 0.0, 0.0, entries={bobs: pool_pb2.CycleEntry(adapter_id=bobs, tenant=tenants[1])})
+        await loop._phases.take_snapshots(cycle, [logs[alices]])  # private: which cycle is before it varies else
+        after = loop.planning.counters(frozenset(tenants))
+    assert [after[each] - before[each] for each in tenants] == pytest.approx([0.0, 3.0 * RATE], abs=0.01 * RATE)
 
 
 async def test_saves_and_loads_of_one_adapter_keep_their_order_over_many_cycles(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ async def test_slow_writes_take_at_most_a_tenth_of_the_time_until_the_bound_is_r
     adapter = trained(6.0)
     saver.seconds = 0.9
     await write(snapshots, saver, adapter)
+    assert snapshots.due([trained(6.0, name="b")], ()) == [], "its first one is taken to cost as much"
     adapter = trained(6.0)
     assert snapshots.due([adapter], ()) == []
     adapter.charge_replay(2.2)
