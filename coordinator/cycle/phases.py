@@ -76,6 +76,9 @@ class Phases:
         self._journal = journal
         self._time = dispatch.time
         self._split: list[SplitCycle] = []
+        self._read_byte_s = math.inf
+        """Seconds that the message of a state takes for each byte: the fewest of all, because others wait for the event
+        loop."""
 
     async def run_pass(self, cycle: Cycle, plan: PassPlan) -> None:
         """Run the planned chunks of forwards and forward_backwards, also if a stop or a suspension has come since."""
@@ -162,8 +165,8 @@ class Phases:
     async def take_snapshots(self, cycle: Cycle, logs: Collection[AdapterLog]) -> None:
         """Read these adapters' states from their workers, behind a cycle; they are written while later cycles run.
 
-        Their tenants are charged what the workers take. Meanwhile the coordinator sends the results of that cycle, and
-        the rest of the time is charged to its adapters.
+        Their tenants are charged what the workers and the messages take. Meanwhile the coordinator sends the results of
+        that cycle, and the rest of the time is charged to its adapters.
         """
         work, asked = PhaseWork(), [(log, log.copy.generation) for log in logs]
         for log in logs:
@@ -175,11 +178,14 @@ class Phases:
             self._snapshots.end([(log, generation) for log, generation in asked if log.home not in self._fleet.away])
             return  # the wait is charged to no tenant
         self._snapshots.end(asked)
-        part_s = reading.worker_s / max(1, len(logs))
+        rest_s = max(0.0, self._time.monotonic() - reading.started - reading.worker_s)
+        num_bytes = sum(map(self._planning.memory.size_of, logs))
+        self._read_byte_s = min(self._read_byte_s, rest_s / num_bytes)
+        messages_s = num_bytes * self._read_byte_s
+        part_s = (reading.worker_s + messages_s) / len(logs)
         num_adapters = Counter(log.tenant_id for log in logs)
         self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
-        rest_s = self._time.monotonic() - reading.started - reading.worker_s
-        self._planning.charge(cycle.in_equal_parts(max(0.0, rest_s)))
+        self._planning.charge(cycle.in_equal_parts(rest_s - messages_s))
 
     # ---- workers that are late
 

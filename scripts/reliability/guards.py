@@ -231,8 +231,8 @@ GUARDS = (
     Guard(
         name="the wait for sent results behind a cycle is not charged to a snapshot",
         file="coordinator/cycle/phases.py",
-        before="        part_s = reading.worker_s / max(1, len(logs))",
-        after="        part_s = (self._time.monotonic() - reading.started) / max(1, len(logs))",
+        before="        messages_s = num_bytes * self._read_byte_s",
+        after="        messages_s = rest_s",
         tests=("tests/integration/cycles/test_budgets.py", "-k", "sending_results"),
     ),
     Guard(

@@ -36,7 +36,7 @@ DEVIATION_MAX, THROUGHPUT_MIN = 0.1, 0.8
 ROUNDS, ROUND_S = 6, 15.0
 """Times that the two tenants are measured alone and together, and how long each: the speed of a machine drifts."""
 CROWD_ROUNDS, CROWD_S, CROWD_WARM_UP = 3, 30.0, 0.2
-"""Times that the two crowds are measured, and how long each; and the part of that in which their new adapters have$
+"""Times that the two crowds are measured, and how long each; and the part of that in which their new adapters have
 their first steps, which is not counted."""
 
 NEIGHBOUR_COLUMNS = (

@@ -158,7 +158,7 @@ async def test_the_rest_of_a_cycle_is_charged_to_its_adapters_in_equal_parts(
 async def test_the_time_that_sending_results_takes_from_snapshots_is_charged_to_the_cycles_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alice's adapter is snapshotted behind a cycle of Bob's; three seconds pass in which no worker computes."""
+    """Alice's adapter is snapshotted behind a cycle of Bob's: first at once, then with 3 s beside the worker."""
     clock = FakeTime()
     async with running_pool(tmp_path, time=clock, linger_s=0.0) as pool:
         loop, logs = pool.core.loops["toy"], pool.core.registry.logs
@@ -173,10 +173,13 @@ async def test_the_time_that_sending_results_takes_from_snapshots_is_charged_to_
             clock.now += 3.0
             return await run(worker_id, batch)
 
+        cycle = Cycle(0, 0.0, 0.0, entries={bobs: pool_pb2.CycleEntry(adapter_id=bobs, tenant=tenants[1])})
+        take = loop._phases.take_snapshots  # private: which cycle is before it varies else
+        await take(cycle, [logs[alices]])
+        await loop._snapshots.finish()
         monkeypatch.setattr(pool.core.pool, "run", delayed)
         before = loop.planning.counters(frozenset(tenants))
-        cycle = Cycle(0, 0.0, 0.0, entries={bobs: pool_pb2.CycleEntry(adapter_id=bobs, tenant=tenants[1])})
-        await loop._phases.take_snapshots(cycle, [logs[alices]])  # private: which cycle is before it varies else
+        await take(cycle, [logs[alices]])
         after = loop.planning.counters(frozenset(tenants))
     assert [after[each] - before[each] for each in tenants] == pytest.approx([0.0, 3.0 * RATE], abs=0.01 * RATE)
 
