@@ -21,7 +21,7 @@ def long(settings: dict[str, Any]) -> Any:
     [
         {},
         long({"has_gaps": True}),
-        {"window": True, "has_triton": False},
+        long({"window": True, "has_triton": False}),
         long({"window": True}),
         {"exact": True},
         long({"has_triton": False}),

@@ -155,7 +155,7 @@ def present_pool(folder: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_client_earlier", "is_pool_earlier"),
-    [(False, False), (True, False), (False, True)],
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.long)],
     ids=["this version", "client of the one before", "pool of the one before"],
 )
 def test_a_light_client_uses_pools_of_its_own_minor_version_and_of_the_next_and_last(
