@@ -144,11 +144,6 @@ class Cycle:
         entry.num_tokens += result.num_tokens
         return entry
 
-    def in_equal_parts(self, seconds: float) -> dict[str, float]:
-        """Return each tenant's part of these seconds, if every adapter in the cycle has an equal one."""
-        num_adapters = Counter(entry.tenant for entry in self.entries.values())
-        return {tenant: seconds / len(self.entries) * number for tenant, number in num_adapters.items()}
-
     def tenants(self) -> frozenset[str]:
         """Return the tenants that have results in the cycle."""
         return frozenset(entry.tenant for entry in self.entries.values())
@@ -316,7 +311,7 @@ class Committer:
     def _charge_rest(self, cycle: Cycle) -> None:
         """Charge what the coordinator itself took for the cycle so far, in equal parts for each adapter in it."""
         rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
-        self._planning.charge(cycle.in_equal_parts(max(0.0, rest_s)))
+        self._planning.charge_equally(max(0.0, rest_s), (entry.tenant for entry in cycle.entries.values()))
 
     async def _persist(self, commit: CycleCommit, cycle: Cycle) -> frozenset[str]:
         """Store the commit with the cycle's outcomes; return the adapters that it had to leave out.

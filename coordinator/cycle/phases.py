@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -182,10 +182,8 @@ class Phases:
         num_bytes = sum(map(self._planning.memory.size_of, logs))
         self._read_byte_s = min(self._read_byte_s, rest_s / num_bytes)
         messages_s = num_bytes * self._read_byte_s
-        part_s = (reading.worker_s + messages_s) / len(logs)
-        num_adapters = Counter(log.tenant_id for log in logs)
-        self._planning.charge({tenant: part_s * number for tenant, number in num_adapters.items()})
-        self._planning.charge(cycle.in_equal_parts(rest_s - messages_s))
+        self._planning.charge_equally(reading.worker_s + messages_s, (log.tenant_id for log in logs))
+        self._planning.charge_equally(rest_s - messages_s, (entry.tenant for entry in cycle.entries.values()))
 
     # ---- workers that are late
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -339,6 +339,11 @@ class Planning:
         """
         tokens_per_s = self._tokens_per_s()
         self._fair = charged(self._fair, {tenant: number * tokens_per_s for tenant, number in seconds.items()})
+
+    def charge_equally(self, seconds: float, tenants: Iterable[str]) -> None:
+        """Charge seconds in equal parts to adapters, by the tenant of each one. No adapters: to nobody."""
+        num_adapters = Counter(tenants)
+        self.charge({each: seconds * number / num_adapters.total() for each, number in num_adapters.items()})
 
     def chunk_tokens(self, log: AdapterLog, item: PassItem) -> float:
         """Return what a chunk costs, in tokens."""
