@@ -155,8 +155,7 @@ class PackedProducts:
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """See `FrozenProducts`."""
-        dy = dys[0] if len(dys) == 1 else torch.cat(list(dys), dim=1)
-        return self._multiply(dy, self._backward, None)
+        return self._multiply(joined(dys), self._backward, None)
 
     def _multiply(self, x: Tensor, packed_weight: Any, bias: Tensor | None) -> Tensor:
         num_rows = x.shape[0]
@@ -164,6 +163,20 @@ class PackedProducts:
         filled = F.pad(x, (0, 0, 0, missing)) if missing else x
         y: Tensor = self._linear(filled, packed_weight, bias, "none", [], "")
         return y[:num_rows] if missing else y
+
+
+def joined(columns: Sequence[Tensor]) -> Tensor:
+    """Return tensors (N, F) side by side: as a view if they are neighbours in one tensor, or else as a copy."""
+    if len(columns) == 1:
+        return columns[0]
+    first, width = columns[0], sum(part.shape[1] for part in columns)
+    place = first.data_ptr()
+    for part in columns:
+        is_next = part.data_ptr() == place and part.stride() == (width, 1)
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(columns), dim=1)
+        place += part.shape[1] * part.element_size()
+    return first.as_strided((len(first), width), (width, 1))
 
 
 def products_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None], numerics: Numerics) -> FrozenProducts:

@@ -234,8 +234,11 @@ class _PackedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         inputs = DeltaInputs.of(ctx.saved_tensors)
-        make = torch.empty_like if ctx.num_rows == len(inputs.gate) else torch.zeros_like
-        gradients = DeltaInputs.of([make(tensor, memory_format=torch.contiguous_format) for tensor in inputs.tensors()])
+        make = dout.new_empty if ctx.num_rows == len(dout) else dout.new_zeros
+        widths = [tensor.shape[1] for tensor in inputs.tensors()]
+        # Of queries, keys and values as columns of one tensor: their linears are one product.
+        qkv = make((len(dout), sum(widths[:3]))).split(widths[:3], 1)
+        gradients = DeltaInputs.of([*qkv, *(make((len(dout), width)) for width in widths[3:])])
         for chunks in ctx.groups:
             leaves = [tensor.requires_grad_() for tensor in chunks.gather(inputs).tensors()]
             with torch.enable_grad():
