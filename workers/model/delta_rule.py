@@ -201,7 +201,10 @@ def chunked(
 
 def _rounds(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Sequence[Tensor]]:
     """Yield each round's matrices of (N, H, G, ..., ...): as many as `sizes` says."""
-    return zip(*(tensor.flatten(0, 2).split(sizes) for tensor in tensors), strict=True)
+    flat = [tensor.flatten(0, 2) for tensor in tensors]
+    if len(sizes) == 1:  # a view of all rows, whose backward would copy
+        return iter([flat])
+    return zip(*(tensor.split(sizes) for tensor in flat), strict=True)
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:
@@ -299,9 +302,11 @@ class _ConvFunction(torch.autograd.Function):
         total, weights = ctx.saved_tensors
         dtotal = torch.ops.aten.silu_backward.default(dout, total)
         num, length, width = dtotal.shape
-        drows = dtotal.new_zeros(num, length + len(weights) - 1, width)
-        for offset, weight in enumerate(weights):
-            drows[:, offset : offset + length].addcmul_(dtotal, weight)
+        drows = dtotal.new_empty(num, length + len(weights) - 1, width)
+        torch.mul(dtotal, weights[0], out=drows[:, :length])
+        drows[:, length:].zero_()
+        for offset in range(1, len(weights)):
+            drows[:, offset : offset + length].addcmul_(dtotal, weights[offset])
         return drows, None
 
 

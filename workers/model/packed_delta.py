@@ -78,6 +78,10 @@ def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], val
     return int(min(all_tokens, most)) * of_token
 
 
+Rows = Tensor | slice
+"""Rows of a tensor: a slice if they follow each other, which is read without a copy and written twice as fast."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """The chunks of a group, and where their rows are in the pass. Positions count the flat rows of chunks."""
@@ -92,47 +96,51 @@ class Chunks:
     """Positions in `rows` where there is none."""
     is_token: Tensor | None
     """(N, C) whether there is a row; None: everywhere."""
-    own: tuple[Tensor, Tensor]
-    """Positions of the chunks' tokens in (N, C), and their rows of the pass."""
+    tokens: Rows
+    """The rows of the pass of (N, C); any where is none."""
+    padding: Tensor
+    """Positions in (N, C) where there is none."""
+    own: tuple[Rows, Rows]
+    """Positions of the chunks' tokens in (N, C), and their rows of the pass, which rise."""
     before: tuple[Tensor, Tensor]
     """Positions of the tokens before the chunks in (N, W - 1), and their rows of the pass."""
 
     def gather(self, inputs: DeltaInputs) -> DeltaInputs:
-        """Return the chunks' inputs, copied from those of the pass."""
+        """Return the chunks' inputs; those of the pass, or copies."""
         num, width = self.rows.shape
-        own = self.rows[:, width - self.size :].reshape(-1)
         qkv = [rows.index_select(0, self.rows.view(-1)).index_fill_(0, self.missing, 0.0) for rows in inputs.qkv]
-        others = [rows.index_select(0, own) for rows in inputs.tensors()[3:]]
+        others = [_taken(rows, self.tokens) for rows in inputs.tensors()[3:]]
         return DeltaInputs.of([*(r.view(num, width, -1) for r in qkv), *(r.view(num, self.size, -1) for r in others)])
 
     def gather_tokens(self, rows: Tensor) -> Tensor:
-        """Return the tokens' values (N, C, F), copied from rows of the pass (T, F), with zeros at padding."""
-        positions, own_rows = self.own
-        own = rows.index_select(0, own_rows)
-        num = len(self.rows)
-        if len(own) == num * self.size:
-            return own.view(num, self.size, -1)
-        return own.new_zeros(num * self.size, own.shape[1]).index_copy_(0, positions, own).view(num, self.size, -1)
+        """Return the tokens' values (N, C, F), of rows of the pass (T, F), with zeros at padding."""
+        own = _taken(rows, self.tokens)
+        if self.is_token is not None:  # then `tokens` names a row twice, so these are copies
+            own.index_fill_(0, self.padding, 0.0)
+        return own.view(len(self.rows), self.size, -1)
 
     def scatter(self, chunks: Tensor, rows: Tensor) -> None:
         """Copy the tokens' results (N, C, F) to rows of the pass (T, F)."""
-        _move(rows.index_copy_, chunks, self.own)
+        positions, own = self.own
+        values = _taken(chunks.reshape(-1, chunks.shape[-1]), positions)
+        if isinstance(own, slice):
+            rows[own].copy_(values)
+        else:
+            rows.index_copy_(0, own, values)
 
     def scatter_gradients(self, gradients: DeltaInputs, rows: DeltaInputs) -> None:
         """Set `rows`, of the pass, to the gradients of what `gather` returned. A token's own chunk counts first."""
+        positions, before = self.before
         for part, target in zip(gradients.tensors(), rows.tensors(), strict=True):
             history = part.shape[1] - self.size
             self.scatter(part[:, history:], target)
-            if history:
-                _move(target.index_add_, part[:, :history], self.before)
+            if history and len(before):
+                target.index_add_(0, before, part[:, :history].reshape(-1, part.shape[2]).index_select(0, positions))
 
 
-def _move(change: Any, chunks: Tensor, where: tuple[Tensor, Tensor]) -> None:
-    positions, rows = where
-    values = chunks.reshape(-1, chunks.shape[-1])
-    if len(positions) < len(values):
-        values = values.index_select(0, positions)
-    change(0, rows, values)
+def _taken(rows: Tensor, which: Rows) -> Tensor:
+    """Return rows of (T, F): a view if they follow each other, or else a copy."""
+    return rows[which] if isinstance(which, slice) else rows.index_select(0, which)
 
 
 class PackedDelta:
@@ -199,18 +207,27 @@ def _chunks(sequences: Sequence[tuple[int, int]], size: int, history: int, devic
     exists = (rows >= first) & (rows < first + lengths[of_chunk][:, None])
     is_token = exists[:, history:]
 
-    def places(part: NDArray[np.bool_], of: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        return on_device(np.flatnonzero(part), device), on_device(of[part], device)
-
+    of_tokens = rows[:, history:].ravel()
+    positions = np.flatnonzero(is_token)
+    positions = positions[np.argsort(of_tokens[positions])]
+    before = np.flatnonzero(exists[:, :history])
     return Chunks(
         size=size,
         counts=counts,
         rows=on_device(np.where(exists, rows, first), device),
         missing=on_device(np.flatnonzero(~exists), device),
         is_token=None if is_token.all() else on_device(is_token, device),
-        own=places(is_token, rows[:, history:]),
-        before=places(exists[:, :history], rows[:, :history]),
+        tokens=_rows(np.where(is_token, rows[:, history:], first).ravel(), device),
+        padding=on_device(np.flatnonzero(~is_token), device),
+        own=(_rows(positions, device), _rows(of_tokens[positions], device)),
+        before=(on_device(before, device), on_device(rows[:, :history].ravel()[before], device)),
     )
+
+
+def _rows(numbers: NDArray[np.int64], device: torch.device) -> Rows:
+    """Return row numbers on a device, or as a slice."""
+    begin, end = int(numbers[0]), int(numbers[0]) + len(numbers)
+    return slice(begin, end) if np.array_equal(numbers, np.arange(begin, end)) else on_device(numbers, device)
 
 
 def _run(weights: DeltaWeights, groups: Sequence[Chunks], num_rows: int, inputs: DeltaInputs) -> Tensor:
