@@ -334,6 +334,20 @@ GUARDS = (
         tests=("tests/numerics/model/test_fused_modules.py", "-k", "replaced"),
     ),
     Guard(
+        name="padding of a chunk has no gradient",
+        file="workers/model/packed_delta.py",
+        before="return own if self.is_token is None else own.masked_fill(~self.is_token.unsqueeze(-1), 0.0)",
+        after="return own",
+        tests=("tests/numerics/model/test_gated_delta.py", "-x"),
+    ),
+    Guard(
+        name="results of chunks go to the rows of their own tokens",
+        file="workers/model/packed_delta.py",
+        before="    positions = positions[np.argsort(of_tokens[positions])]\n",
+        after="    of_tokens = np.sort(of_tokens)\n",
+        tests=("tests/numerics/model/test_gated_delta.py", "-x"),
+    ),
+    Guard(
         name="routers compute rows in tiles of one size on a GPU",
         file="workers/model/base_model.py",
         before="self._exactly(numerics) if are_routers_apart and is_router(group.shape) else numerics",

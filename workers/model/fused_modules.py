@@ -273,7 +273,7 @@ def _is_gated(mlp: Any) -> bool:
     gate, up = (torch.linspace(-3, high, 24).view(1, 3, 8) for high in (4.0, 2.0))
     linears = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda rows: rows}
     try:
-        theirs = type(mlp).forward(SimpleNamespace(**vars(mlp), act_fn=mlp.act_fn, **linears), gate)
+        theirs = type(mlp).forward(SimpleNamespace(**{**vars(mlp), "act_fn": mlp.act_fn, **linears}), gate)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return False
     return isinstance(theirs, Tensor) and torch.equal(theirs, F.silu(gate) * up)

@@ -98,8 +98,6 @@ class Chunks:
     """(N, C) whether there is a row; None: everywhere."""
     tokens: Rows
     """The rows of the pass of (N, C); any where is none."""
-    padding: Tensor
-    """Positions in (N, C) where there is none."""
     own: tuple[Rows, Rows]
     """Positions of the chunks' tokens in (N, C), and their rows of the pass, which rise."""
     before: tuple[Tensor, Tensor]
@@ -114,10 +112,8 @@ class Chunks:
 
     def gather_tokens(self, rows: Tensor) -> Tensor:
         """Return the tokens' values (N, C, F), of rows of the pass (T, F), with zeros at padding."""
-        own = _taken(rows, self.tokens)
-        if self.is_token is not None:  # then `tokens` names a row twice, so these are copies
-            own.index_fill_(0, self.padding, 0.0)
-        return own.view(len(self.rows), self.size, -1)
+        own = _taken(rows, self.tokens).view(len(self.rows), self.size, -1)
+        return own if self.is_token is None else own.masked_fill(~self.is_token.unsqueeze(-1), 0.0)
 
     def scatter(self, chunks: Tensor, rows: Tensor) -> None:
         """Copy the tokens' results (N, C, F) to rows of the pass (T, F)."""
@@ -218,7 +214,6 @@ def _chunks(sequences: Sequence[tuple[int, int]], size: int, history: int, devic
         missing=on_device(np.flatnonzero(~exists), device),
         is_token=None if is_token.all() else on_device(is_token, device),
         tokens=_rows(np.where(is_token, rows[:, history:], first).ravel(), device),
-        padding=on_device(np.flatnonzero(~is_token), device),
         own=(_rows(positions, device), _rows(of_tokens[positions], device)),
         before=(on_device(before, device), on_device(rows[:, :history].ravel()[before], device)),
     )
