@@ -313,25 +313,11 @@ GUARDS = (
         tests=("tests/numerics/model/test_families.py", "-k", "olmo2 and in_bf16"),
     ),
     Guard(
-        name="gates of widths that vectors do not divide are left to torch",
-        file="workers/model/fused_modules.py",
-        before=" and gate.shape[-1] % GATE_FEATURES == 0\n",
-        after="\n",
-        tests=("tests/numerics/model/test_fused_modules.py", "-k", "separate_operations"),
-    ),
-    Guard(
         name="gradients that are not neighbours are copied to be one tensor",
         file="workers/model/frozen_products.py",
         before="part.data_ptr() == place and part.stride() == (width, 1)",
         after="part.stride() == (width, 1)",
-        tests=("tests/numerics/model/test_fused_modules.py", "-k", "neighbours"),
-    ),
-    Guard(
-        name="only MLPs of the usual formula are replaced",
-        file="workers/model/fused_modules.py",
-        before="all(hasattr(module, part) for part in MLP_PARTS) and _is_gated(module)",
-        after="all(hasattr(module, part) for part in MLP_PARTS)",
-        tests=("tests/numerics/model/test_fused_modules.py", "-k", "replaced"),
+        tests=("tests/numerics/model/test_frozen_products.py", "-k", "neighbours"),
     ),
     Guard(
         name="padding of a chunk has no gradient",

@@ -1,23 +1,21 @@
-"""RMS normalisation, rotary position embedding and the gate of an MLP, which replace the eager ones of transformers.
+"""RMS normalisation and rotary position embedding that replace the eager ones of transformers.
 
 Norms: for fp32 on a CPU with a backward written by hand; otherwise by the library's fused kernel. Rotary embedding:
 transformers calls a global function of the model's module, so each attention layer gets its own copy of `forward`, in
-which that name is our function; layers of other models do not change. Gates: for fp32 on a CPU in blocks of rows that
-its cache holds, with both gradients in one tensor, which is what the product behind them reads. A module or layer is
-left alone if its replacement gives other numbers than its own code.
+which that name is our function; layers of other models do not change. A module or layer is left alone if its
+replacement gives other numbers than its own code.
 
-Does not depend on models beyond names of classes, of that function and of an MLP's parts.
+Does not depend on models beyond names of classes and of that function.
 
 Main invariant: a row's result depends only on that row.
 
-Dimensions: T rows (of a norm: all leading dimensions), D features, H heads, E head dimension (rotated in halves), F
-features of a gate.
+Dimensions: T rows (of a norm: all leading dimensions), D features, H heads, E head dimension (rotated in halves).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -210,70 +208,3 @@ def _is_same(theirs: Any) -> bool:
         if (expected := rotated(angles)) is not None
         for mine, other in zip(apply_rotary(q, k, angles.cos(), angles.sin()), expected, strict=True)
     )
-
-
-MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
-GATE_BLOCK_VALUES = 1 << 18
-"""Values of a gate that are computed at a time, 1 MB; fewer are left to autograd, whose calls cost less."""
-GATE_FEATURES = 32
-"""F is a multiple, or gates are left to autograd: the library computes what is behind a multiple by another kernel, and
-what that is must not depend on the way."""
-
-
-class _GateFunction(torch.autograd.Function):
-    """silu(gate) * up of (T, F) each; the backward goes through blocks of rows that a cache holds."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        activated = F.silu(gate)
-        ctx.save_for_backward(gate, up, activated)
-        return activated * up
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up, activated = ctx.saved_tensors
-        num_rows, width = gate.shape
-        dgate, dup = dout.new_empty(num_rows, 2 * width).split(width, 1)
-        size = max(1, GATE_BLOCK_VALUES // width)
-        for rows in (slice(start, start + size) for start in range(0, num_rows, size)):
-            torch.mul(dout[rows], activated[rows], out=dup[rows])
-            torch.mul(dout[rows], up[rows], out=dgate[rows])
-            torch.ops.aten.silu_backward.grad_input(dgate[rows], gate[rows], grad_input=dgate[rows])
-        return dgate, dup
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, all (..., F). Of many values in fp32 on a CPU, gradients are columns of one tensor."""
-    is_large = gate.numel() > GATE_BLOCK_VALUES and gate.shape[-1] % GATE_FEATURES == 0
-    if not (is_large and torch.is_grad_enabled() and gate.device.type == "cpu" and gate.dtype == torch.float32):
-        return F.silu(gate) * up
-    out: Tensor = _GateFunction.apply(gate.flatten(0, -2), up.flatten(0, -2))  # type: ignore[no-untyped-call]
-    return out.view(gate.shape)
-
-
-def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
-    """Replace the `forward` of an MLP."""
-    out: Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
-    return out
-
-
-def fuse_gates(model: nn.Module) -> int:
-    """Let every MLP with a gate of SiLU use ours; return how many."""
-    num_fused = 0
-    for module in model.modules():
-        if all(hasattr(module, part) for part in MLP_PARTS) and _is_gated(module):
-            module.forward = MethodType(_gated_mlp, module)
-            num_fused += 1
-    return num_fused
-
-
-@torch.no_grad()
-def _is_gated(mlp: Any) -> bool:
-    """Return whether an MLP multiplies SiLU of its gate; tried with linears that return known numbers."""
-    gate, up = (torch.linspace(-3, high, 24).view(1, 3, 8) for high in (4.0, 2.0))
-    linears = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda rows: rows}
-    try:
-        theirs = type(mlp).forward(SimpleNamespace(**{**vars(mlp), "act_fn": mlp.act_fn, **linears}), gate)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return False
-    return isinstance(theirs, Tensor) and torch.equal(theirs, F.silu(gate) * up)

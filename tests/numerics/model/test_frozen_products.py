@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.settings import EngineSettings
 from workers.model import frozen_products
-from workers.model.frozen_products import PackedProducts, PlainProducts, can_pack, kernel_rows
+from workers.model.frozen_products import PackedProducts, PlainProducts, can_pack, joined, kernel_rows
 from workers.selftest import row_invariance
 from workers.selftest.loading import load_base_model
 
@@ -42,6 +42,22 @@ def test_packed_products_are_the_plain_ones(num_outputs: int, num_inputs: int) -
     for y, expected in zip(ys, plain.forward(x, [None, None]), strict=True):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(packed.backward(ys), plain.backward(ys), rtol=1e-5, atol=1e-2)
+
+
+def test_only_neighbours_in_one_tensor_are_joined_without_a_copy() -> None:
+    left, middle, right = values(5, 12).split((3, 4, 5), 1)
+    assert joined([left]) is left
+    assert joined([left, middle, right]).data_ptr() == left.data_ptr()
+    for parts in (
+        [left, middle],
+        [left, right],
+        [middle, right],
+        [left, right, middle],
+        [left.clone(), middle.clone()],
+    ):
+        both = joined(parts)
+        assert both.data_ptr() not in {part.data_ptr() for part in parts}
+        assert torch.equal(both, torch.cat(parts, 1))
 
 
 @pytest.mark.slow
