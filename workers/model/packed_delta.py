@@ -79,7 +79,7 @@ def group_values(shape: DeltaShape, num_tokens: int, lengths: Sequence[int], val
 
 
 Rows = Tensor | slice
-"""Rows of a tensor: a slice if they follow each other, which is read without a copy and written twice as fast."""
+"""Rows of a tensor: a slice if they follow each other, which is read without a copy and written as one block."""
 
 
 @dataclass(frozen=True, slots=True)
