@@ -18,6 +18,10 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.base.config import ELEMENTS_MAX
 from coordinator.base.errors import Code, ServiceError
 
+INLINE_BYTES_MAX = ELEMENTS_MAX
+"""Bodies up to this size are parsed on the event loop: they cannot have too many elements. Larger ones are counted, for
+up to a tenth of a second, and so are parsed on a thread, in turns of the tenants."""
+
 _Table: TypeAlias = "dict[int, _Table | None]"
 """The fields of a message that hold elements, by tag: the table of a nested message, or None for packed numbers."""
 M = TypeVar("M", bound=Message)
@@ -47,7 +51,7 @@ class _Malformed(Exception):
 
 def parse(message_type: type[M], body: bytes) -> M:
     """Return the message in `body`. Raises TooManyElements, and DecodeError if it is none."""
-    if len(body) > ELEMENTS_MAX:  # every element has at least one byte
+    if len(body) > INLINE_BYTES_MAX:  # every element has at least one byte
         count_elements(message_type, body)
     return message_type.FromString(body)
 

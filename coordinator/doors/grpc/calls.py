@@ -26,8 +26,7 @@ from coordinator.doors.grpc.intake import Intake, Received
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.doors.rpcs import has_bytes, methods, path_of, use_case_name
 from coordinator.limits.results import Room
-from coordinator.payloads.elements import TooManyElements, parse, parse_head
-from coordinator.payloads.passes import INLINE_BYTES_MAX
+from coordinator.payloads.elements import INLINE_BYTES_MAX, TooManyElements, parse, parse_head
 from coordinator.service.roles import LEAST_ROLES
 from coordinator.service.training import SEQUENCED_REQUESTS
 from coordinator.tenants.principals import Principal, Role

@@ -19,8 +19,6 @@ from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError, invalid, unavailable
 from coordinator.limits.budget import PARTS, Budget, Held
 
-INLINE_BYTES_MAX = 256 << 10
-"""Larger bodies are decompressed, parsed and encoded on a thread."""
 UNCOUNTED_BYTES = 16 << 10
 """Bodies up to this size are not counted, so that a tenant with large uploads can still call. Each connection has at
 most one, and a buffer of that size anyway."""

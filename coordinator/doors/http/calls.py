@@ -15,7 +15,7 @@ from coordinator.base.config import JSON_ITEMS_MAX, JSON_OBJECTS_MAX, JSON_STRIN
 from coordinator.base.errors import invalid, unavailable
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
-from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
+from coordinator.doors.http.bodies import HEAD_BYTES, Bodies, HeldBody, UnreadableBody, unreadable
 from coordinator.doors.http.connections import CERTIFICATE
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.sign_ins import SignIns
@@ -23,6 +23,7 @@ from coordinator.doors.peers import is_this_machine
 from coordinator.limits.ceiling import Ceiling, Refusal
 from coordinator.limits.polls import Polls
 from coordinator.limits.results import Room
+from coordinator.payloads.elements import INLINE_BYTES_MAX
 from coordinator.service import Service
 from coordinator.tenants.principals import Caller, Principal
 

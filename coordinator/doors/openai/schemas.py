@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.bodies import INLINE_BYTES_MAX
 from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, Items, check_elements
 from coordinator.doors.openai.errors import refused, unsupported
+from coordinator.payloads.elements import INLINE_BYTES_MAX
 
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000

@@ -18,12 +18,13 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.bodies import INLINE_BYTES_MAX, UnreadableBody
+from coordinator.doors.http.bodies import UnreadableBody
 from coordinator.doors.http.calls import Call
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.schemas import Seq
 from coordinator.doors.tinker.sdk_versions import mark_batch
+from coordinator.payloads.elements import INLINE_BYTES_MAX
 from coordinator.service.training import SequencedRequest
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2

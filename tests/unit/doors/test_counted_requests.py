@@ -117,14 +117,15 @@ async def test_more_data_than_any_pass_may_have_are_not_converted(
     assert converted == []
 
 
-async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(
-    service: FakeService, channel: Any, parsed_on_loop: list[bool]
+@pytest.mark.parametrize("num_empty", [ELEMENTS_MAX, EMPTY_DATA])
+async def test_empty_data_over_grpc_are_counted_on_a_thread_and_refused_at_their_seq(
+    service: FakeService, channel: Any, parsed_on_loop: list[bool], num_empty: int
 ) -> None:
     key = (("authorization", f"Bearer {KEY}"),)
     head = training_pb2.TrainStepRequest(adapter_id="a", seq=7).SerializeToString()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await channel.unary_unary("/tinkerpool.v1.TrainingService/TrainStep")(
-            head + b"\x22\x00" * EMPTY_DATA, metadata=key
+            head + b"\x22\x00" * num_empty, metadata=key
         )
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"more than {ELEMENTS_MAX} fields" in (raised.value.details() or "")
@@ -133,7 +134,7 @@ async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(
     assert parsed_on_loop == [False]
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await channel.unary_unary("/tinkerpool.v1.OperationService/GetOperation")(
-            b"\x12\x00" * EMPTY_DATA, metadata=key
+            b"\x12\x00" * num_empty, metadata=key
         )
     assert raised.value.code() is not grpc.StatusCode.OK
 
