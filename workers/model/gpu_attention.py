@@ -10,6 +10,9 @@ on all sequences of a call. In exact mode it depends only on the sequence's requ
   fewer sequences, times heads, than the GPU has processors. So this call has at least as many, empty ones among them,
   and adds up each sequence's keys in their order. `selftest.sequence_invariance` tries it when a model is loaded.
 
+The backward of short sequences is a kernel of our own, outside exact mode: the library keeps sums of dq in fp32, padded
+by up to 128 rows a sequence, and dk and dv of each query head.
+
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
 """
@@ -27,6 +30,7 @@ from torch.nn import functional as F
 
 from workers.host.uploads import on_device
 from workers.model.attention import AttendPacked, PackedAttention, Run, add_sinks, runs_of
+from workers.model.gpu_operations import define, dense, has_kernels
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
@@ -38,6 +42,25 @@ LONGEST_MIN = 2
 """The library computes a call whose longest sequence has one token in another way, which takes no empty sequences."""
 PADDING_ROWS, WIDTH_MULTIPLE = 128, 32
 """Of the variable-length kernel's buffers: most further rows of a sequence; widths are multiples of 32."""
+SHORT_MAX = 256
+"""Tokens of the longest sequence of a call whose backward is our own: up to here padding is half as much again."""
+
+ATTENTION_GRADIENTS = (
+    "attention_gradients(Tensor(a!) dquery, Tensor(b!) dkey, Tensor(c!) dvalue, Tensor dout, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor log_sums, Tensor ends, int longest, float scaling, int window)"
+)
+"""Set dquery (T, H, E), dkey and dvalue (T, K, E) from dout (T, H, E) and what a forward took and returned.
+
+`log_sums` (H, T), fp32: the logarithms of the sums of a query's weights. `ends` (S + 1,) int32 and `longest` as in
+`Sequences`; a query sees `window` keys at most. Rows and heads of query, key and value may have gaps; the others have
+none.
+"""
+define("workers.model.attention_kernels", ATTENTION_GRADIENTS)
+
+
+def tile_tokens(head_dim: int) -> int:
+    """Return the tokens of a program of `ATTENTION_GRADIENTS`: fewer where a head is wide, for its registers."""
+    return 64 if head_dim <= 128 else 32  # noqa: PLR2004 (both as the kernel was compiled without spills)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +101,7 @@ class Kernel(Protocol):
 
 
 class FlashKernel:
-    """Implements `Kernel` by the library's flash attention; bf16 or fp16, on CUDA.
+    """Implements `Kernel` by the library's flash attention; bf16 or fp16, on CUDA. The backward: as said above.
 
     Called directly, because `torch.nn.attention.varlen` of torch 2.11 does not let query heads share keys.
     """
@@ -120,6 +143,8 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         log_sum_exp, random_state, unused = saved
+        if sequences.longest <= SHORT_MAX and not self._is_ordered and has_kernels(dout.device):
+            return short_gradients(dout, inputs, out, log_sum_exp, sequences)
         ends, longest = sequences.ends, max(LONGEST_MIN, sequences.longest)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             dout,
@@ -150,6 +175,19 @@ class FlashKernel:
             num_rows += (num_tokens + PADDING_ROWS) * (-(-num_processors() // num_heads) - 1)
         widened = 2 * num_tokens * num_heads * head_dim * torch.bfloat16.itemsize
         return 4 * num_rows * num_heads * (-(-head_dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + 1) + widened
+
+
+def short_gradients(
+    dout: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `Kernel.backward` does, by one launch."""
+    query, key, value = (dense(rows) for rows in inputs)
+    gradients = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    window = sequences.longest if sequences.window is None else min(sequences.window, sequences.longest)
+    torch.ops.tinkerpool.attention_gradients(
+        *gradients, dout, query, key, value, out, log_sums, sequences.ends, sequences.longest, sequences.scaling, window
+    )
+    return gradients
 
 
 def _window(window: int | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ from tests.support.fake_cuda.costs import Call, Cost, declare, most_keys, num_by
 from workers.model.delta_heads import HISTORY, TOKENS
 from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
+from workers.model.gpu_attention import tile_tokens
 from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
     GRADIENT_ROWS,
@@ -189,6 +190,27 @@ def _multiplied(call: Call) -> Cost:
     return Cost(1, read + written, 2.0 * left.numel() * right.shape[1])
 
 
+def _attention_differentiated(call: Call) -> Cost:
+    """A tile of keys reads the queries that may see it, then a tile of queries the keys that it may see.
+
+    All sequences are taken to be as long as the longest, and no window to be shorter. A sequence of one tile has the
+    first alone. A query comes with its result and its gradient, and with a log-sum-exp in fp32.
+    """
+    query, key, log_sums, ends = (call.argument(name) for name in ("query", "key", "log_sums", "ends"))
+    num_tiles = -(-call.argument("longest") // tile_tokens(query.shape[2]))
+    num_pairs, is_again = num_tiles * (num_tiles + 1) // 2, num_tiles > 1
+    of_queries = 3 * num_bytes(query) + num_bytes(log_sums)
+    of_keys = 2 * num_bytes(key)
+    group = query.shape[1] // key.shape[1]
+    read = num_pairs * of_queries // num_tiles + of_keys
+    if is_again:
+        read += of_queries + num_pairs * group * of_keys // num_tiles
+    num_programs = key.shape[1] * (len(ends) - 1) * num_tiles * (2 if is_again else 1)
+    written = num_bytes(query) + of_keys
+    flops = 2.0 * (7 if is_again else 5) * query.numel() * num_pairs / num_tiles * tile_tokens(query.shape[2])
+    return Cost(1, read + written + 2 * num_programs * ends.element_size(), flops, is_attention=True)
+
+
 def _heads_rotated(call: Call) -> Cost:
     """Queries and keys are read, and written."""
     out = call.argument("out")
@@ -279,6 +301,9 @@ declare(f"{NAMESPACE}::add_expert_gradients", _added_expert_gradients, "workers/
 declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kernels.py: a program a row")
 declare(
     f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
+)
+declare(
+    f"{NAMESPACE}::attention_gradients", _attention_differentiated, "workers/model/attention_kernels.py: its grid"
 )
 declare(f"{NAMESPACE}::multiply", _multiplied, "workers/model/product_kernels.py: its grid")
 for _name in ("gate", "gate_backward"):

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from workers.model import (
     adapter_kernels,
+    attention_kernels,
     delta_head_kernels,
     expert_kernels,
     gpu_operations,
@@ -46,7 +47,7 @@ INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets"
 INT32 |= {"lengths", "table", "behinds"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window", "num_tokens"}
+NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window", "num_tokens", "num_tiles"}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 FRACTIONS = {"eps", "scaling", "length"}
 HEADS = {"H": 32, "K": 8, "E": 128}
@@ -86,6 +87,10 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         has_behinds = {"HAS_BEHINDS": True} if has_window and not is_causal else {"HAS_BEHINDS": False, "behinds": None}
         yield attend_kernels._attend_pages, sizes | has_behinds
     yield attend_kernels._join_parts, {"H": 32, "E": 128, "WIDTH": 128, "num_warps": 1}
+    for num_heads, num_keys, head_dim in ((16, 8, 128), (32, 8, 64), (16, 8, 80), (8, 1, 256)):
+        yield attention_kernels._attention_gradients, attention_kernels._sizes(num_heads, num_keys, head_dim) | {
+            "WIDENS": False
+        }
     for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
         sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
         for has_norms in (False, True):
