@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,7 +27,14 @@ from workers.model.delta_rule import DeltaShape
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.fused_runs import ForwardRun, TrainingRun
-from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention, attend_packed_for
+from workers.model.gpu_attention import (
+    FlashKernel,
+    SdpaAttention,
+    Sequences,
+    VarlenAttention,
+    attend_packed_for,
+    short_gradients,
+)
 from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import rule_of_library
 from workers.sampling.attention.pages import (
@@ -93,12 +101,44 @@ def run(
 def test_flash_attention_is_that_of_each_sequence(
     window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None, *, has_sinks: bool
 ) -> None:
+    """A call with 333 tokens is the library's both ways; two of the three calls by request have a backward of ours."""
     shape = window, num_heads, head_dim
     expected = run(SdpaAttention(LENGTHS), torch.float32, *shape, has_sinks=has_sinks)
     attend = VarlenAttention(FlashKernel(), LENGTHS, counts)
     actual = run(attend, torch.bfloat16, *shape, has_sinks=has_sinks)
     for mine, theirs in zip(actual, expected, strict=True):
         assert close(mine, theirs)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [((4, 4), 64), ((8, 2), 128), ((4, 1), 256)])
+def test_gradients_of_short_sequences_have_the_bits_of_each_solo(
+    window: int | None, num_heads: tuple[int, int], head_dim: int
+) -> None:
+    """Given the results of the forward."""
+    prepare()
+    generator = torch.Generator().manual_seed(2)
+    lengths, (heads, keys) = [5, 130, 64, 1, 256, 65], num_heads
+    query, key, value, dout = (
+        torch.randn(sum(lengths), number, head_dim, generator=generator).to("cuda", torch.bfloat16)
+        for number in (heads, keys, keys, heads)
+    )
+
+    def sequences_of(own: list[int]) -> Sequences:
+        ends = torch.tensor([0, *itertools.accumulate(own)], dtype=torch.int32, device="cuda")
+        return Sequences(ends=ends, longest=max(own), scaling=head_dim**-0.5, window=window)
+
+    together = sequences_of(lengths)
+    out, (log_sums, *_) = FlashKernel().forward(query, key, value, together)
+    gradients = short_gradients(dout, (query, key, value), out, log_sums, together)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        own = query[rows], key[rows], value[rows]
+        solo = short_gradients(dout[rows], own, out[rows], log_sums[:, rows].contiguous(), sequences_of([length]))
+        for whole, alone in zip(gradients, solo, strict=True):
+            assert torch.equal(whole[rows], alone)
+        start += length
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -60,7 +60,7 @@ define("workers.model.attention_kernels", ATTENTION_GRADIENTS)
 
 def tile_tokens(head_dim: int) -> int:
     """Return the tokens of a program of `ATTENTION_GRADIENTS`: fewer where a head is wide, for its registers."""
-    return 64 if head_dim <= 128 else 32  # noqa: PLR2004 (both as the kernel was compiled without spills)
+    return 64 if head_dim <= 128 else 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ def problem_of(
     inputs = rotated[:, :num_heads], rotated[:, num_heads:], projected[:, num_heads + num_keys :]
     sequences = sequences_of(lengths, window, sinks)
     own = [rows.float().detach().requires_grad_() for rows in inputs]
-    parts = [*_forward(*own, sequences)]
+    parts = [*_forward(own[0], own[1], own[2], sequences)]
     out, log_sums = torch.cat([out for out, _ in parts]), torch.cat([sums for _, sums in parts], 1)
     dout = torch.randn(out.shape, generator=generator).to(dtype)
     expected = torch.autograd.grad(out, own, dout.float())
@@ -95,7 +95,14 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) ->
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "window"),
-    [((4, 2), 16, None), ((4, 4), 16, 3), ((6, 1), 16, 64), ((2, 1), 80, 100), ((2, 2), 256, None), ((8, 2), 128, None)],
+    [
+        ((4, 2), 16, None),
+        ((4, 4), 16, 3),
+        ((6, 1), 16, 64),
+        ((2, 1), 80, 100),
+        ((2, 2), 256, None),
+        ((8, 2), 128, None),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_short_sequences_are_those_of_autograd(

@@ -17,9 +17,7 @@ KERNELS |= {"_squares", "_update", "_multiply", "_score_targets", "_add_losses",
 KERNELS |= {"_step_slots", "_convolve", "_convolve_backward", "_attend_pages", "_join_parts", "_attention_gradients"}
 SHARED_BYTES, PRODUCT_BYTES = 75 << 10, 96 << 10
 PRODUCTS = {"_multiply", "_attend_pages", "_attention_gradients"}
-"""So three blocks share a processor, which has 228 KiB; of products with frozen weights, of chunks over pages, and of wide
-heads, two.
-"""
+"""So three blocks share a processor, which has 228 KiB; of products with frozen weights, and of wide heads, two."""
 
 
 @pytest.mark.slow

@@ -302,9 +302,7 @@ declare(f"{NAMESPACE}::rotate_heads", _heads_rotated, "workers/model/layer_kerne
 declare(
     f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
 )
-declare(
-    f"{NAMESPACE}::attention_gradients", _attention_differentiated, "workers/model/attention_kernels.py: its grid"
-)
+declare(f"{NAMESPACE}::attention_gradients", _attention_differentiated, "workers/model/attention_kernels.py: its grid")
 declare(f"{NAMESPACE}::multiply", _multiplied, "workers/model/product_kernels.py: its grid")
 for _name in ("gate", "gate_backward"):
     declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")

@@ -88,9 +88,10 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield attend_kernels._attend_pages, sizes | has_behinds
     yield attend_kernels._join_parts, {"H": 32, "E": 128, "WIDTH": 128, "num_warps": 1}
     for num_heads, num_keys, head_dim in ((16, 8, 128), (32, 8, 64), (16, 8, 80), (8, 1, 256)):
-        yield attention_kernels._attention_gradients, attention_kernels._sizes(num_heads, num_keys, head_dim) | {
-            "WIDENS": False
-        }
+        yield (
+            attention_kernels._attention_gradients,
+            attention_kernels._sizes(num_heads, num_keys, head_dim) | {"WIDENS": False},
+        )
     for num_heads, num_keys, head_dim in ((32, 8, 128), (16, 8, 80), (8, 1, 256)):
         sizes = layer_kernels._sizes(num_heads, num_keys, head_dim)
         for has_norms in (False, True):

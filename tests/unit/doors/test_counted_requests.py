@@ -133,9 +133,7 @@ async def test_empty_data_over_grpc_are_counted_on_a_thread_and_refused_at_their
     assert (name, type(request).__name__, seq_of(request)) == ("refuse", "TrainStepRequest", 7)
     assert parsed_on_loop == [False]
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await channel.unary_unary("/tinkerpool.v1.OperationService/GetOperation")(
-            b"\x12\x00" * num_empty, metadata=key
-        )
+        await channel.unary_unary("/tinkerpool.v1.OperationService/GetOperation")(b"\x12\x00" * num_empty, metadata=key)
     assert raised.value.code() is not grpc.StatusCode.OK
 
 
