@@ -17,6 +17,7 @@ from tests.support.numerics.harness import Driver
 from workers.contract.settings import EngineSettings
 from workers.model import delta_rule, packed_delta
 from workers.model.delta_rule import DeltaInputs, DeltaWeights
+from workers.model.frozen_products import joined
 from workers.model.packed_delta import PackedDelta
 from workers.model.pretrained import TOLERANCE, UnsupportedModelError
 from workers.selftest.loading import load_base_model
@@ -73,6 +74,12 @@ def test_a_layer_has_the_numbers_of_transformers_for_each_sequence_alone(any_hyb
             expected = own(input_ids=part.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
             torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
     model.reset()
+
+
+def test_gradients_of_queries_keys_and_values_reach_the_product_behind_them_without_a_copy(hybrid: Path) -> None:
+    weights = weights_of(hybrid)
+    _, *gradients = results(weights, LENGTHS, inputs_of(weights, sum(LENGTHS)))
+    assert joined(gradients[:3]).data_ptr() == gradients[0].data_ptr()
 
 
 def by_recurrence(weights: DeltaWeights, rows: Sequence[Tensor]) -> Tensor:
