@@ -165,7 +165,7 @@ class FlashKernel:
         return gradients
 
     def buffer_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
-        """See `Kernel`. `mha_varlen_bwd` in torch's `flash_api.cpp`.
+        """See `Kernel`. `mha_varlen_bwd` in torch's `flash_api.cpp`; a backward of our own takes none of this.
 
         Sums of dq in fp32, with up to `PADDING_ROWS` rows more for each sequence, and dk and dv for each query head. To
         add in a fixed order, as many dq as keep every processor busy: most of them if each sequence has its own call.
