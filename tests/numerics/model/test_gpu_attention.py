@@ -21,6 +21,7 @@ from workers.model import gpu_attention
 from workers.model.attention import Attend, AttendPacked, PackedAttention
 from workers.model.gpu_attention import (
     SHARED_MAX,
+    SHORT_MAX,
     FlashKernel,
     SdpaAttention,
     Sequences,
@@ -118,6 +119,31 @@ def test_one_call_has_all_requests_unless_one_has_a_long_sequence() -> None:
     assert VarlenAttention(kernel, [SHARED_MAX + 1, 3], [1, 1], sequences_min=9).fewest_sequences is None
     assert VarlenAttention(kernel, [3, 3], [1, 1]).fewest_sequences is None, "they share none"
     assert VarlenAttention(kernel, [SHARED_MAX + 1, 3]).fewest_sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("longest", "is_ordered", "has_kernels", "is_own"),
+    [
+        (SHORT_MAX, False, True, True),
+        (SHORT_MAX + 1, False, True, False),
+        (9, True, True, False),
+        (9, False, False, False),
+    ],
+)
+def test_a_backward_is_our_own_for_short_sequences_outside_exact_mode(
+    monkeypatch: pytest.MonkeyPatch, longest: int, *, is_ordered: bool, has_kernels: bool, is_own: bool
+) -> None:
+    calls: list[Sequences] = []
+    monkeypatch.setattr(gpu_attention, "has_kernels", lambda _: has_kernels)
+    monkeypatch.setattr(gpu_attention, "short_gradients", lambda *given: calls.append(given[-1]))
+    rows, sums = (
+        torch.empty(longest, 4, 16, dtype=torch.bfloat16, device="meta"),
+        torch.empty(4, longest, device="meta"),
+    )
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    sequences = Sequences(ends=ends, longest=longest, scaling=0.3, window=None)
+    FlashKernel(is_ordered=is_ordered).backward(rows, (rows, rows, rows), rows, (sums, ends, ends), sequences)
+    assert calls == [sequences] * is_own
 
 
 @pytest.mark.parametrize("counts", [None, [2, 3]])
