@@ -1,26 +1,29 @@
-"""RMS normalisation and rotary position embedding that replace the eager ones of transformers.
+"""RMS normalisation, rotary position embedding and gates of MLPs that replace the eager ones of transformers.
 
 Norms: for fp32 on a CPU with a backward written by hand; otherwise by the library's fused kernel. Rotary embedding:
 transformers calls a global function of the model's module, so each attention layer gets its own copy of `forward`, in
-which that name is our function; layers of other models do not change. A module or layer is left alone if its
+which that name is our function; layers of other models do not change. Gates: for fp32 on a CPU, where the backward
+writes both gradients into one tensor, because their linears are one product. A module or layer is left alone if its
 replacement gives other numbers than its own code.
 
 Does not depend on models beyond names of classes and of that function.
 
 Main invariant: a row's result depends only on that row.
 
-Dimensions: T rows (of a norm: all leading dimensions), D features, H heads, E head dimension (rotated in halves).
+Dimensions: T rows (of a norm: all leading dimensions), D features, H heads, E head dimension (rotated in halves), F
+features of a gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import SiLUActivation
 
 LOW_PRECISION_TOLERANCE = 2.0**-7
 """Relative difference from a module's own result in bf16, which is rounded to 8 bits before and after the weight."""
@@ -208,3 +211,57 @@ def _is_same(theirs: Any) -> bool:
         if (expected := rotated(angles)) is not None
         for mine, other in zip(apply_rotary(q, k, angles.cos(), angles.sin()), expected, strict=True)
     )
+
+
+class _GateFunction(torch.autograd.Function):
+    """silu(gate) * up; all (..., F)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate, up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, activated = ctx.saved_tensors
+        width = dy.shape[-1]
+        dgate, dup = dy.new_empty(*dy.shape[:-1], 2 * width).split(width, -1)
+        torch.mul(dy, up, out=dgate)
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        torch.mul(dy, activated, out=dup)
+        return dgate, dup
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up; all (..., F)."""
+    if gate.device.type != "cpu" or gate.dtype != torch.float32 or not torch.is_grad_enabled():
+        return F.silu(gate) * up
+    out: Tensor = _GateFunction.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
+    """Return (..., D) for x (..., D)."""
+    out: Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
+    return out
+
+
+def fuse_gates(model: nn.Module) -> int:
+    """Let every MLP whose code is that of `_gated_mlp` have its gradients in one tensor; return how many."""
+    num_fused = 0
+    for module in model.modules():
+        if isinstance(getattr(module, "act_fn", None), SiLUActivation | nn.SiLU) and _is_gated_mlp(module):
+            module.forward = MethodType(_gated_mlp, module)
+            num_fused += 1
+    return num_fused
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether a module computes as `_gated_mlp`; tries its code with other functions for its linears."""
+    x = torch.linspace(-2, 3, 8)
+    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.exp, down_proj=torch.cos, act_fn=F.silu)
+    try:
+        return torch.equal(type(module).forward(parts, x), _gated_mlp(parts, x))
+    except (AttributeError, TypeError):  # it has other parts
+        return False

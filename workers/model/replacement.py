@@ -1,4 +1,4 @@
-"""Replaces the layers of a loaded model: linears by multi-LoRA linears, norms and rotary functions by faster ones.
+"""Replaces the layers of a loaded model: linears by multi-LoRA linears, what is between by faster code.
 
 Depends on the names that transformers gives to modules; not on the bank, losses or tenants.
 
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from workers.contract.adapted_modules import AdaptedModule, ModuleKind
 from workers.model.experts import ROUTER, SHARED_GATE, Experts, replace_experts
 from workers.model.families import alternatives
-from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
+from workers.model.fused_modules import fuse_gates, fuse_rms_norms, fuse_rotary
 from workers.model.gated_delta import FROZEN, GatedDelta, joined_modules, replace_delta_layers
 from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
@@ -59,13 +59,14 @@ class Layers:
 
 
 def replace_layers(model: Any, current: CurrentPass) -> Layers:
-    """Replace linear attention, experts, linears, norms and rotary functions. All of the new ones share `current`.
+    """Replace linear attention, experts, linears, norms, rotary functions and gates. All linears share `current`.
 
     Raises UnsupportedModelError.
     """
     layers = replace_products(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
+    fuse_gates(model)
     return layers
 
 

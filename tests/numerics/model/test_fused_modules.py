@@ -1,0 +1,67 @@
+"""Gates of MLPs against autograd, and which MLPs get them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from workers.model.frozen_products import joined
+from workers.model.fused_modules import fuse_gates, gated
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (5, 24), (37, 100), (256, 512)])
+def test_gradients_of_a_gate_have_the_bits_of_autograd_and_reach_the_product_behind_them_without_a_copy(
+    num_rows: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    columns = torch.randn(num_rows, 2 * width)
+    dy = torch.randn(num_rows, width)
+    leaves = [part.detach().requires_grad_() for part in columns.split(width, 1)]
+    expected = F.silu(leaves[0]) * leaves[1]
+    out = gated(*leaves)
+    gradients = torch.autograd.grad(out, leaves, dy)
+    torch.testing.assert_close(
+        (out, *gradients), (expected, *torch.autograd.grad(expected, leaves, dy)), rtol=0, atol=0
+    )
+    assert joined(gradients).data_ptr() == gradients[0].data_ptr()
+
+
+def halved(mlp: Any, x: Tensor) -> Any:
+    """Compute an MLP with the parts of the others."""
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x) * 0.5)
+
+
+def dropping(mlp: Any, x: Tensor) -> Any:
+    """Compute an MLP with a part more than the others."""
+    return mlp.dropout(Qwen3MLP.forward(mlp, x))
+
+
+@pytest.mark.parametrize(
+    ("mlp_class", "activation", "is_fused"),
+    [
+        (Qwen3MLP, "silu", True),
+        (LlamaMLP, "silu", True),
+        (Qwen3MLP, "gelu", False),
+        (Gemma3MLP, "gelu_pytorch_tanh", False),
+        (type("HalvedMLP", (Qwen3MLP,), {"forward": halved}), "silu", False),
+        (type("DroppingMLP", (Qwen3MLP,), {"forward": dropping}), "silu", False),
+    ],
+)
+def test_an_mlp_of_another_form_keeps_its_own_code(mlp_class: Any, activation: str, is_fused: bool) -> None:
+    config = SimpleNamespace(
+        hidden_size=8, intermediate_size=16, hidden_act=activation, hidden_activation=activation, mlp_bias=False
+    )
+    mlp = mlp_class(config)
+    mlp.dropout = nn.Identity()
+    x = torch.randn(3, 8)
+    expected = mlp(x)
+    assert fuse_gates(nn.ModuleList([mlp])) == is_fused
+    assert torch.equal(mlp(x), expected)
