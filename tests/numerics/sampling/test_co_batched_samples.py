@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.numerics.harness import make_spec
+from tests.support.numerics.cases import long
+from tests.support.numerics.harness import RARER_ARCHITECTURES, make_spec
 from tests.support.numerics.naive import NaiveModel
 from tests.support.numerics.samplers import (
     Sampling,
@@ -78,6 +79,8 @@ class World:
         return self.naive[wanted.op_id]
 
 
+MODELS = ["qwen3", "qwen3.5-moe", *long("gemma3", "gpt-oss", *RARER_ARCHITECTURES)]
+"""Windows and sinks are compared with the naive sampler in `test_sampler.py` too."""
 _WORLDS: dict[Path, World] = {}
 
 
@@ -154,6 +157,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_directory", MODELS, indirect=True)
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
 def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
