@@ -95,9 +95,9 @@ def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
+def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(each_kind: Path, num_samples: int) -> None:
     """With different prompts, and with two samples of each prompt."""
-    s = sampling(model_directory)
+    s = sampling(each_kind)
     s.publish("a", "b")
     wanted = [
         request(

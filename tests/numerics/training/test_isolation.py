@@ -48,12 +48,12 @@ def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num
     assert_same(train(Driver(model_directory), TENANTS[::-1]), solo)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(each_kind: Path) -> None:
     """A pass uses fewer threads on busy cores."""
     traces = []
     for num_threads in (1, 2):
         torch.set_num_threads(2)
-        driver = Driver(model_directory)
+        driver = Driver(each_kind)
         with mock.patch.object(driver.engine, "_threads", None):
             torch.set_num_threads(num_threads)
             traces.append(train(driver, TENANTS))

@@ -22,9 +22,8 @@ def with_rarer(names: Iterable[str]) -> list[Any]:
 
 
 MODELS_BY_THREADS = [
-    *((name, 1) for name in ARCHITECTURES),
-    ("qwen3.5-moe", 2),
-    *long(*((name, 2) for name in ARCHITECTURES if name != "qwen3.5-moe")),
+    *((name, 2 if name == "qwen3.5-moe" else 1) for name in ARCHITECTURES),
+    *long(*((name, 1 if name == "qwen3.5-moe" else 2) for name in ARCHITECTURES)),
     *long(*((name, num_threads) for name in RARER_ARCHITECTURES for num_threads in (1, 2))),
 ]
 """Values of `model_directory` and of a number of threads: two threads for the model with most kinds of products, and in
