@@ -79,8 +79,12 @@ class World:
         return self.naive[wanted.op_id]
 
 
-MODELS = ["qwen3", "qwen3.5-moe", *long("gemma3", "gpt-oss", *RARER_ARCHITECTURES)]
-"""Windows and sinks are compared with the naive sampler in `test_sampler.py` too."""
+@pytest.fixture(params=["qwen3", "qwen3.5-moe", *long("gemma3", "gpt-oss", *RARER_ARCHITECTURES)])
+def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """Windows and sinks are compared with the naive sampler in `test_sampler.py` too."""
+    return model_directories[request.param]
+
+
 _WORLDS: dict[Path, World] = {}
 
 
@@ -157,7 +161,6 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_directory", MODELS, indirect=True)
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
 def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
