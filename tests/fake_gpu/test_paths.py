@@ -45,7 +45,13 @@ def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, *map(long, ({"window": True}, {"dtype": "float32"}, {"model": "tiny-hybrid"}, {"model": "tiny-mixture"}))],
+    [
+        {},
+        long({"window": True}),
+        long({"dtype": "float32"}),
+        long({"model": "tiny-hybrid"}),
+        long({"model": "tiny-mixture"}),
+    ],
     ids=str,
 )
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
