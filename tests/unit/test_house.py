@@ -154,7 +154,7 @@ def run_without(libraries: str, program: str, *args: str) -> str:
 
 @pytest.fixture(scope="module")
 def few_libraries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a process with few libraries prints, which collects the tests for a GPU and trains: torch is imported once."""
+    """What a process with few libraries prints that collects the tests for a GPU, and trains; one torch for both."""
     model = build_mini_model(tmp_path_factory.mktemp("few") / "model", "qwen3")
     program = COLLECT_GPU_TESTS + TRAIN_A_STEP
     return run_without("ray,grpc,coordinator,hypothesis,peft", program, str(model)).splitlines()
