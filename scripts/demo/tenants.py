@@ -69,7 +69,7 @@ class Settings:
                 judge_steps=8,
                 judge_preferences=64,
                 test_pairs=16,
-                clock_steps=4,
+                clock_steps=2,
             )
         if model.num_params > BIG_MODEL_PARAMS:
             settings = replace(

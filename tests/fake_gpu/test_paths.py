@@ -37,14 +37,21 @@ def test_tenants_of_every_kind_train(fake_gpu: FakeCudaProcess, settings: dict[s
     assert 2 <= counts.num_waits <= 6, counts.waits
 
 
-@pytest.mark.parametrize("settings", [{}, long({"exact": True}), long({"window": True})], ids=str)
+@pytest.mark.long  # the backward in fp32 of `test_exact.py` is of each run
+@pytest.mark.parametrize("settings", [{}, {"exact": True}, {"window": True}], ids=str)
 def test_tenants_of_every_kind_train_in_fp32(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:
     assert fake_gpu.call(f"{PATHS}:train", dtype="float32", **settings) is None
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, long({"window": True}), long({"dtype": "float32"}), long({"model": "tiny-hybrid"}), {"model": "tiny-mixture"}],
+    [
+        {},
+        long({"window": True}),
+        long({"dtype": "float32"}),
+        long({"model": "tiny-hybrid"}),
+        long({"model": "tiny-mixture"}),
+    ],
     ids=str,
 )
 def test_requests_of_every_kind_sample(fake_gpu: FakeCudaProcess, settings: dict[str, Any]) -> None:

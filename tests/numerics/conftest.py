@@ -10,9 +10,8 @@ import torch
 
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.base_models import SHARED
+from tests.support.numerics.cases import long, with_rarer
 from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES, RARER_ARCHITECTURES
-
-RARER = [pytest.param(name, marks=pytest.mark.long) for name in RARER_ARCHITECTURES]
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +21,15 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ALL_ARCHITECTURES)}
 
 
-@pytest.fixture(params=[*ARCHITECTURES, *RARER])
+@pytest.fixture(params=[*ARCHITECTURES, *long(*RARER_ARCHITECTURES)])
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """Each of the most different architectures in turn."""
     return model_directories[request.param]
 
 
-@pytest.fixture(params=ALL_ARCHITECTURES)
+@pytest.fixture(params=with_rarer(ALL_ARCHITECTURES))
 def any_model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """Each architecture in turn."""
+    """Each architecture in turn; only the most different ones but in long runs."""
     return model_directories[request.param]
 
 
@@ -46,9 +45,9 @@ def any_hybrid(request: pytest.FixtureRequest, model_directories: dict[str, Path
     return model_directories[request.param]
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5-moe", "gpt-oss", *RARER])
+@pytest.fixture(params=["qwen3", "qwen3.5-moe", *long("gpt-oss", *RARER_ARCHITECTURES)])
 def each_kind(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """A dense model, a hybrid whose experts have one in common, and experts with biases."""
+    """A dense model, and a hybrid whose experts have one in common; in long runs also experts with biases."""
     return model_directories[request.param]
 
 

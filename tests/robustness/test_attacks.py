@@ -14,31 +14,32 @@ from scripts.attack.run import Plan, run_attacks
 from tests.support.serving import TOY
 
 SHORT = (
-    "health-unfinished",
     "rapid-reset",
-    "pings",
     "grpc-empty-data",
     "grpc-large",
     "grpc-results-unread",
     "zstd-empty-data",
     "saves",
-    "wait-names",
     "sessions-listed",
-    "lists-abandoned",
-    "streams-unread",
     "health-watchers",
     "health-watch",
 )
 """In this order; the last one goes on while the pool stops."""
+LONG = ("health-unfinished", "pings", "wait-names", "lists-abandoned", "streams-unread", *SHORT)
+"""With those that resemble one of them."""
 PLAN = Plan(
     serve_arguments=TOY[:4], scale=0.05, warm_up_s=0.0, solo_s=0.3, attack_s=0.7, attack_s_max=30.0, after_s=0.0
 )
 
 
-@pytest.fixture(scope="module")
-def figures() -> list[Figures]:
-    """Return the figures of one pool under all short attacks."""
-    return run_attacks([ATTACKS[name] for name in SHORT], PLAN)
+@pytest.fixture(
+    scope="module", params=[SHORT, pytest.param(LONG, marks=pytest.mark.long)], ids=["some attacks", "all attacks"]
+)
+def figures(request: pytest.FixtureRequest) -> list[Figures]:
+    """Return the figures of one pool under short attacks."""
+    figures = run_attacks([ATTACKS[name] for name in request.param], PLAN)
+    assert [each.attack for each in figures] == list(request.param)
+    return figures
 
 
 @pytest.mark.slow
@@ -57,7 +58,6 @@ def test_memory_stays_near_its_idle_size_under_attack(figures: list[Figures]) ->
 @pytest.mark.slow
 @pytest.mark.xdist_group("attacks")
 def test_neighbours_calls_succeed_under_attack_and_the_pool_stops_at_a_signal(figures: list[Figures]) -> None:
-    assert [each.attack for each in figures] == list(SHORT)
     for each in figures:
         assert not each.failures, (each.attack, each.reasons)
         assert each.attacked["step"] is not None, f"{each.attack}: the neighbour took no step"

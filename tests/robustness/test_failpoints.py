@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
-NUM_ADAPTERS = 3
-NUM_STEPS = 4
+NUM_ADAPTERS = 2
+NUM_STEPS = 3
 CONFIG: Mapping[str, Any] = {"num_workers": 2, "ended_retention_s": 0.0, "sweep_interval_s": 0.01}
 """Rows of ended sessions are deleted while the load runs."""
 
@@ -94,7 +94,7 @@ def _has_row(pool: ToyPool, session_id: str) -> bool:
     return bool(pool.store.database.read("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,)))
 
 
-HITS = (1, 4)
+HITS = (1, 3)
 """The first time, and one with earlier cycles, snapshots and files."""
 
 

@@ -91,6 +91,7 @@ def test_a_newcomer_trains_on_their_own_text_and_takes_the_model_with_them(wheel
     assert checkpoint.startswith("tinker://")
 
 
+@pytest.mark.xdist_group("wheels")
 def test_the_wheel_of_the_sdist_is_that_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
     assert wheel.read_bytes() == build("wheel", ROOT, tmp_path).read_bytes()
 
@@ -153,6 +154,7 @@ def present_pool(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wheels")  # one process, for the wheel
 @pytest.mark.parametrize(
     ("is_client_earlier", "is_pool_earlier"),
     [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.long)],

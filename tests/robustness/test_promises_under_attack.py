@@ -27,8 +27,8 @@ from tinkerpool import AdamParams, Datum, OperationFailed
 
 BESIDE = ("unknown-keys-grpc", "exports")
 SCALE = 0.1
-NUM_POISON = 2
-NUM_FILLS = 2
+NUM_POISON = 1
+NUM_FILLS = 1
 FULL_S = 0.2
 FINISH_S = 60.0
 NUM_CALLS = 3

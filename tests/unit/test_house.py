@@ -57,6 +57,7 @@ def imports_of(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.xdist_group("imports")  # one process, which parses each file once
 @pytest.mark.parametrize("library", CONFINED)
 def test_library_is_imported_only_in_its_own_files(library: str) -> None:
     importers = {
@@ -131,7 +132,8 @@ print(*typer.main.get_command(build()).commands)
 """
 COLLECT_GPU_TESTS = """
 import pytest
-sys.exit(pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "tests/gpu"]))
+if code := pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "tests/gpu"]):
+    sys.exit(code)
 """
 
 
@@ -150,10 +152,18 @@ def run_without(libraries: str, program: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def few_libraries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a process with few libraries prints that collects the tests for a GPU, and trains; one torch for both."""
+    model = build_mini_model(tmp_path_factory.mktemp("few") / "model", "qwen3")
+    program = COLLECT_GPU_TESTS + TRAIN_A_STEP
+    return run_without("ray,grpc,coordinator,hypothesis,peft", program, str(model)).splitlines()
+
+
 @pytest.mark.slow
-def test_engine_trains_without_ray_and_grpc(tmp_path: Path) -> None:
-    model = build_mini_model(tmp_path / "model", "qwen3")
-    assert float(run_without("ray,grpc,coordinator", TRAIN_A_STEP, str(model))) > 0
+@pytest.mark.xdist_group("imports")
+def test_engine_trains_without_ray_and_grpc(few_libraries: list[str]) -> None:
+    assert float(few_libraries[-1]) > 0
 
 
 @pytest.mark.slow
@@ -164,8 +174,9 @@ def test_the_command_line_has_all_commands_without_the_libraries_of_a_pool() -> 
 
 
 @pytest.mark.slow
-def test_gpu_tests_are_collected_on_a_machine_with_few_libraries() -> None:
-    found = run_without("ray,grpc,hypothesis,peft", COLLECT_GPU_TESTS)
+@pytest.mark.xdist_group("imports")
+def test_gpu_tests_are_collected_on_a_machine_with_few_libraries(few_libraries: list[str]) -> None:
+    found = "\n".join(few_libraries)
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert path.name in found
 

@@ -192,15 +192,18 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path, capsy
     )
     assert [int(step) for step, _ in shown] == [4, 8]
     assert {prompt for _, prompt in shown} <= {record["prompt"] for record in records}
-    again = replace(settings, log_dir=tmp_path / "interrupted", save_every=3)
+    again = replace(settings, log_dir=tmp_path / "interrupted", num_steps=4, save_every=2)
     rerun = interrupted(
         pool,
         "poet",
         lambda service, on_metrics: reinforcement.train(again, service, on_metrics, words_with_s),
-        stop_at=5,
+        stop_at=3,
     )
-    assert rerun == seen
-    assert lines_of(settings.log_dir) == lines_of(again.log_dir) == seen
+    assert lines_of(settings.log_dir) == seen
+    assert lines_of(again.log_dir) == rerun
+    assert "test_reward" in rerun[4], "of its last step"
+    rerun[4] = {name: value for name, value in rerun[4].items() if name != "test_reward"}
+    assert rerun == {step: seen[step] for step in (1, 2, 3, 4)}
     assert mean(seen, "reward", slice(-2, None)) > 1.5 * mean(seen, "reward", slice(2))
     assert max(abs(metrics["kl"]) for metrics in seen.values()) < 1e-5
     assert "test_reward" in seen[8]

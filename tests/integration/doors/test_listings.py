@@ -115,7 +115,7 @@ def test_pages_of_large_rows_are_bounded_by_bytes_and_their_tokens_reach_every_r
     assert numbers == list(range(NUM_ROWS))[::-1]
 
 
-@pytest.mark.parametrize("command", [["checkpoint", "list"], ["run", "list"]])
+@pytest.mark.parametrize("command", [["checkpoint", "list"], pytest.param(["run", "list"], marks=pytest.mark.long)])
 def test_the_official_command_line_lists_every_large_row(pool: ServedPool, command: list[str]) -> None:
     """It takes a page with fewer rows than it asked for as the last one."""
     environment = os.environ | {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.key('alice')}"}

@@ -32,7 +32,7 @@ def key(pool: ServedPool) -> str:
     return pool.key("alice")
 
 
-@pytest.fixture(params=["/v1", "/oai/api/v1"], scope="module")
+@pytest.fixture(params=["/v1", pytest.param("/oai/api/v1", marks=pytest.mark.long)], scope="module")
 def client(pool: ServedPool, key: str, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=pool.http_url + request.param, api_key=key, max_retries=0, timeout=WAIT_S) as client:
         yield client

@@ -148,6 +148,7 @@ def test_serve_joins_a_cluster_with_nothing_but_its_token(
         terminal.train()
 
 
+@pytest.mark.long
 async def test_a_waiting_worker_gets_a_node_that_accepts_connections_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,10 +263,8 @@ async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(clu
         await pool.stop(is_final=True)
 
 
-@pytest.mark.parametrize(
-    "difference",
-    [pytest.param("settings", marks=pytest.mark.long), pytest.param("code", marks=pytest.mark.long), "owner"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("difference", ["settings", "code", "owner"])
 async def test_only_workers_of_equal_settings_and_code_are_adopted(
     cluster: Cluster, difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +295,7 @@ async def test_only_workers_of_equal_settings_and_code_are_adopted(
         await second.stop(is_final=True)
 
 
+@pytest.mark.long
 async def test_a_worker_that_hears_from_no_coordinator_ends_when_its_lease_does(cluster: Cluster) -> None:
     pool = new_pool(cluster, num_workers=1, keep_workers=True, lease_s=2.0)
     try:

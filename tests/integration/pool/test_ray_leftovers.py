@@ -142,7 +142,7 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
     assert not Path(str(bystander.folder)).exists()
 
 
-@pytest.mark.parametrize("stops", [True, False], ids=["once", "twice"])
+@pytest.mark.parametrize("stops", [pytest.param(True, marks=pytest.mark.long), False], ids=["once", "twice"])
 def test_an_interrupted_up_leaves_no_process_of_its_ray(tmp_path: Path, stops: bool) -> None:
     terminal = Terminal(tmp_path / "home")
     up = subprocess.Popen(

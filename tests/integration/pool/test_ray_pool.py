@@ -97,7 +97,11 @@ async def test_model_that_cannot_be_loaded_fails_the_start_with_its_cause_and_le
             "1 x 1000 GPUs are asked for, and Ray sees 0 .* leave it out to run",
             marks=pytest.mark.long,
         ),
-        ({"num_cpus": 1000.0}, "too few for workers .1 in all. with 1000 CPUs and 0 GPUs claimed for each"),
+        pytest.param(
+            {"num_cpus": 1000.0},
+            "too few for workers .1 in all. with 1000 CPUs and 0 GPUs claimed for each",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 async def test_machine_too_small_for_the_workers_fails_the_start_at_once(claim: dict[str, Any], message: str) -> None:

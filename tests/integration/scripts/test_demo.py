@@ -1,4 +1,4 @@
-"""`make demo --quick` as a user runs it: a pool in Ray, three tenants over gRPC."""
+"""`make demo --quick` as a user runs it: a pool in a process of its own, three tenants over gRPC."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ MODEL = ROOT / "workers" / "models" / "kjv-2m"
 TENANTS = ("scribe", "poet", "judge")
 
 
-def run_demo(output: Path) -> dict[str, Any]:
+def run_demo(output: Path, pool: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "scripts.demo", "--quick", "--seed", "0", "--threads", "1"]
-    command += ["--output", str(output)]
+    command += ["--output", str(output), "--pool", pool]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 
-@pytest.mark.ray
+# In Ray, as is the default, a newcomer's first program trains in each run: `tests/robustness/test_newcomer.py`.
+@pytest.mark.parametrize("pool", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 @pytest.mark.xdist_group("scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # advice on merging
-def test_the_demo_trains_three_tenants_and_writes_a_picture_and_adapters(tmp_path: Path) -> None:
+def test_the_demo_trains_three_tenants_and_writes_a_picture_and_adapters(tmp_path: Path, pool: str) -> None:
     output = tmp_path / "demo-output"
-    summary = run_demo(output)
+    summary = run_demo(output, pool)
     scribe, poet, judge = (summary["tenants"][name]["results"] for name in TENANTS)
 
     assert scribe["loss_end"] < 0.85 * scribe["loss_start"]

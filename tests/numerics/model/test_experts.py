@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.mini_model import Architecture, build_mini_model
+from tests.support.numerics.cases import long
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.random_experts import NUM_ROWS, Layer
 from tests.support.numerics.samplers import next_tokens, request, sampling
@@ -30,9 +31,9 @@ from workers.selftest.expert_invariance import find_expert_rows
 DATA = make_data("cross_entropy", [200, 120])
 
 
-@pytest.fixture(params=["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+@pytest.fixture(params=["qwen3.5-moe", "gpt-oss", *long("qwen3-moe")])
 def mixture(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """Experts without biases, beside one that all tokens share, and with biases."""
+    """Experts beside one that all tokens share, and with biases; in long runs also without either."""
     return model_directories[request.param]
 
 

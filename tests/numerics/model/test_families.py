@@ -106,19 +106,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 """What the model of each family has besides `SHAPE`."""
 FAST = ("granite", "phi3")
 """The families of the fast tests: scaled logits, and linears that transformers has fused."""
-SLOW = (
-    "qwen3",
-    "llama",
-    "gemma3_text",
-    "cohere2",
-    "qwen3_5_text",
-    "qwen3_next",
-    "qwen3_moe",
-    "mixtral",
-    "qwen2_moe",
-    "gpt_oss",
-)
-"""Those of `make test`: the best known, and the most different. The others are long."""
+SLOW = ("llama", "cohere2", "qwen3_next", "mixtral")
+"""Those of `make test` beside them: the most different of those that are not among the architectures of most tests.
+The others are long."""
 FAMILIES = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long)
     for name in SPECIAL

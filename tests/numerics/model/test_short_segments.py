@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.mini_model import build_mini_model
+from tests.support.numerics.cases import MODELS_BY_THREADS
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.samplers import Sampling, sampling
 from workers.contract.messages import Datum
@@ -56,7 +57,7 @@ def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor
         return hidden, model.unembed(hidden, segments)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("model_directory", "num_threads"), MODELS_BY_THREADS, indirect=["model_directory"])
 def test_short_segments_have_the_same_bits_batched_and_solo(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     s = sampling(model_directory)

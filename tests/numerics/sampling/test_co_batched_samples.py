@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.numerics.harness import make_spec
+from tests.support.numerics.cases import long
+from tests.support.numerics.harness import RARER_ARCHITECTURES, make_spec
 from tests.support.numerics.naive import NaiveModel
 from tests.support.numerics.samplers import (
     Sampling,
@@ -76,6 +77,12 @@ class World:
                 for index in range(wanted.num_samples if wanted.params.max_tokens < LONG else 1)
             ]
         return self.naive[wanted.op_id]
+
+
+@pytest.fixture(params=["qwen3", "qwen3.5-moe", *long("gemma3", "gpt-oss", *RARER_ARCHITECTURES)])
+def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """Windows and sinks are compared with the naive sampler in `test_sampler.py` too."""
+    return model_directories[request.param]
 
 
 _WORLDS: dict[Path, World] = {}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.mini_model import END_OF_TEXT_ID
+from tests.support.numerics.cases import MODELS_BY_THREADS
 from tests.support.numerics.harness import code, make_data, make_spec
 from tests.support.numerics.naive import NaiveModel
 from tests.support.numerics.rounding import rounding_tolerances
@@ -47,7 +48,7 @@ def test_samples_are_those_of_a_naive_sampler_without_cache_or_batch(model_direc
     s = sampling(model_directory)
     s.publish("a", "b")
     requests = [
-        request(f"{key}{number}", key and f"{key}/v", length=5 + 7 * number, num_samples=2, max_tokens=12, **way)
+        request(f"{key}{number}", key and f"{key}/v", length=5 + 7 * number, num_samples=2, max_tokens=6, **way)
         for number, way in enumerate(WAYS)
         for key in ("", "a", "b")
     ]
@@ -70,14 +71,14 @@ def test_samples_are_those_of_a_naive_sampler_without_cache_or_batch(model_direc
             assert (differences <= tolerances).all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("model_directory", "num_threads"), MODELS_BY_THREADS, indirect=["model_directory"])
 def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     s = sampling(model_directory)
     keys = ["a", "b", "c"]
     s.publish(*keys)
     wanted = [
-        request(f"{key}{length}", f"{key}/v" if key else "", length, num_samples, seed=length, max_tokens=15, **way)
+        request(f"{key}{length}", f"{key}/v" if key else "", length, num_samples, seed=length, max_tokens=8, **way)
         for key in ("", *keys)
         for length, num_samples, way in ((1, 3, {}), (9, 1, {"temperature": 0.0}), (33, 7, {"top_p": 0.9}))
     ]
@@ -94,9 +95,9 @@ def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
+def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(each_kind: Path, num_samples: int) -> None:
     """With different prompts, and with two samples of each prompt."""
-    s = sampling(model_directory)
+    s = sampling(each_kind)
     s.publish("a", "b")
     wanted = [
         request(

@@ -43,9 +43,9 @@ def run(model: Path, cuts: list[int], *, neighbours: bool = False, num_slots: in
 @pytest.mark.parametrize("neighbours", [False, True], ids=["solo", "co-batched"])
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=["one batch", "after 1", "after 2", "three batches"])
 def test_three_chunks_give_the_same_bits_in_any_distribution_over_batches(
-    model_directory: Path, cuts: list[int], neighbours: bool
+    each_kind: Path, cuts: list[int], neighbours: bool
 ) -> None:
-    assert run(model_directory, cuts, neighbours=neighbours) == run(model_directory, [])
+    assert run(each_kind, cuts, neighbours=neighbours) == run(each_kind, [])
 
 
 def test_three_chunks_give_the_same_bits_when_their_adapter_is_evicted_between_them(qwen3: Path) -> None:

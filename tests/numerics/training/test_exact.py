@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.numerics.harness import Driver, Trace, make_spec
+from tests.support.numerics.cases import long
+from tests.support.numerics.harness import RARER_ARCHITECTURES, Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.model.frozen_products import multiply_in_blocks, sum_in_blocks
 from workers.model.segments import Segment
@@ -17,13 +19,19 @@ from workers.model.segments import Segment
 pytestmark = pytest.mark.slow
 
 FEW = TENANTS[:3]
+CASES = [
+    ("qwen3", "float32"),
+    ("qwen3.5-moe", "bfloat16"),
+    *long(("qwen3", "bfloat16"), ("qwen3.5-moe", "float32")),
+    *long(*product(("gemma3", "gpt-oss", *RARER_ARCHITECTURES), ("float32", "bfloat16"))),
+]
 
 
 def solo(model: Path, **config: Any) -> dict[str, Trace]:
     return {tenant.key: train(Driver(model, **config), [tenant], num_steps=2)[tenant.key] for tenant in FEW}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("model_directory", "dtype"), CASES, indirect=["model_directory"])
 def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(model_directory: Path, dtype: str) -> None:
     config: dict[str, Any] = {"dtype": dtype, "exact": True}
     expected = solo(model_directory, **config)

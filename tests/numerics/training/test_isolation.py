@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.support.numerics.cases import MODELS_BY_THREADS, long
 from tests.support.numerics.harness import Driver, Tenant, Trace, code, make_data, make_spec, note, training_items
 from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode, Item, RequestBatch
@@ -39,7 +40,7 @@ def solo_traces(model: Path, numbers: Sequence[int] = range(len(TENANTS))) -> di
     return {TENANTS[number].key: _solo_trace(model, number, torch.get_num_threads()) for number in numbers}
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("model_directory", "num_threads"), MODELS_BY_THREADS, indirect=["model_directory"])
 def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     solo = solo_traces(model_directory)
@@ -47,19 +48,19 @@ def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num
     assert_same(train(Driver(model_directory), TENANTS[::-1]), solo)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(each_kind: Path) -> None:
     """A pass uses fewer threads on busy cores."""
     traces = []
     for num_threads in (1, 2):
         torch.set_num_threads(2)
-        driver = Driver(model_directory)
+        driver = Driver(each_kind)
         with mock.patch.object(driver.engine, "_threads", None):
             torch.set_num_threads(num_threads)
             traces.append(train(driver, TENANTS))
     assert_same(*traces)
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("length", [1, 17, *long(2, 16, 64)])
 def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(each_kind: Path, length: int) -> None:
     """Ranks of one class with three scalings, and of another class: batches end where scaling or class changes."""
     tenants = [

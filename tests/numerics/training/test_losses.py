@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.numerics.harness import VOCAB_SIZE, make_data
@@ -50,6 +50,7 @@ def assert_equals_plain(data: tuple[Datum, ...], loss_fn: str, config: dict[str,
 @pytest.mark.parametrize(
     ("loss_fn", "config"), [(name, config) for name, configs in CONFIGS.items() for config in configs], ids=str
 )
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_loss_and_slope_equal_the_formula(
     loss_fn: str, config: dict[str, float], lengths: list[int], seed: int

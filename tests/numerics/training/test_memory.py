@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from tests.support.numerics.allocations import Allocations
-from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_spec
+from tests.support.numerics.cases import long
+from tests.support.numerics.harness import RARER_ARCHITECTURES, VOCAB_SIZE, Driver, assemble_again, make_data, make_spec
 from workers.bank.bank import Bank
 from workers.host.free_memory import MemoryShare
 from workers.model import packed_delta
@@ -23,6 +25,12 @@ from workers.training.passes import PassRunner
 
 LENGTHS = (512, 200, 312, 512)
 RANKS = {"a": 8, "b": 16}
+MODES = [
+    *product(("qwen3", "qwen3.5-moe"), ("off", "on", "forward")),
+    *(("gemma3", "on"), ("gpt-oss", "off")),
+    *long(*product(("gemma3",), ("off", "forward")), *product(("gpt-oss",), ("on", "forward"))),
+    *long(*product(RARER_ARCHITECTURES, ("off", "on", "forward"))),
+]
 
 
 def memory_of(driver: Driver) -> PassMemory:
@@ -35,7 +43,7 @@ def limit_memory(driver: Driver, num_bytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["off", "on", "forward"])
+@pytest.mark.parametrize(("model_directory", "mode"), MODES, indirect=["model_directory"])
 def test_the_estimate_is_between_the_peak_memory_of_a_pass_and_half_more(
     model_directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

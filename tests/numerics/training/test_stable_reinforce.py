@@ -16,7 +16,7 @@ from workers.training.losses import prepare
 VOCAB_SIZE, LENGTH = 3, 3
 SEQUENCES = torch.tensor(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
 """All sequences (27, LENGTH)."""
-SEEDS = range(2)
+SEEDS = range(1)
 
 
 def all_logprobs(logits: Tensor, temperature: float) -> Tensor:
@@ -79,7 +79,8 @@ def test_no_token_weighs_more_than_in_reinforce_however_far_the_sampler_is() -> 
 @pytest.mark.parametrize(
     ("condition", "rivals"),
     [
-        (Condition(staleness=0), {"importance_sampling": 0.02}),
+        # At one temperature the test above has the gradients of both.
+        pytest.param(Condition(staleness=0), {"importance_sampling": 0.02}, marks=pytest.mark.long),
         pytest.param(Condition(staleness=16), {"ppo": 0.08, "importance_sampling": -0.02}, marks=pytest.mark.long),
         (Condition(staleness=0, temperature=1.5), {"ppo": 0.5, "importance_sampling": -0.02}),
     ],

@@ -80,26 +80,26 @@ def test_every_command_finds_the_pool_that_up_started_on_a_data_directory_of_its
     assert "import tinkerpool" in up.stdout
     assert f"tinkerpool down --data-dir '{data_dir}'" in up.stdout
 
-    status = terminal.run("status")
-    assert status.returncode == 0, status.stderr
-    assert "w0" in status.stdout
+    status = here(terminal.home, "status")
+    assert status.code == 0, status.err
+    assert "w0" in status.out
     for named in ((), ("--data-dir", str(data_dir))):
         for command in (("usage",), ("key", "list"), ("doctor",), ("logs",)):
             done = here(terminal.home, *command, *named)
             assert done.code == 0, done.err
     assert here(terminal.home, "backup", str(tmp_path / "backup")).code == 0
 
-    again = terminal.run("up", *TOY, "--data-dir", str(data_dir))
-    assert (again.returncode, again.stderr.count("\n")) == (1, 1)
-    assert "a pool is already running at http://127.0.0.1:" in again.stderr
+    again = here(terminal.home, "up", *TOY, "--data-dir", str(data_dir))
+    assert (again.code, again.err.count("\n")) == (1, 1)
+    assert "a pool is already running at http://127.0.0.1:" in again.err
 
     log = here(terminal.home, "logs").out
     assert "tinkerpool is ready at" in log
     key = json.loads((terminal.home / FILE_NAME).read_text())["api_key"]
     assert key not in log + up.stdout + up.stderr
 
-    down = terminal.run("down")
-    assert (down.returncode, down.stdout.startswith("Stopped")) == (0, True), down.stderr
+    down = here(terminal.home, "down")
+    assert (down.code, down.out.startswith("Stopped")) == (0, True), down.err
     assert running_pid(data_dir) is None
     assert here(terminal.home, "logs", "-n", "1").out == "Stopped.\n"
     refused = [here(terminal.home, command) for command in ("status", "down")]
@@ -287,9 +287,9 @@ def test_after_the_second_pool_goes_down_commands_and_programs_use_the_first_unt
     for data_dir in (first, second):
         up = terminal.run("up", *TOY, "--data-dir", str(data_dir))
         assert up.returncode == 0, up.stderr
-    down = terminal.run("down")
-    assert down.stdout.startswith("Stopped")
-    assert f"on {first}. Commands and programs that name no pool mean it" in down.stderr
+    down = here(terminal.home, "down")
+    assert down.out.startswith("Stopped")
+    assert f"on {first}. Commands and programs that name no pool mean it" in " ".join(down.err.split())
 
     status = here(terminal.home, "status")
     assert status.code == 0, status.err
@@ -299,15 +299,15 @@ def test_after_the_second_pool_goes_down_commands_and_programs_use_the_first_unt
     ran = terminal.python("-c", program)
     assert ran.returncode == 0, ran.stderr
     assert f"the pool in use, on {second}, does not run" in ran.stderr
-    refused = terminal.run("down")
-    assert (refused.returncode, f"name one that runs: --data-dir {first}" in refused.stderr) == (1, True)
+    refused = here(terminal.home, "down")
+    assert (refused.code, f"name one that runs: --data-dir {first}" in refused.err) == (1, True)
     assert running_pid(first) is not None
 
     assert terminal.run("up", *TOY, "--data-dir", str(second)).returncode == 0
     status = here(terminal.home, "status")
     assert (status.code, status.err) == (0, "")
     assert here(terminal.home, "use", str(first)).code == 0
-    assert terminal.run("down").returncode == 0
+    assert here(terminal.home, "down").code == 0
     assert (running_pid(first), running_pid(second) is None) == (None, False)
 
 

@@ -96,6 +96,7 @@ def test_every_line_of_a_log_in_json_is_an_event_with_its_ids_and_none_has_a_req
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_a_worker_in_ray_logs_in_the_format_of_its_pool_with_its_tracebacks(terminal: Terminal) -> None:
     with terminal.serve(*TOY_ON_RAY, "--log-format", "json") as (_, serving):
         folder = json.loads((terminal.data_dir / RAY_FILE).read_text(encoding="utf-8"))["folder"]
