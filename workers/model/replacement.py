@@ -59,7 +59,7 @@ class Layers:
 
 
 def replace_layers(model: Any, current: CurrentPass) -> Layers:
-    """Replace linear attention, experts, linears, norms, rotary functions and gates. All linears share `current`.
+    """Replace linear attention, experts, linears, norms, rotary functions and gates. Layers share `current`.
 
     Raises UnsupportedModelError.
     """
