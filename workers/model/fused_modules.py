@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import SiLUActivation
 
 LOW_PRECISION_TOLERANCE = 2.0**-7
 """Relative difference from a module's own result in bf16, which is rounded to 8 bits before and after the weight."""
@@ -251,17 +250,17 @@ def fuse_gates(model: nn.Module) -> int:
     """Let every MLP whose code is that of `_gated_mlp` have its gradients in one tensor; return how many."""
     num_fused = 0
     for module in model.modules():
-        if isinstance(getattr(module, "act_fn", None), SiLUActivation | nn.SiLU) and _is_gated_mlp(module):
+        if hasattr(module, "act_fn") and _is_gated_mlp(module):
             module.forward = MethodType(_gated_mlp, module)
             num_fused += 1
     return num_fused
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def _is_gated_mlp(module: Any) -> bool:
     """Return whether a module computes as `_gated_mlp`; tries its code with other functions for its linears."""
-    x = torch.linspace(-2, 3, 8)
-    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.exp, down_proj=torch.cos, act_fn=F.silu)
+    x = torch.linspace(-2, 3, 8).view(1, 2, 4)
+    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.exp, down_proj=torch.cos, act_fn=module.act_fn)
     try:
         return torch.equal(type(module).forward(parts, x), _gated_mlp(parts, x))
-    except (AttributeError, TypeError):  # it has other parts
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # it has other parts, or takes something else
         return False
