@@ -93,11 +93,17 @@ class _Option:
         kind, default, text = self.type, self.default, self.help
         if self.setting is not None:
             config, name = self.setting
-            kind = kind or get_type_hints(config)[name]
+            kind = kind or _types_of(config)[name]  # type: ignore[arg-type]  # a class is hashable
             default = _default_of(config, name) if default is ... else default
             text = text or help_of(config, name).replace("None:", "Default:")
         annotation: Any = Annotated[kind, typer.Option(self.flag, help=text, **self.form)]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+@functools.cache
+def _types_of(config: Any) -> dict[str, Any]:
+    """Return the types of a class's settings."""
+    return get_type_hints(config)
 
 
 def help_of(config: type[Any], name: str) -> str:

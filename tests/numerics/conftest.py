@@ -12,6 +12,7 @@ from tests.support.mini_model import build_mini_model
 from tests.support.numerics.base_models import SHARED
 from tests.support.numerics.cases import long, with_rarer
 from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES, RARER_ARCHITECTURES
+from workers.selftest import adapter_costs
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +63,14 @@ def own_base_models() -> Iterator[None]:
 def _shared_base_models() -> Iterator[None]:
     """Share base models, and check after each test, when its patches are undone, that they are as loaded."""
     with SHARED.on():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_trials() -> Iterator[None]:
+    """Measure what adapters cost in one round: no result depends on it, and each size of model is tried."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_costs, "ROUNDS_S", 0.0)
         yield
 
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from typer.core import TyperGroup
 
@@ -21,7 +20,7 @@ from scripts import docs_site, generate_contract, generate_dashboard, generate_m
 from scripts.generate_configuration import PAGE, page
 from tests.support.pages import blocks
 from tinkerpool import RestClient, SamplingClient, TrainingClient
-from tinkerpool.cli.app import build
+from tinkerpool.cli.app import command_line
 from tinkerpool.credentials import DEFAULT_PORT
 from workers.contract.messages import ErrorCode
 from workers.model.families import REFUSED, TESTED
@@ -156,15 +155,11 @@ def commands(page: str) -> Iterator[list[str]]:
         yield shlex.split((found[1] or found[2]).replace("'", ""), comments=True)
 
 
-@cache
-def command_line() -> Any:
-    return typer.main.get_command(build())
-
-
 @pytest.mark.parametrize("page", pages())
 def test_every_command_of_a_page_exists_with_its_options(page: str) -> None:
     for words in commands(page):
-        command, arguments = command_line(), words[1:]
+        command: Any = command_line()
+        arguments = words[1:]
         while isinstance(command, TyperGroup) and arguments and not arguments[0].startswith("-"):
             assert arguments[0] in command.commands, f"{page} shows {shlex.join(words)}"
             command, arguments = command.commands[arguments[0]], arguments[1:]

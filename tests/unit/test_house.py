@@ -126,9 +126,8 @@ _, step = driver.train(driver.backward("a", make_data("cross_entropy", [5])), dr
 print(step.metrics["update_norm:last"])
 """
 LIST_COMMANDS = """
-import typer
-from tinkerpool.cli.app import build
-print(*typer.main.get_command(build()).commands)
+from tinkerpool.cli.app import command_line
+print(*command_line().commands)
 """
 COLLECT_GPU_TESTS = """
 import pytest

@@ -6,11 +6,13 @@ depend on theirs.
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
 import typer.core
+import typer.main
 
 from tinkerpool.cli import (
     adapters,
@@ -76,8 +78,9 @@ class _Grouped(typer.core.TyperGroup):
         return sorted(panels, key=lambda name: PANELS.index(panels[name]) if panels[name] in PANELS else len(PANELS))
 
 
-def build() -> typer.Typer:
-    """Return the application, with the commands of the entry points."""
+@functools.cache
+def command_line() -> typer.core.TyperGroup:
+    """Return the command `tinkerpool`, with the commands of the entry points."""
     app = typer.Typer(
         name="tinkerpool",
         help=HELP,
@@ -121,7 +124,9 @@ def build() -> typer.Typer:
     app.add_typer(workers.app, name="worker", help="Workers: list, drain, undrain.", rich_help_panel=ADMIN_PANEL)
     app.command(rich_help_panel=ADMIN_PANEL)(audit.audit)
     app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)
-    return app
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    return group
 
 
 def _version_and_exit(is_wanted: bool) -> None:

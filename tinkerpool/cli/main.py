@@ -20,14 +20,14 @@ def main() -> None:
     # Read when grpc is imported; without it, grpc logs a line for each process of Ray. No fork here is without exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
-        from tinkerpool.cli.app import build
+        from tinkerpool.cli.app import command_line
         from tinkerpool.cli.show import CliError
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
         _fail("the command line needs two more libraries; install them with: pip install 'tinkerpool[cli]'")
     try:
-        build()(prog_name="tinkerpool")
+        command_line()(prog_name="tinkerpool")
     except (CliError, TinkerpoolError) as error:
         _fail(str(error))
     except BrokenPipeError:  # `tinkerpool ... | head`

@@ -10,7 +10,7 @@ import click
 import typer
 from ray.scripts.scripts import start as ray_start
 
-from tinkerpool.cli.app import build
+from tinkerpool.cli.app import command_line
 
 REFUSALS: tuple[type[Exception], ...] = (click.UsageError, typer.BadParameter.mro()[1])
 """Of unknown options and wrong values. typer has a copy of click, whose UsageError has no public name."""
@@ -18,7 +18,7 @@ REFUSALS: tuple[type[Exception], ...] = (click.UsageError, typer.BadParameter.mr
 
 def serve_fault(arguments: Sequence[str]) -> str:
     """Return why `tinkerpool serve` refuses the arguments; empty if it takes them."""
-    command: Any = typer.main.get_command(build())
+    command: Any = command_line()
     return _fault(command.commands["serve"], arguments)
 
 

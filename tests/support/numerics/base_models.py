@@ -27,6 +27,8 @@ class SharedBaseModels:
 
     def __init__(self) -> None:
         self._loaded: dict[tuple[Any, ...], tuple[BaseModel, object]] = {}
+        self._used: set[tuple[Any, ...]] = set()
+        """Keys of those that the current block has asked for."""
         self._is_on = False
 
     def get(self, settings: EngineSettings) -> BaseModel | None:
@@ -39,19 +41,22 @@ class SharedBaseModels:
         if key not in self._loaded:
             model = load_base_model(settings)
             self._loaded[key] = model, state_of(model)
+        self._used.add(key)
         return self._loaded[key][0]
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Share models in this block. At its end, drop a model that differs from what was loaded.
+        """Share models in this block. At its end, drop a model that it asked for and that differs from what was loaded.
 
         Raises AssertionError if there is one.
         """
+        self._used.clear()
         with self._switched(is_on=True):
             yield
-        for model, _ in self._loaded.values():
+        used = {key: self._loaded[key] for key in self._used}
+        for model, _ in used.values():
             _forget_patches(model)
-        changed = [key for key, (model, state) in self._loaded.items() if state_of(model) != state]
+        changed = [key for key, (model, state) in used.items() if state_of(model) != state]
         for key in changed:
             del self._loaded[key]
         assert not changed, "this test changed a base model that tests share; ask for `own_base_models`"

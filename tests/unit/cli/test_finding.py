@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from coordinator.runtime.data_dir import DataDirLock
 from tests.support.command_line import Run
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeService
 from tests.support.doors.open_doors import open_door
-from tinkerpool.cli.app import EPILOG, build
+from tinkerpool.cli.app import EPILOG, command_line
 from tinkerpool.cli.finding import OPTIONS_HELP, find_place, find_target
 from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import (
@@ -120,7 +119,7 @@ def commands() -> Iterator[tuple[str, Any]]:
         if not children:
             yield path, command
 
-    yield from walk(typer.main.get_command(build()), "")
+    yield from walk(command_line(), "")
 
 
 def test_every_command_takes_the_same_options_that_name_a_pool_and_explains_them_in_one_place() -> None:
