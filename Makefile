@@ -70,7 +70,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-long ci-extra browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count kernels older-torch sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
+.PHONY: help demo test test-long ci-extra ci-debian ci-python browser sdk-versions clients test-fast test-gpu bench-gpu gpu-count kernels older-torch sim chaos cluster-test host-memory guards attack fuzz load trace check package lock protos up down status logs bench cookbook docs docs-serve prometheus real-model tutorial clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -218,13 +218,18 @@ sdk-versions: $(READY) $(BESIDE) ## run one program with several versions of the
 clients: $(READY) ## run programs in Node, Go, Java, C++ and Ruby against a pool, and compare bits with Python (ARGS=--short: Node, Go)
 	@$(BIN)/python -m scripts.clients.languages $(ARGS)
 
-# What CI runs beside `check` and `test`: with other people's clients, and on more machines.
-ci-extra: ## check the package, and run the short forms of what needs other clients
-	@$(MAKE) --no-print-directory package
-	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
+# What CI runs beside `check` and `test`, in two parts that may run side by side. What may install Debian's packages is in
+# one of them: two installations at once would fail.
+ci-extra: ci-debian ci-python ## check the package, and run the short forms of what needs other clients
+
+ci-debian:
 	@$(MAKE) --no-print-directory clients ARGS=--short
 	@$(MAKE) --no-print-directory prometheus
 	@$(MAKE) --no-print-directory browser
+
+ci-python:
+	@$(MAKE) --no-print-directory sdk-versions ARGS=--short
+	@$(MAKE) --no-print-directory package
 
 browser: $(READY) ## try the page in Debian's Chromium, which it installs if it may (PICTURES=folder: also take pictures)
 	@command -v chromium chromedriver > /dev/null || { echo "Installing Debian's Chromium, once ..."; \

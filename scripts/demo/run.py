@@ -139,7 +139,8 @@ def run(args: argparse.Namespace) -> None:
         print_strong(
             f"A pool is ready at {pool.url}",
             f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
-            f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray",
+            f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) "
+            + ("in Ray" if args.pool == "ray" else "in the pool's process"),
         )
         print_strong("Watch it", f" in a browser: {pool.http_url}/ui/ with the key {pool.admin_key}")
         recorder = CycleRecorder(admin)
