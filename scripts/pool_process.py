@@ -7,6 +7,7 @@ only uses it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -26,11 +27,17 @@ START_TIMEOUT_S = 180.0
 POLL_S = 0.05
 PORTS = range(20_000, 30_000)
 """Below the kernel's ephemeral ports, so that no process takes ours between two coordinators."""
+COORDINATOR_PORTS = 10
+"""At least those that a coordinator takes: the ports after its own have its other doors."""
+_FOUND = itertools.count()
 
 
 def free_port() -> int:
-    """Return a port of the loopback that is free, and stays free while a coordinator is started again."""
-    start = os.getpid() % len(PORTS)
+    """Return a port of the loopback that is free, and stays free while a coordinator is started again.
+
+    The next call in this process returns another one, so that two coordinators can run at the same time.
+    """
+    start = os.getpid() + COORDINATOR_PORTS * next(_FOUND)
     for i in range(len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", PORTS[(start + i) % len(PORTS)]))
