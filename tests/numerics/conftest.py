@@ -66,9 +66,12 @@ def _shared_base_models() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _short_trials() -> Iterator[None]:
-    """Measure what adapters cost in one round: no result depends on it, and each size of model is tried."""
+    """Measure what adapters cost in one round: no result depends on it, and each size of model is tried.
+
+    A patch of its own: `monkeypatch` would be undone after `_shared_base_models` has compared the models.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_costs, "ROUNDS_S", 0.0)
         yield

@@ -5,7 +5,7 @@
     make clients ARGS="java ruby"
 
 Installs what is missing, as root, and says what. Each language checks the vectors of the wire format. Then all go
-through the scenario at the same time: in plaintext at a pool that is killed, and with TLS at one that is stopped.
+through the scenario, in plaintext at a pool that is killed, and with TLS at another that is stopped, at the same time.
 Standard outputs are compared with that of the scenario in Python, line for line: losses, log-probabilities, gradient
 norms and samples as bits, checkpoints by their hashes. The exit status is 1 if anything differs.
 """
