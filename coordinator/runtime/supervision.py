@@ -270,18 +270,23 @@ class Supervisor:
     async def _ping_once(self, worker: Incarnation, is_proven: asyncio.Event) -> None:
         """Wait for the reply to a ping. A worker is late when it is overdue by `LATE_S`, and lost soon after.
 
+        One that replies to a batch meanwhile is not late, until it has been silent for another `LATE_S`.
+
         Sets `is_proven` once the worker has replied, or is late or lost.
         """
-        timeout_s = self._config.ping_timeout_s
-        late_s = min(LATE_S, timeout_s)
+        timeout_s = left_s = self._config.ping_timeout_s
         worker_id, ping = worker.info.worker_id, asyncio.ensure_future(self._pool.ping(worker.info.worker_id))
         try:
-            try:
-                await within(late_s, asyncio.shield(ping))
-            except TimeoutError:
-                self._fleet.be_late(worker, is_late=True)
-                is_proven.set()
-                await within(timeout_s - late_s, ping)
+            while not ping.done():
+                wait_s = min(LATE_S, left_s)
+                try:
+                    await within(wait_s, asyncio.shield(ping))
+                except TimeoutError:
+                    self._fleet.be_late(worker, is_late=True)
+                    is_proven.set()
+                    if (left_s := left_s - wait_s) <= 0:
+                        raise
+            ping.result()
             self._fleet.be_late(worker, is_late=False)
         except WorkerLost as error:
             self._losses.record(worker_id, worker.name, LossKind.DIED, str(error))
