@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +113,15 @@ def test_every_layer_takes_as_much_as_any_other(fake_gpu: FakeCudaProcess) -> No
 
 def test_a_budget_names_a_case_once() -> None:
     assert len({(budget.model, budget.case, budget.key) for budget in BUDGETS}) == len(BUDGETS)
+
+
+def test_what_a_case_takes_today_is_what_was_recorded_last() -> None:
+    """A number that stays behind would let a count rise again unnoticed."""
+    recorded = json.loads((Path(__file__).parents[2] / "docs" / "results" / "gpu_count.json").read_text("utf-8"))
+    found = rows_with_budgets(recorded["tables"]["gpu-count"]["rows"])
+    assert len(found) == len(BUDGETS)
+    for budget, row in found:
+        assert budget.is_current(row), f"{budget.model}, {budget.case}: {budget.unit}"
 
 
 def test_all_budgets_of_sampling_are_met() -> None:

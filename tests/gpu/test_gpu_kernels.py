@@ -74,16 +74,18 @@ def run(
     head_dim: int,
     *,
     has_sinks: bool = False,
+    by_head: bool = False,
 ) -> list[Tensor]:
-    """Return output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E)."""
+    """Return output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E).
+
+    `by_head`: operands lie head by head in memory, not row by row.
+    """
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(1, NUM_ROWS, heads, head_dim, generator=generator)
-        .to("cuda", dtype)
-        .transpose(1, 2)
-        .requires_grad_()
+    by_row = [
+        torch.randn(1, NUM_ROWS, heads, head_dim, generator=generator).to("cuda", dtype).transpose(1, 2)
         for heads in (num_heads[0], num_heads[1], num_heads[1])
-    )
+    ]
+    query, key, value = ((rows.contiguous() if by_head else rows).requires_grad_() for rows in by_row)
     sinks = torch.linspace(-3, 3, num_heads[0], device="cuda") if has_sinks else None
     out = attend(0, query, key, value, scaling=head_dim**-0.5, sliding_window=window, sinks=sinks)
     assert out.isfinite().all()
@@ -98,14 +100,21 @@ def run(
 @pytest.mark.parametrize(("num_heads", "head_dim"), [((4, 4), 64), ((8, 2), 128), ((4, 1), 256)])
 @pytest.mark.parametrize("counts", [None, [2, 1, 3]])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("by_head", [False, True])
 def test_flash_attention_is_that_of_each_sequence(
-    window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None, *, has_sinks: bool
+    window: int | None,
+    num_heads: tuple[int, int],
+    head_dim: int,
+    counts: list[int] | None,
+    *,
+    has_sinks: bool,
+    by_head: bool,
 ) -> None:
     """A call with 333 tokens is the library's both ways; two of the three calls by request have a backward of ours."""
     shape = window, num_heads, head_dim
     expected = run(SdpaAttention(LENGTHS), torch.float32, *shape, has_sinks=has_sinks)
-    attend = VarlenAttention(FlashKernel(), LENGTHS, counts)
-    actual = run(attend, torch.bfloat16, *shape, has_sinks=has_sinks)
+    attend = VarlenAttention(FlashKernel(has_own=True), LENGTHS, counts)
+    actual = run(attend, torch.bfloat16, *shape, has_sinks=has_sinks, by_head=by_head)
     for mine, theirs in zip(actual, expected, strict=True):
         assert close(mine, theirs)
 

@@ -84,7 +84,7 @@ def _attention_gradients(
 
     A sequence of one tile has all its gradients from the program of its keys.
     """
-    sequence, head, tile = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+    sequence, head, tile = tl.program_id(2), tl.program_id(1).to(tl.int64), tl.program_id(0)
     G: tl.constexpr = H // K
     start = tl.load(ends + sequence).to(tl.int64)
     length = (tl.load(ends + sequence + 1) - start).to(tl.int32)
@@ -95,7 +95,7 @@ def _attention_gradients(
     value += start * value_stride + head * value_head_stride
     of_heads = (start * H + head * G) * E
     of_keys = (start * K + head) * E
-    log_sums += head.to(tl.int64) * G * num_rows + start
+    log_sums += head * G * num_rows + start
     own_tokens = begin + tl.arange(0, TILE)
     if (tile < num_tiles) & (begin < length):
         keys = _loaded(key, key_stride, own_tokens, length, E, WIDTH, WIDENS)

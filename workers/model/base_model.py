@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
-from workers.model.attention import Attend, LayerAttention
+from workers.model.attention import Attend, AttendPacked, LayerAttention
 from workers.model.delta_heads import can_convolve, convolved_by_kernels
 from workers.model.delta_rule import DeltaShape, convolved_heads
 from workers.model.expert_groups import can_group
@@ -115,8 +115,12 @@ class BaseModel:
         self.max_seq_len = max_seq_len(config)
         self.logit_scale = logit_scale(config)
         """By which `forward` multiplies hidden states, and so logits."""
-        self.attend_packed = attend_packed_for(self.device, dtype, self.num_heads, self.head_dim, exact=exact)
+        self._has_kernels = can_run(self.device, dtype)
+        self.attend_packed: AttendPacked
         """Makes the `Attend` of whole sequences, one after another."""
+        self.has_own_attention: bool
+        """Whether the attention of short sequences has a backward of our own."""
+        self._choose_attention(has_own=self._has_kernels and not exact)
         self._probe: Probe | None = Probe.of(model, self.max_seq_len)
         self.current = CurrentPass()
         self._layers = layers = replace_layers(model, self.current)
@@ -139,7 +143,6 @@ class BaseModel:
         """The same for all other passes."""
         self.has_pass_graphs = True
         """Whether passes with `training_layers` may be graphs: False once they gave other gradients."""
-        self._has_kernels = can_run(self.device, dtype)
         self._usual: UsualModel | None = None
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
             self._usual = UsualModel(model)
@@ -201,12 +204,27 @@ class BaseModel:
             return ""
         adapters = "adapters, " if self._has_kernels else ""
         are_heads = any(layer.delta_weights.convolve is convolved_by_kernels for layer in self.delta_layers)
-        return f"{adapters}{'heads of linear attention, ' if are_heads else ''}losses and steps"
+        attention = "attention of short sequences, " if self.has_own_attention else ""
+        return f"{adapters}{attention}{'heads of linear attention, ' if are_heads else ''}losses and steps"
 
     def attend_alone(self) -> None:
         """Let requests share no calls of attention in exact mode from now on."""
+        self._choose_attention(is_shared=False)
+
+    def attend_by_library(self) -> None:
+        """Let attention have no backward of our own from now on, outside exact mode."""
+        self._choose_attention()
+
+    def _choose_attention(self, *, has_own: bool = False, is_shared: bool = True) -> None:
+        self.has_own_attention = has_own
         self.attend_packed = attend_packed_for(
-            self.device, self.dtype, self.num_heads, self.head_dim, exact=True, is_shared=False
+            self.device,
+            self.dtype,
+            self.num_heads,
+            self.head_dim,
+            exact=self._is_ordered,
+            is_shared=is_shared,
+            has_own=has_own,
         )
 
     def drop_kernels(self) -> None:

@@ -10,7 +10,8 @@ Does not depend on runs, the bank or models.
 
 Main invariants: a program reads the rows of one group and the matrix of its adapter and expert. The order of a row's
 sums depends on F and the padded ranks only. A gradient is written by one program, which sums over each segment, and
-adds the sums in the order of the adapter's segments.
+adds the sums in the order of the adapter's segments. Products of fp32 round both sides to TF32, which keeps ten bits,
+except in Triton's interpreter.
 
 Dimensions: T rows of the pass, P rows of all experts, E experts, N segments, S adapters, F values of a row, R padded
 rank, G matrices of an adapter and expert (1 or 2), M the largest G * R.

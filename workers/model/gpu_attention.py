@@ -11,7 +11,7 @@ on all sequences of a call. In exact mode it depends only on the sequence's requ
   and adds up each sequence's keys in their order. `selftest.sequence_invariance` tries it when a model is loaded.
 
 The backward of short sequences is a kernel of our own, outside exact mode: the library keeps sums of dq in fp32, padded
-by up to 128 rows a sequence, and dk and dv of each query head.
+by up to 128 rows a sequence, and dk and dv of each query head. `selftest.training_kernels` tries it, too.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.host.uploads import on_device
-from workers.model.attention import AttendPacked, PackedAttention, Run, add_sinks, runs_of
-from workers.model.gpu_operations import define, dense, has_kernels
+from workers.model.attention import AttendPacked, AttendSequences, PackedAttention, Run, add_sinks, runs_of
+from workers.model.gpu_operations import define, dense
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
@@ -106,9 +106,13 @@ class FlashKernel:
     Called directly, because `torch.nn.attention.varlen` of torch 2.11 does not let query heads share keys.
     """
 
-    def __init__(self, *, is_ordered: bool = False) -> None:
-        """`is_ordered`: the backward runs in `fixed_order`, which takes more memory."""
+    def __init__(self, *, is_ordered: bool = False, has_own: bool = False) -> None:
+        """`is_ordered`: the backward runs in `fixed_order`, which takes more memory.
+
+        `has_own`: that of short sequences is our own, unless it is ordered.
+        """
         self._is_ordered = is_ordered
+        self._has_own = has_own and not is_ordered
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
@@ -143,7 +147,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         log_sum_exp, random_state, unused = saved
-        if sequences.longest <= SHORT_MAX and not self._is_ordered and has_kernels(dout.device):
+        if self._has_own and sequences.longest <= SHORT_MAX:
             return short_gradients(dout, inputs, out, log_sum_exp, sequences)
         ends, longest = sequences.ends, max(LONGEST_MIN, sequences.longest)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -182,6 +186,7 @@ def short_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `Kernel.backward` does, by one launch."""
     query, key, value = (dense(rows) for rows in inputs)
+    out = out.contiguous()  # the library lays it out as the query, which may be head by head
     gradients = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     window = sequences.longest if sequences.window is None else min(sequences.window, sequences.longest)
     torch.ops.tinkerpool.attention_gradients(
@@ -220,12 +225,13 @@ class VarlenAttention:
         """With calls that requests share, and without."""
 
     @classmethod
-    def between(cls, ends: Tensor, num_rows: int, longest: int) -> VarlenAttention:
-        """Take the sequences between ends (S + 1,), int32 on the device, by one call.
+    def between(cls, like: AttendSequences, ends: Tensor, num_rows: int, longest: int) -> VarlenAttention:
+        """Take the sequences between ends (S + 1,), int32 on the device, by one call of the kernel of `like`.
 
         They have all `num_rows` rows together, and each at most `longest`.
         """
-        attention = cls(FlashKernel(), ())
+        assert isinstance(like, VarlenAttention)
+        attention = cls(like._kernel, ())
         attention._calls[False] = [(0, num_rows, ends, longest)]
         return attention
 
@@ -428,17 +434,24 @@ def _sequences(tensor: Tensor, run: Run) -> Tensor:
 
 
 def attend_packed_for(
-    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int, *, exact: bool, is_shared: bool = True
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    *,
+    exact: bool,
+    is_shared: bool = True,
+    has_own: bool = False,
 ) -> AttendPacked:
     """Return the attention for a model in this dtype on this device; chosen once, when it is loaded.
 
-    `is_shared`: in exact mode, requests may share calls.
+    `is_shared`: in exact mode, requests may share calls. `has_own`: see `FlashKernel`.
     """
     if device.type != "cuda":
         return PackedAttention
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
     if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
-        kernel = FlashKernel(is_ordered=exact)
+        kernel = FlashKernel(is_ordered=exact, has_own=has_own)
         if not exact:
             return lambda lengths, _: VarlenAttention(kernel, lengths)
         sequences_min = -(-num_processors() // num_heads) if is_shared else 0

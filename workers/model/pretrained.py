@@ -71,7 +71,18 @@ def load_pretrained(directory: Path, device: str, dtype: torch.dtype) -> Any:
     if quantization_of(config) == MXFP4:  # transformers 5.17 dequantizes to bf16, which changes no value
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+    _keep_frequencies(model)
     return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def _keep_frequencies(model: Any) -> None:
+    """Let "dynamic" rotary frequencies stay those of sequences of at most `max_seq_len`, which they begin with.
+
+    transformers compares the length of each pass with it, which waits for a GPU and ends the capture of a graph.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
 
 
 def load_without_weights(directory: Path, dtype: torch.dtype) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.host.captures import capturing
+
 Run = Callable[[], Tensor]
 TOLERANCE = 2.0**-5
 """Between a graph and the run that it was captured from: they run the same kernels."""
@@ -47,8 +49,7 @@ class GraphPool:
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may load adapters meanwhile, on streams of their own.
-        with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
+        with capturing(graph, self._handle):
             out = run()
 
         def replay() -> Tensor:

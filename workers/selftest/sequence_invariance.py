@@ -45,11 +45,13 @@ def requests_can_share(model: BaseModel) -> bool:
         torch.randn(sum(lengths), number, model.head_dim, generator=generator).to(model.device, model.dtype)
         for number in heads
     ]
-    together = attention_results(model.attend_packed, lengths, [*map(len, REQUESTS)], rows)
+    with fixed_order():
+        together = attention_results(model.attend_packed, lengths, [*map(len, REQUESTS)], rows)
     start = 0
     for request in REQUESTS:
         own = slice(start, start + sum(request))
-        solo = attention_results(model.attend_packed, request, [len(request)], [tensor[own] for tensor in rows])
+        with fixed_order():
+            solo = attention_results(model.attend_packed, request, [len(request)], [tensor[own] for tensor in rows])
         if not all(torch.equal(whole[own], part) for whole, part in zip(together, solo, strict=True)):
             return False
         start = own.stop
@@ -57,7 +59,13 @@ def requests_can_share(model: BaseModel) -> bool:
 
 
 def attention_results(
-    attend_packed: AttendPacked, lengths: Sequence[int], counts: Sequence[int], rows: Sequence[Tensor]
+    attend_packed: AttendPacked,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    rows: Sequence[Tensor],
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the output of sequences, and the gradients of queries, keys and values, each (T, heads, E).
 
@@ -67,9 +75,8 @@ def attention_results(
         *inputs, dout = (tensor.transpose(0, 1).unsqueeze(0) for tensor in rows)  # (1, heads, T, E)
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         attend = attend_packed(lengths, counts)
-        out = attend(0, *leaves, scaling=rows[0].shape[-1] ** -0.5, sliding_window=None)
-        with fixed_order():
-            gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+        out = attend(0, *leaves, scaling=rows[0].shape[-1] ** -0.5, sliding_window=window, sinks=sinks)
+        gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
     return [out.detach()[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
 
 

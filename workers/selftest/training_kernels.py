@@ -5,7 +5,12 @@ torch and Triton, are not used: modules and products compute then, which is slow
 
 Then the same pass runs as graphs (`training.pass_graphs`): if these give other gradients, passes run without.
 
+The backward of attention is tried by itself, also for a model with experts, against the library's, with queries as
+layers may leave them in memory.
+
 Depends on a loaded base model. Layers of experts are not tried: in bf16 a token may go to another expert.
+
+Dimensions: T rows, H query heads, K key-value heads, E head dimension.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.model.attention import AttendPacked
 from workers.model.base_model import BaseModel
+from workers.model.gpu_attention import attend_packed_for
 from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, RowLayout
+from workers.selftest.sequence_invariance import attention_results
 from workers.training.pass_graphs import PassGraphs, PlainTrunk
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,11 @@ gradients, and roundings of one layer are not to grow in the next ones."""
 TOLERANCE = 0.25
 """Largest Euclidean norm of the difference of gradients, as a part of the gradients'. Both are rounded to 8 bits in all
 layers of a deep model; a wrong kernel is wrong by more."""
+ATTENTION_LENGTHS, WINDOW = (200, 64, 20, 1), 50
+"""Of the sequences whose attention is tried: several tiles, one, a part of one, a lone token; and a window, of a
+model that has any."""
+ATTENTION_TOLERANCE = 2.0**-5
+"""As `TOLERANCE`, of one layer's attention."""
 GRAPH_RUNS = 3
 """Of one bucket: without graphs, one that captures them, and one that runs them with other addresses."""
 
@@ -75,6 +88,38 @@ def check_training_kernels(model: BaseModel) -> None:
     model.has_pass_graphs = not graphs.has_failed and apart <= TOLERANCE
     if apart > TOLERANCE:
         logger.warning("%s trains without graphs, which is slower: gradients are %.2g apart", model.name, apart)
+
+
+def check_attention(model: BaseModel) -> None:
+    """Let attention have the library's backward, if our own gives other gradients."""
+    if not model.has_own_attention:
+        return
+    theirs = attend_packed_for(model.device, model.dtype, model.num_heads, model.head_dim, exact=False)
+    apart = _apart(_attention_gradients(model, model.attend_packed), _attention_gradients(model, theirs))
+    if apart > ATTENTION_TOLERANCE:
+        logger.warning("%s trains by the library's attention: gradients of ours are %.2g apart", model.name, apart)
+        model.attend_by_library()
+
+
+def _attention_gradients(model: BaseModel, attend_packed: AttendPacked) -> list[Tensor]:
+    """Return gradients of random queries, keys and values (T, H or K, E)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(model.device, model.dtype)
+
+    num_rows, heads = sum(ATTENTION_LENGTHS), (model.num_heads, *[model.num_key_value_heads] * 2)
+    by_head = [draw(number, num_rows, model.head_dim).transpose(0, 1) for number in heads]
+    by_row = [rows.contiguous() for rows in by_head]
+    dout, sinks = draw(*by_row[0].shape), draw(model.num_heads) if model.has_sinks else None
+    counts, gradients = [1] * len(ATTENTION_LENGTHS), list[Tensor]()
+    for rows in (by_head, by_row):
+        for window in (None, *[WINDOW] * model.has_sliding_window):
+            found = attention_results(
+                attend_packed, ATTENTION_LENGTHS, counts, [*rows, dout], window=window, sinks=sinks
+            )
+            gradients += found[1:]
+    return gradients
 
 
 def _gradients(model: BaseModel, graphs: PassGraphs | None = None) -> list[Tensor]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from workers.host.allocator import is_out_of_memory
+from workers.host.captures import capturing
 from workers.host.input_block import InputBlock
 from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
@@ -179,8 +180,8 @@ class PassGraphs:
 
     def _captured(self, trunk: Trunk) -> bool:
         """Capture a bucket's graphs; if that fails, there are none from now on."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if not any(each.is_captured for each in self._trunks.values()):
+            self._pool = torch.cuda.graph_pool_handle()  # the library drops a pool with its last graph
         try:
             trunk.capture(self._pool)
         except RuntimeError as error:
@@ -221,7 +222,8 @@ class Trunk:
         self._routing = Routing((), 1)
         self._routing.runs.append(TrainingRun(adapters, gradients, [True] * num_groups))
         self._dhidden = torch.zeros(bucket.num_rows, model.hidden_size, dtype=model.dtype, device=device)
-        self._attend: Attend = VarlenAttention.between(ends, bucket.num_rows, bucket.longest)
+        own = model.attend_packed([1], [1])
+        self._attend: Attend = VarlenAttention.between(own, ends, bucket.num_rows, bucket.longest)
         if bucket.requests:
             self._attend = model.attend_packed([*chain(*bucket.requests)], [*map(len, bucket.requests)])
         self._hidden: Tensor | None = None
@@ -281,10 +283,9 @@ class Trunk:
     def capture(self, pool: Any) -> None:
         """Capture both ways. Raises RuntimeError."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads may load adapters meanwhile, on streams of their own.
-        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
+        with capturing(forward, pool):
             hidden = self._run()
-        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
+        with capturing(backward, pool):
             self._model.backward(hidden, self._dhidden)
         self._replays = forward.replay, backward.replay, hidden.detach()
 

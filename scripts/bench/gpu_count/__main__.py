@@ -120,6 +120,9 @@ def main() -> int:
         risen = [budget for budget, row in found if budget.measured(row) > budget.today]
         for budget in risen:
             print(f"{budget.model}, {budget.case}: {budget.unit} rose above {budget.today:,g}")
+        for budget, row in found:
+            if not budget.is_current(row) and budget not in risen:
+                print(f"{budget.model}, {budget.case}: {budget.unit} fell: lower {budget.today:,g} in budgets.py")
         print(f"\n{sum(budget.is_met(row) for budget, row in found)} of {len(found)} budgets are met")
     return 1 if risen else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -114,6 +114,19 @@ def test_gradients_of_short_sequences_are_those_of_autograd(
     for mine, right in zip(problem.gradients(), problem.expected, strict=True):
         assert mine.dtype == dtype
         assert (mine.float() - right).norm() <= tolerance * right.norm()
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_operands_may_lie_head_by_head_in_memory(heads: tuple[int, int]) -> None:
+    """As after a rotation of a part of each head; the library lays its output out as the query."""
+    interpret()
+    problem = problem_of(LENGTHS, heads)
+    query, key, value, out = (
+        rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (*problem.inputs, problem.out)
+    )
+    by_head = replace(problem, inputs=(query, key, value), out=out)
+    for mine, right in zip(by_head.gradients(), problem.gradients(), strict=True):
+        assert torch.equal(mine, right)
 
 
 def test_sinks_take_their_part_of_the_weights() -> None:

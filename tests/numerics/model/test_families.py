@@ -341,6 +341,20 @@ def test_no_sequence_of_a_model_with_two_sets_of_frequencies_is_longer_than_the_
     assert_same(together, train(Driver(directory), tenants[1:], num_steps=1))
 
 
+def test_dynamic_frequencies_are_those_of_a_sequence_that_the_model_takes(tmp_path: Path) -> None:
+    """transformers would wait for a GPU in each pass, to compare its length with the model's."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    dynamic, plain = (
+        Driver(write_random_model(tmp_path / name, config_of("llama", rope_parameters=parameters)))
+        for name, parameters in (("dynamic", rope), ("plain", {"rope_type": "default", "rope_theta": 10_000.0}))
+    )
+    types = {getattr(module, "rope_type", "default") for module in dynamic.engine.base_model.model.modules()}
+    assert types == {"default"}
+    longest = dynamic.engine.info.max_seq_len
+    tenants = [Tenant(spec=make_spec("longest", 4), passes=[make_data("cross_entropy", [longest])])]
+    assert_same(train(dynamic, tenants, num_steps=1), train(plain, tenants, num_steps=1))
+
+
 def test_a_family_is_described_as_it_is_loaded(family: Path) -> None:
     driver = Driver(family)
     info = driver.engine.info

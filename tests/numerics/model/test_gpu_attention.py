@@ -122,7 +122,7 @@ def test_one_call_has_all_requests_unless_one_has_a_long_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "is_ordered", "has_kernels", "is_own"),
+    ("longest", "is_ordered", "has_own", "is_own"),
     [
         (SHORT_MAX, False, True, True),
         (SHORT_MAX + 1, False, True, False),
@@ -131,10 +131,9 @@ def test_one_call_has_all_requests_unless_one_has_a_long_sequence() -> None:
     ],
 )
 def test_a_backward_is_our_own_for_short_sequences_outside_exact_mode(
-    monkeypatch: pytest.MonkeyPatch, longest: int, *, is_ordered: bool, has_kernels: bool, is_own: bool
+    monkeypatch: pytest.MonkeyPatch, longest: int, *, is_ordered: bool, has_own: bool, is_own: bool
 ) -> None:
     calls: list[Sequences] = []
-    monkeypatch.setattr(gpu_attention, "has_kernels", lambda _: has_kernels)
     monkeypatch.setattr(gpu_attention, "short_gradients", lambda *given: calls.append(given[-1]))
     rows, sums = (
         torch.empty(longest, 4, 16, dtype=torch.bfloat16, device="meta"),
@@ -142,8 +141,17 @@ def test_a_backward_is_our_own_for_short_sequences_outside_exact_mode(
     )
     ends = torch.empty(2, dtype=torch.int32, device="meta")
     sequences = Sequences(ends=ends, longest=longest, scaling=0.3, window=None)
-    FlashKernel(is_ordered=is_ordered).backward(rows, (rows, rows, rows), rows, (sums, ends, ends), sequences)
+    kernel = FlashKernel(is_ordered=is_ordered, has_own=has_own)
+    kernel.backward(rows, (rows, rows, rows), rows, (sums, ends, ends), sequences)
     assert calls == [sequences] * is_own
+
+
+def test_a_bucket_attends_by_the_kernel_of_its_model() -> None:
+    """In exact mode requests of other lengths would have other bits by another one."""
+    kernel, all_ends = SlowKernel(), [0, 5, 17, 29, 30, 63, 70]
+    own = VarlenAttention(kernel, [1])
+    run(VarlenAttention.between(own, torch.tensor(all_ends, dtype=torch.int32), NUM_ROWS, max(LENGTHS)), None)
+    assert kernel.ends == [all_ends]
 
 
 @pytest.mark.parametrize("counts", [None, [2, 3]])

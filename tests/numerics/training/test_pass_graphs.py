@@ -23,8 +23,9 @@ from workers.training.pass_graphs import Trunk, cut, rows_of_bucket
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
 
 
-def between(ends: Tensor, num_rows: int, longest: int) -> Any:
+def between(like: Any, ends: Tensor, num_rows: int, longest: int) -> Any:
     """Stand in for attention between ends that are on a device, and have no values yet."""
+    assert isinstance(like, PackedAttention), "the model's own"
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         lengths = [length for length in ends.diff().tolist() if length]

@@ -105,6 +105,7 @@ def fake_cuda(total_bytes: int = hardware.TOTAL_BYTES) -> Iterator[Counting]:
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": _Stream,
+        "current_device": lambda: 0,
         "stream": nullcontext,
         "synchronize": synchronize,
         "CUDAGraph": _Graph,
