@@ -110,6 +110,7 @@ class ReadySet:
         Drops idle adapters, releases quarantined ones that survived, and lets a solo turn begin.
         """
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
+        self._note_waiting()
         self._release_survivors()
         self._turns.update(self._can_run, self._held_back)
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self.dirty())
@@ -130,6 +131,7 @@ class ReadySet:
         If its worker is lost, what it decided before must be committed before anything behind it.
         """
         self._held_back = adapter_ids
+        self._note_waiting()
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
@@ -328,6 +330,24 @@ class ReadySet:
         states = list(log.ahead(may_begin=may_begin).states())
         is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
         return is_loading or (is_unsettled and not log.home)
+
+    def _note_waiting(self) -> None:
+        """Tell the quarantine which of its adapters cannot run now."""
+        held, dirty = self._held_back, self._group.dirty
+        self._quarantine.note_waiting(
+            {name for name in self._quarantine.names if name in held or (name in dirty and self._is_stuck(dirty[name]))}
+        )
+
+    def _is_stuck(self, log: AdapterLog) -> bool:
+        """Return whether the adapter waits for a file, or for a worker that is late or missing.
+
+        Not whether it waits for room: the copies of others leave for a quarantined adapter while it holds them back.
+        """
+        if self.waits_for_file(log, may_begin=self._may_begin(log)):
+            return True
+        if log.home:
+            return log.home in self._memory.away
+        return self._memory.others(log).issuperset(self._memory.worker_ids())
 
     def _release_survivors(self) -> None:
         """Release quarantined adapters that ran their quarantined operations, are idle, or may begin nothing."""

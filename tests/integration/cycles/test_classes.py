@@ -73,6 +73,25 @@ async def test_an_adapter_goes_on_at_once_on_another_worker_of_its_class(
         assert (pool.log_of(adapter).home, is_noted(found)) == ("w2", False)
 
 
+async def test_nobody_waits_for_a_suspect_that_waits_for_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        adapter, home = await trained(pool)
+        other, sampler = await pool.adapter("bob"), await pool.sampler(await pool.session("bob"), "bob")
+        await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
+        assert pool.log_of(other).home not in ("", home)
+        pool.hold()
+        await pool.submit(adapter, 2)
+        await until(lambda: pool.core.fleet.worker(home).training)
+        pool.lose_worker(home)
+        await pool.release()
+        names = [await pool.forward_backward(other, 2, 5, tenant="bob"), await pool.sample(sampler, 1, "bob")]
+        found = await asyncio.wait_for(pool.wait(*names, tenant="bob"), 60)
+        assert {each.state for each in found} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        assert pool.core.scheduling.quarantines["toy"].names == {adapter}
+
+
 async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,25 @@ def test_a_quarantined_adapter_is_released_once_it_ran_or_has_no_operation_to_ru
     assert not bench.quarantine.group
 
 
+def test_nobody_waits_for_a_quarantined_adapter_that_waits_for_a_file_or_a_late_worker() -> None:
+    suspect, other = adapter_with(FB, name="suspect"), adapter_with(FB, name="other")
+    bench = Bench(suspect, other)
+    bench.fleet.add(toy_worker_info("w1"))
+    bench.quarantine.record_loss(["suspect"], ["suspect:1"])
+    suspect.quarantine(1, 1)
+    assert bench.allowed() == ["suspect"]
+    bench.files.unsettled.add("suspect")
+    assert bench.allowed() == ["other"]
+    assert bench.quarantine.may_run("sample")
+    bench.files.unsettled.clear()
+    assert bench.allowed() == ["suspect"]
+    suspect.place_copy("w1")
+    bench.fleet.be_late(bench.fleet.worker("w1"), is_late=True)
+    assert bench.allowed() == ["other"]
+    bench.fleet.be_late(bench.fleet.worker("w1"), is_late=False)
+    assert bench.allowed() == ["suspect"]
+
+
 def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
     bench = Bench(begun, waiting)
