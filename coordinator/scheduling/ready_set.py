@@ -184,19 +184,17 @@ class ReadySet:
         may_begin = self._may_begin(log)
         if self.waits_for_file(log, may_begin=may_begin):
             return history_pb2.WAIT_REASON_FILE
-        if not (log.copy.home or self._has_room(log)):
-            return history_pb2.WAIT_REASON_MEMORY
-        if may_begin or self._must_go_on(log):
-            return None
-        return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
+        if not (may_begin or self._must_go_on(log)):
+            return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
+        # Last, because room is made for an adapter that finds none.
+        return None if log.copy.home or self._has_room(log) else history_pb2.WAIT_REASON_MEMORY
 
     def _must_go_on(self, log: AdapterLog) -> bool:
         """Return whether the adapter has something to run although no operation may begin."""
         ahead = log.ahead(may_begin=False)
         if not ahead.is_replaying:
             return next(ahead.passes(), None) is not None
-        # A held tenant's replay is not continued either, but for weights that others may sample.
-        return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
+        return not self._memory.has_suspended_replay(log)
 
     def _has_room(self, log: AdapterLog) -> bool:
         """Return whether a worker of its class has room for a copy of the adapter. A solo turn has room in any case."""
