@@ -127,7 +127,9 @@ class WorkerMemory:
             sizes = waiting.get(worker.info.worker_id, {}).values()
             wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
             most = worker.info.model.host_bytes_max
-            if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
+            excess = worker.held_bytes + wanted - most if most is not None else 0
+            worker.note_room(is_lacking=excess > 0)
+            if excess > 0:
                 num_due, dropped = len(self._due), self._relieve(worker, excess)
                 has_dropped |= dropped
                 if wanted and worker.is_outdated and not dropped and len(self._due) == num_due:
