@@ -93,8 +93,8 @@ def make_scheduling(
         )
         classes = Classes(base_model, fleet, time, config.class_wait_s, worker_classes)
         classes.changed.subscribe(clock.wake)
-        turns, item_costs = SoloTurns(base_model, probation, group, fleet, classes), Costs(base_model, fleet)
-        is_held, publishing = accounts.is_held, states.publishing
+        is_held, publishing, item_costs = accounts.is_held, states.publishing, Costs(base_model, fleet)
+        turns = SoloTurns(base_model, probation, group, fleet, classes, is_held)
         memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, publishing, classes, is_held)
         ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, item_costs, is_held)
         return Schedule(

@@ -46,8 +46,8 @@ class Bench:
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
         fleet, snapshots, publishing = Fleet(), cast("Snapshots", self.files), cast("Publishing", self.files)
         classes = classes_of(fleet)
-        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet, classes)
         is_held, quarantine = self.held.__contains__, self.quarantine
+        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet, classes, is_held)
         memory = WorkerMemory("toy", fleet, self.group, quarantine, snapshots, publishing, classes, is_held)
         fleet.add(toy_worker_info(host_bytes_max=host_bytes_max))
         costs = Costs("toy", fleet)
