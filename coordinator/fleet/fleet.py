@@ -264,7 +264,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.changed = Signal()
-        """Other workers take work than before, or something may leave one that lacks room."""
+        """Other workers take work or are expected than before, or something may leave one that lacks room."""
         self.away: frozenset[str] = frozenset()
         """The live workers that are late, or whose part of a cycle was split off: their adapters wait for them."""
         self.leaving: frozenset[str] = frozenset()
@@ -298,6 +298,7 @@ class Fleet:
     def dismiss(self, worker_id: str) -> None:
         """Record that a worker ends, or is not to come any more."""
         self.expected.discard(worker_id)
+        self.changed.notify()
 
     def drain(self, worker_id: str, *, is_ending: bool) -> None:
         """Give a worker nothing new. `is_ending`: it is not replaced."""

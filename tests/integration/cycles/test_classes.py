@@ -35,6 +35,16 @@ async def without_replacements(data_dir: Path, patch: pytest.MonkeyPatch, **valu
         yield pool
 
 
+def start_without(patch: pytest.MonkeyPatch, worker_id: str) -> None:
+    """Let pools start from now on without this worker, which is missing then."""
+    start = LocalPool.start
+
+    async def start_others(self: LocalPool, owner: Any, drained: Any = ()) -> None:
+        await start(self, owner, [*drained, worker_id])
+
+    patch.setattr(LocalPool, "start", start_others)
+
+
 async def trained(pool: ToyPool) -> tuple[str, str]:
     """Return a new adapter that has run, and its worker."""
     adapter = await pool.adapter()
@@ -99,16 +109,13 @@ async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
         adapter, home = await trained(pool)
         [row] = pool.store.adapters.not_deleted()
         assert row.fingerprint == pool.core.fleet.worker(home).info.model.fingerprint
-    may_join, start = asyncio.Event(), LocalPool.start
-
-    async def start_others(self: LocalPool, owner: Any, drained: Any = ()) -> None:
-        await start(self, owner, [*drained, home])
+    may_join = asyncio.Event()
+    start_without(monkeypatch, home)
 
     async def join(self: LocalPool, worker_id: str) -> WorkerInfo:
         await may_join.wait()
         return await self._begin(worker_id)
 
-    monkeypatch.setattr(LocalPool, "start", start_others)
     monkeypatch.setattr(LocalPool, "replace", join)
     async with running_pool(tmp_path, engine_values=TWO_CLASSES) as pool:
         await pool.take_over()
@@ -118,6 +125,21 @@ async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
         may_join.set()
         [found] = await asyncio.wait_for(pool.wait(name), 30)
         assert (pool.log_of(adapter).home, is_noted(found)) == (home, False)
+
+
+async def test_nobody_waits_for_a_missing_worker_that_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_pool(tmp_path, engine_values=TWO_CLASSES, is_crash=True) as pool:
+        adapter, home = await trained(pool)
+    start_without(monkeypatch, home)
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        await pool.take_over()
+        name = await pool.submit(adapter, 2)
+        await until(lambda: "adapters wait for one" in caplog.text)
+        pool.core.supervisor.drain(home)
+        [found] = await asyncio.wait_for(pool.wait(name), 60)
+        assert is_noted(found)
 
 
 async def test_a_pool_whose_workers_all_have_other_numerics_goes_on_at_once_and_says_so(tmp_path: Path) -> None:
