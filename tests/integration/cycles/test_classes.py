@@ -15,7 +15,7 @@ from tests.support.toy_pool import ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import WorkerInfo
+from workers.contract.messages import SampleRequest, WorkerInfo
 from workers.contract.protocols import WorkerLost
 from workers.pool.local import LocalPool
 
@@ -33,6 +33,18 @@ async def without_replacements(data_dir: Path, patch: pytest.MonkeyPatch, **valu
     patch.setattr(LocalPool, "replace", refuse)
     async with running_pool(data_dir, **{"engine_values": TWO_CLASSES} | values) as pool:
         yield pool
+
+
+def await_replacements(patch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Return an event before which no missing worker starts."""
+    may_join = asyncio.Event()
+
+    async def join(self: LocalPool, worker_id: str) -> WorkerInfo:
+        await may_join.wait()
+        return await self._begin(worker_id)
+
+    patch.setattr(LocalPool, "replace", join)
+    return may_join
 
 
 def start_without(patch: pytest.MonkeyPatch, worker_id: str) -> None:
@@ -102,6 +114,37 @@ async def test_nobody_waits_for_a_suspect_that_waits_for_its_class(
         assert pool.core.scheduling.quarantines["toy"].names == {adapter}
 
 
+async def test_a_suspect_that_has_waited_for_its_class_runs_before_others_on_the_worker_that_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it never runs solo there while samples are queued, and a poison is not found."""
+    may_join = await_replacements(monkeypatch)
+    async with running_pool(tmp_path, engine_values=TWO_CLASSES, samples_per_worker_max=1) as pool:
+        adapter, home = await trained(pool)
+        sampler, start = await pool.sampler(await pool.session("bob"), "bob"), pool.core.pool.start_sample
+        pool.hold()
+        suspect = await pool.submit(adapter, 2)
+        await until(lambda: pool.core.fleet.worker(home).training)
+        pool.lose_worker(home)
+        pool.engines[home][-1].may_run.set()
+        operation, were_final = pool.log_of(adapter).operations[2], []
+
+        async def started(worker_id: str, request: SampleRequest) -> None:
+            if worker_id == home:
+                were_final.append(operation.is_final)
+            await start(worker_id, request)
+
+        monkeypatch.setattr(pool.core.pool, "start_sample", started)
+        await until(lambda: pool.core.scheduling.quarantines["toy"].may_run("a sample"))
+        await pool.sample(sampler, 1, "bob")
+        queued = await pool.sample(sampler, 2, "bob")
+        may_join.set()
+        await asyncio.wait_for(pool.wait(suspect), 60)
+        await asyncio.wait_for(pool.wait(queued, tenant="bob"), 60)
+        await pool.release()
+        assert were_final == [True]
+
+
 async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,14 +152,8 @@ async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
         adapter, home = await trained(pool)
         [row] = pool.store.adapters.not_deleted()
         assert row.fingerprint == pool.core.fleet.worker(home).info.model.fingerprint
-    may_join = asyncio.Event()
+    may_join = await_replacements(monkeypatch)
     start_without(monkeypatch, home)
-
-    async def join(self: LocalPool, worker_id: str) -> WorkerInfo:
-        await may_join.wait()
-        return await self._begin(worker_id)
-
-    monkeypatch.setattr(LocalPool, "replace", join)
     async with running_pool(tmp_path, engine_values=TWO_CLASSES) as pool:
         await pool.take_over()
         name = await pool.submit(adapter, 2)
