@@ -83,7 +83,7 @@ class Dispatch:
         self._epoch = epoch
         self._fleet = fleet
         self._losses = losses
-        self.quarantine = quarantine
+        self._quarantine = quarantine
         self._deadlines = deadlines
         self._overdue_at = math.inf
         self._changed = asyncio.Event()
@@ -180,7 +180,7 @@ class Dispatch:
         )
 
     def _allowed_s(self, worker: Incarnation, batch: Batch, entries: list[Entry], extra_tokens: float) -> float:
-        losses = max((self.quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
+        losses = max((self._quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
         saved = [entry.log for entry in entries if isinstance(entry.item, SaveItem)]
         saved_bytes = sum(self._fleet.copy_bytes(log.base_model, log.spec) for log in saved)
         return self._deadlines.allowed_s(batch, worker.name, losses, extra_tokens, saved_bytes)

@@ -257,7 +257,6 @@ class Phases:
 
     def _note_late(self) -> None:
         names = frozenset[str]().union(*(each.adapter_ids for each in self._split))
-        self.dispatch.quarantine.note_late(names)
         self._planning.ready.hold_back(names)
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:

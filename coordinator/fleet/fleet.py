@@ -66,6 +66,8 @@ class Incarnation:
     """Bytes of host memory that its copies and versions take: as it reported last, and what was sent since."""
     use: WorkerUse = NOTHING_USED
     """As it reported last."""
+    lacks_room: bool = False
+    """Something must leave it, and could not so far."""
     is_outdated: bool = False
     """The last report may contain what the worker has been told to drop since."""
     _versions: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -107,6 +109,10 @@ class Incarnation:
     def sent(self, num_bytes: int) -> None:
         """Record that a copy or version is sent there, or, below 0, that one is dropped there."""
         self.held_bytes = max(0, self.held_bytes + num_bytes)
+
+    def note_room(self, *, is_lacking: bool) -> None:
+        """Record whether something must leave the worker that could not so far."""
+        self.lacks_room = is_lacking
 
     def begin_sample(self, flight: Flight) -> None:
         """Record that a sample has slots of the worker; it is sent there when its weights are read."""
@@ -153,6 +159,10 @@ class Incarnation:
     def holds(self, version: str) -> bool:
         """Return whether this record has the sampler version as held; the worker may have dropped it."""
         return version in self._versions
+
+    def uses(self, version: str) -> bool:
+        """Return whether a sample in flight there samples from this version."""
+        return any(flight.version == version for flight in self.samples.values())
 
     def hold(self, version: str, num_bytes: int = 0) -> None:
         """Record that the worker holds this version, or is being sent it; remove the least recently used ones.
@@ -254,7 +264,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.changed = Signal()
-        """Other workers take work than before."""
+        """Other workers take work or are expected than before, or something may leave one that lacks room."""
         self.away: frozenset[str] = frozenset()
         """The live workers that are late, or whose part of a cycle was split off: their adapters wait for them."""
         self.leaving: frozenset[str] = frozenset()
@@ -288,6 +298,7 @@ class Fleet:
     def dismiss(self, worker_id: str) -> None:
         """Record that a worker ends, or is not to come any more."""
         self.expected.discard(worker_id)
+        self.changed.notify()
 
     def drain(self, worker_id: str, *, is_ending: bool) -> None:
         """Give a worker nothing new. `is_ending`: it is not replaced."""

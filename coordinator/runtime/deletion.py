@@ -71,6 +71,7 @@ class Deletions:
             raise
         if log.home:
             self._fleet.drop_copy(log.home, log.spec)
+            self._registry.group_of(log).changed.notify()  # another adapter may wait for its room
         for operation in unfinished:
             if operation.is_durable:  # if its append failed meanwhile, its caller got that error
                 self._in_flight.finish(operation)

@@ -70,6 +70,8 @@ class Placement:
             if not taken[tenant_id]:
                 del taken[tenant_id]
             self._turns[sample.base_model].freed(worker.info.worker_id)
+            if worker.lacks_room and not worker.uses(sample.sampler.version):
+                self._fleet.changed.notify()
 
     def has_room(self, base_model: str) -> bool:
         """Return whether a worker of the base model has a free slot."""

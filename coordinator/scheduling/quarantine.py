@@ -40,8 +40,9 @@ class Quarantine:
     only if its next worker falls silent or is lost too before it has finished. Adapters form a group until then, which
     is not halved. Samples run with others: they may take long, and others would wait for them.
 
-    A group that has lost a second worker waits while it could take the last one (`pause`), and a group on a worker that
-    is late waits for that worker (`note_late`); all others run meanwhile. After each loss all groups wait until the
+    A group that has lost a second worker waits while it could take the last one (`pause`). A group of which nothing can
+    run waits too: each of its adapters needs a worker that is late or missing, or a file (`note_waiting`). All others
+    run meanwhile. After each loss all groups wait until the
     other workers have been asked whether they live (`begin_check`): of two workers that are lost at once, the group of
     the first one would otherwise run on the second one, and count as what killed it.
     """
@@ -53,7 +54,7 @@ class Quarantine:
         """The first one that does not wait may run. No name is in two."""
         self._silenced: set[str] = set()
         """What was in flight when a worker fell silent, and has not finished since."""
-        self._late: Collection[str] = frozenset()
+        self._waiting: Collection[str] = frozenset()
         self._tenants: dict[str, str] = {}
         """The tenants of quarantined adapters and samples."""
         self._solo_losses: Counter[str] = Counter()
@@ -76,11 +77,16 @@ class Quarantine:
         self._is_short = is_paused
         self.changed.notify()
 
-    def note_late(self, names: Collection[str]) -> None:
-        """Record what is in flight on workers that are late: only the rest of its group waits for it."""
-        if names != self._late:
-            self._late = names
+    def note_waiting(self, names: Collection[str]) -> None:
+        """Record which quarantined adapters cannot run now: others do not wait for a group of such adapters alone."""
+        if names != self._waiting:
+            self._waiting = names
             self.changed.notify()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The quarantined adapters and samples."""
+        return frozenset(name for group in self._groups for name in group.names)
 
     @property
     def group(self) -> frozenset[str]:
@@ -94,7 +100,7 @@ class Quarantine:
             return True
         if (first := self._first()) is not None:
             return name in first.names
-        return name not in self._quarantined()
+        return name not in self.names
 
     def num_solo_losses(self, operation: str) -> int:
         """Return how often this operation ran solo and its worker was lost."""
@@ -115,7 +121,7 @@ class Quarantine:
         were in flight at an earlier silence and have not finished since.
         """
         names = {*adapters, *samples}
-        suspects = names & (self._quarantined() | self._silenced)
+        suspects = names & (self.names | self._silenced)
         self._silenced |= names
         if spared := adapters.keys() - suspects:
             self._tenants.update({name: adapters[name] for name in spared})
@@ -138,7 +144,7 @@ class Quarantine:
         lost = sorted(names)
         is_group = any(group.is_suspected and group.names == set(lost) for group in self._groups)
         was_solo = len(lost) == 1 and is_group and not has_others
-        has_killed = not (self._silenced | self._quarantined()).isdisjoint(lost)
+        has_killed = not (self._silenced | self.names).isdisjoint(lost)
         for name in lost:
             self._take_out(name)
         self._tenants.update(tenants or {})
@@ -178,12 +184,9 @@ class Quarantine:
         if self._num_checks:
             return None
         for group in self._groups:
-            if not (group.has_killed and self._is_short) and group.names.isdisjoint(self._late):
+            if not (group.has_killed and self._is_short) and not group.names.issubset(self._waiting):
                 return group
         return None
-
-    def _quarantined(self) -> set[str]:
-        return {name for group in self._groups for name in group.names}
 
     def _take_out(self, name: str) -> None:
         for group in self._groups:

@@ -110,6 +110,7 @@ class ReadySet:
         Drops idle adapters, releases quarantined ones that survived, and lets a solo turn begin.
         """
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
+        self._note_waiting()
         self._release_survivors()
         self._turns.update(self._can_run, self._held_back)
         return any(True for _ in self.allowed()) or any(log.has_decided for log in self.dirty())
@@ -130,6 +131,7 @@ class ReadySet:
         If its worker is lost, what it decided before must be committed before anything behind it.
         """
         self._held_back = adapter_ids
+        self._note_waiting()
 
     def allowed(self) -> Iterator[AdapterLog]:
         """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
@@ -182,19 +184,17 @@ class ReadySet:
         may_begin = self._may_begin(log)
         if self.waits_for_file(log, may_begin=may_begin):
             return history_pb2.WAIT_REASON_FILE
-        if not (log.copy.home or self._has_room(log)):
-            return history_pb2.WAIT_REASON_MEMORY
-        if may_begin or self._must_go_on(log):
-            return None
-        return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
+        if not (may_begin or self._must_go_on(log)):
+            return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
+        # Last, because room is made for an adapter that finds none.
+        return None if log.copy.home or self._has_room(log) else history_pb2.WAIT_REASON_MEMORY
 
     def _must_go_on(self, log: AdapterLog) -> bool:
         """Return whether the adapter has something to run although no operation may begin."""
         ahead = log.ahead(may_begin=False)
         if not ahead.is_replaying:
             return next(ahead.passes(), None) is not None
-        # A held tenant's replay is not continued either, but for weights that others may sample.
-        return not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
+        return not self._memory.has_suspended_replay(log)
 
     def _has_room(self, log: AdapterLog) -> bool:
         """Return whether a worker of its class has room for a copy of the adapter. A solo turn has room in any case."""
@@ -328,6 +328,24 @@ class ReadySet:
         states = list(log.ahead(may_begin=may_begin).states())
         is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
         return is_loading or (is_unsettled and not log.home)
+
+    def _note_waiting(self) -> None:
+        """Tell the quarantine which of its adapters cannot run now."""
+        held, dirty = self._held_back, self._group.dirty
+        self._quarantine.note_waiting(
+            {name for name in self._quarantine.names if name in held or (name in dirty and self._is_stuck(dirty[name]))}
+        )
+
+    def _is_stuck(self, log: AdapterLog) -> bool:
+        """Return whether the adapter waits for a file, or for a worker that is late or missing.
+
+        Not whether it waits for room: the copies of others leave for a quarantined adapter while it holds them back.
+        """
+        if self.waits_for_file(log, may_begin=self._may_begin(log)):
+            return True
+        if log.home:
+            return log.home in self._memory.away
+        return self._memory.others(log).issuperset(self._memory.worker_ids())
 
     def _release_survivors(self) -> None:
         """Release quarantined adapters that ran their quarantined operations, are idle, or may begin nothing."""

@@ -93,9 +93,10 @@ def make_scheduling(
         )
         classes = Classes(base_model, fleet, time, config.class_wait_s, worker_classes)
         classes.changed.subscribe(clock.wake)
-        turns, item_costs = SoloTurns(base_model, probation, group, fleet, classes), Costs(base_model, fleet)
-        memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, states.publishing, classes)
-        ready = ReadySet(group, quarantine, turns, memory, snapshots, states.publishing, item_costs, accounts.is_held)
+        is_held, publishing, item_costs = accounts.is_held, states.publishing, Costs(base_model, fleet)
+        turns = SoloTurns(base_model, probation, group, fleet, classes, is_held)
+        memory = WorkerMemory(base_model, fleet, group, quarantine, snapshots, publishing, classes, is_held)
+        ready = ReadySet(group, quarantine, turns, memory, snapshots, publishing, item_costs, is_held)
         return Schedule(
             clock=clock,
             planning=Planning(base_model, ready, budget, costs, fleet, fair, turns, memory),

@@ -48,8 +48,16 @@ class SoloTurns:
     """The turns of one base model."""
 
     def __init__(
-        self, base_model: str, probation: Probation, group: AdapterGroup, fleet: Fleet, classes: Classes
+        self,
+        base_model: str,
+        probation: Probation,
+        group: AdapterGroup,
+        fleet: Fleet,
+        classes: Classes,
+        is_suspended: Callable[[str], bool],
     ) -> None:
+        """`is_suspended` returns whether a tenant's queued work waits."""
+        self._is_suspended = is_suspended
         self._base_model = base_model
         self._probation = probation
         self._group = group
@@ -129,8 +137,11 @@ class SoloTurns:
 
     @property
     def sample(self) -> str:
-        """The sample whose turn runs; empty: none."""
-        return self._turn.name if self._turn is not None and self._turn.is_running and self._turn.is_sample else ""
+        """The sample whose turn runs; empty: none, or its tenant is suspended."""
+        turn = self._turn
+        if turn is None or not turn.is_sample or not turn.is_running or self._is_suspended(turn.tenant_id):
+            return ""
+        return turn.name
 
     def may_place(self, name: str, worker_id: str) -> bool:
         """Return whether a sample may be sent to the worker."""
@@ -204,7 +215,8 @@ class SoloTurns:
 
     def _granted(self, can_run: Callable[[AdapterLog], bool], held_back: Collection[str]) -> _Turn | None:
         """Return the next turn: of the tenant whose last one is longest ago."""
-        asking = [(name, tenant_id, True) for name, tenant_id in self._samples.items()]
+        samples = self._samples.items()
+        asking = [(name, tenant_id, True) for name, tenant_id in samples if not self._is_suspended(tenant_id)]
         ready = [log for log in self._group.dirty.values() if can_run(log) and log.adapter_id not in held_back]
         asking += [(log.adapter_id, log.tenant_id, False) for log in ready if log.home not in self._fleet.away]
         candidates = [
@@ -258,7 +270,7 @@ class SoloTurns:
         in_flight = {*worker.samples, *(flight.target_id for flight in worker.training)}
         if turn.is_running and turn.name in in_flight:
             return True
-        if worker.is_draining:
+        if worker.is_draining or (turn.is_sample and self._is_suspended(turn.tenant_id)):
             return False
         if turn.is_running and turn.is_sample:
             return True

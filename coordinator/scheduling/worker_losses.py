@@ -164,6 +164,7 @@ class LossRecorder:
         """Record that nothing waits for a worker any more: it was lost and is replaced, or it is to be removed."""
         base_model = self._base_model(worker_id)
         self._turns[base_model].settled(worker_id)
+        self._quarantines[base_model].note_waiting(frozenset())  # a group may have waited for it: it goes first
         self._pause(base_model)
 
     def drained(self, worker_id: str) -> None:

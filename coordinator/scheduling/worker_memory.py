@@ -3,9 +3,9 @@
 A worker reports the bytes of its copies and sampler versions after each batch. Above its limit, or while an adapter
 waits for room, the least recently used ones leave it: versions that no sample uses and that are in a file, then copies
 that their snapshots cover, which need no write, and copies that can be snapshotted, once they are. A quarantined copy
-that may not run now leaves without a snapshot, and is replayed. Adapters with nothing to run go first. Those that wait
-are installed as room is made, so that more adapters than fit take turns. All copies leave a worker that is drained, by
-the same ways.
+that may not run now leaves without a snapshot, and is replayed, as does one in the middle of a replay whose tenant is
+suspended. Adapters with nothing to run go first. Those that wait are installed as room is made, so that more adapters
+than fit take turns. All copies leave a worker that is drained, by the same ways.
 
 Depends on the fleet, on adapter logs, and on what may be snapshotted; not on how states are written. Call it between
 cycles. Main invariant: nothing leaves a worker that is not in a file or in the operation log.
@@ -13,7 +13,7 @@ cycles. Main invariant: nothing leaves a worker that is not in a file or in the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
@@ -40,7 +40,10 @@ class WorkerMemory:
         snapshots: Snapshots,
         publishing: Publishing,
         classes: Classes,
+        is_held: Callable[[str], bool],
     ) -> None:
+        """`is_held` returns whether a tenant is suspended."""
+        self._is_held = is_held
         self._base_model = base_model
         self._fleet = fleet
         self._group = group
@@ -96,6 +99,11 @@ class WorkerMemory:
         """Drop the state of a deleted adapter."""
         self._classes.forget(adapter_id)
 
+    def has_suspended_replay(self, log: AdapterLog) -> bool:
+        """Return whether the adapter has a replay that may not go on: its tenant is held, and no sampler needs it."""
+        may_run = not self._is_held(log.tenant_id) or self._publishing.must_rematerialize(log.adapter_id)
+        return not may_run and log.ahead(may_begin=False).is_replaying
+
     def others(self, log: AdapterLog) -> frozenset[str]:
         """Return the workers of another class than the adapter's; see `Classes.others`."""
         return self._classes.others(log)
@@ -119,7 +127,9 @@ class WorkerMemory:
             sizes = waiting.get(worker.info.worker_id, {}).values()
             wanted = max([min(sum(sizes), WANTED_BYTES_MAX), *sizes], default=0)
             most = worker.info.model.host_bytes_max
-            if most is not None and (excess := worker.held_bytes + wanted - most) > 0:
+            excess = worker.held_bytes + wanted - most if most is not None else 0
+            worker.note_room(is_lacking=excess > 0)
+            if excess > 0:
                 num_due, dropped = len(self._due), self._relieve(worker, excess)
                 has_dropped |= dropped
                 if wanted and worker.is_outdated and not dropped and len(self._due) == num_due:
@@ -193,12 +203,12 @@ class WorkerMemory:
         for log in sorted(resident, key=AdapterLog.is_ready):  # a stable order: the least recently used first
             if excess <= 0:
                 break
-            is_held = not self._quarantine.may_run(log.adapter_id)
+            is_held = not self._quarantine.may_run(log.adapter_id) or self.has_suspended_replay(log)
             if not (log.is_between_operations or is_held):
                 continue  # it would run the begun operation again
             if self._snapshots.is_unsettled(log.adapter_id):
                 excess -= self.size_of(log)  # it goes when its snapshot counts
-            elif log.copy.applied_seq <= log.snapshot_seq or is_held:  # a suspect may wait for its room
+            elif log.copy.applied_seq <= log.snapshot_seq or is_held:  # others may wait for its room
                 self._leave(worker, log)
                 excess -= self.size_of(log)
             elif self._snapshots.may_take(log, is_awaited=True):

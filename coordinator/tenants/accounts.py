@@ -26,7 +26,7 @@ class Accounts:
 
     def __init__(self, store: Store, wall: Callable[[], float]) -> None:
         self.changed = Signal()
-        """A tenant was resumed: its queued work may run again."""
+        """A tenant was suspended, resumed or marked for deletion: its queued work waits now, or may run again."""
         self._store = store
         self._wall = wall
         self._held = {
@@ -80,9 +80,7 @@ class Accounts:
         """Let a suspended tenant call again. Raises ServiceError if it is unknown or being deleted."""
         row = self._changeable(name)
         await self._store.tenants.resume(row.tenant_id, self.act("tenant.resume", name, by))
-        found = self._reload(row)
-        self.changed.notify()
-        return found
+        return self._reload(row)
 
     async def delete(self, name: str, *, by: Principal) -> TenantRow:
         """Mark a tenant for deletion; its calls are refused from then on.
@@ -118,6 +116,7 @@ class Accounts:
             self._held[before.tenant_id] = row
         else:
             self._held.pop(before.tenant_id, None)
+        self.changed.notify()
         return row
 
     def act(self, act: str, name: str, by: Principal, details: dict[str, str] | None = None) -> Act:

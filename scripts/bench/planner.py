@@ -83,8 +83,8 @@ def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, 
         cast("Publishing", files),
     )
     classes = classes_of(fleet)
-    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet, classes)
-    memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing, classes)
+    turns = SoloTurns("model", Probation(MemoryRecords(), 0.0), group, fleet, classes, lambda _: False)
+    memory = WorkerMemory("model", fleet, group, quarantine, snapshots, publishing, classes, lambda _: False)
     for worker_id in WORKERS:
         fleet.add(toy_worker_info(worker_id))
     costs = Costs("toy", fleet)

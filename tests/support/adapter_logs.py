@@ -30,6 +30,8 @@ class Files:
     unsettled: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
     """Adapters whose published weights have no file, or versions without one."""
+    awaited: set[str] = field(default_factory=set)
+    """Adapters whose logs are needed to rematerialize a version."""
     failing: set[str] = field(default_factory=set)
     """Adapters of which no snapshot may be taken now."""
     failed: set[str] = field(default_factory=set)
@@ -44,6 +46,10 @@ class Files:
     def is_unwritten(self, adapter_id: str) -> bool:
         """Return whether published weights of the adapter have no file."""
         return adapter_id in self.unwritten
+
+    def must_rematerialize(self, adapter_id: str) -> bool:
+        """Return whether the adapter's log is needed to rematerialize a version."""
+        return adapter_id in self.awaited
 
     def may_take(self, adapter: AdapterLog, *, is_awaited: bool = False) -> bool:
         """Return whether a snapshot of the adapter may be taken."""

@@ -15,7 +15,7 @@ from tests.support.toy_pool import ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import WorkerInfo
+from workers.contract.messages import SampleRequest, WorkerInfo
 from workers.contract.protocols import WorkerLost
 from workers.pool.local import LocalPool
 
@@ -33,6 +33,28 @@ async def without_replacements(data_dir: Path, patch: pytest.MonkeyPatch, **valu
     patch.setattr(LocalPool, "replace", refuse)
     async with running_pool(data_dir, **{"engine_values": TWO_CLASSES} | values) as pool:
         yield pool
+
+
+def await_replacements(patch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Return an event before which no missing worker starts."""
+    may_join = asyncio.Event()
+
+    async def join(self: LocalPool, worker_id: str) -> WorkerInfo:
+        await may_join.wait()
+        return await self._begin(worker_id)
+
+    patch.setattr(LocalPool, "replace", join)
+    return may_join
+
+
+def start_without(patch: pytest.MonkeyPatch, worker_id: str) -> None:
+    """Let pools start from now on without this worker, which is missing then."""
+    start = LocalPool.start
+
+    async def start_others(self: LocalPool, owner: Any, drained: Any = ()) -> None:
+        await start(self, owner, [*drained, worker_id])
+
+    patch.setattr(LocalPool, "start", start_others)
 
 
 async def trained(pool: ToyPool) -> tuple[str, str]:
@@ -73,6 +95,56 @@ async def test_an_adapter_goes_on_at_once_on_another_worker_of_its_class(
         assert (pool.log_of(adapter).home, is_noted(found)) == ("w2", False)
 
 
+async def test_nobody_waits_for_a_suspect_that_waits_for_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        adapter, home = await trained(pool)
+        other, sampler = await pool.adapter("bob"), await pool.sampler(await pool.session("bob"), "bob")
+        await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
+        assert pool.log_of(other).home not in ("", home)
+        pool.hold()
+        await pool.submit(adapter, 2)
+        await until(lambda: pool.core.fleet.worker(home).training)
+        pool.lose_worker(home)
+        await pool.release()
+        names = [await pool.forward_backward(other, 2, 5, tenant="bob"), await pool.sample(sampler, 1, "bob")]
+        found = await asyncio.wait_for(pool.wait(*names, tenant="bob"), 60)
+        assert {each.state for each in found} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        assert pool.core.scheduling.quarantines["toy"].names == {adapter}
+
+
+async def test_a_suspect_that_has_waited_for_its_class_runs_before_others_on_the_worker_that_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it never runs solo there while samples are queued, and a poison is not found."""
+    may_join = await_replacements(monkeypatch)
+    async with running_pool(tmp_path, engine_values=TWO_CLASSES, samples_per_worker_max=1) as pool:
+        adapter, home = await trained(pool)
+        sampler, start = await pool.sampler(await pool.session("bob"), "bob"), pool.core.pool.start_sample
+        pool.hold()
+        suspect = await pool.submit(adapter, 2)
+        await until(lambda: pool.core.fleet.worker(home).training)
+        pool.lose_worker(home)
+        pool.engines[home][-1].may_run.set()
+        operation, were_final = pool.log_of(adapter).operations[2], []
+
+        async def started(worker_id: str, request: SampleRequest) -> None:
+            if worker_id == home:
+                were_final.append(operation.is_final)
+            await start(worker_id, request)
+
+        monkeypatch.setattr(pool.core.pool, "start_sample", started)
+        await until(lambda: pool.core.scheduling.quarantines["toy"].may_run("a sample"))
+        await pool.sample(sampler, 1, "bob")
+        queued = await pool.sample(sampler, 2, "bob")
+        may_join.set()
+        await asyncio.wait_for(pool.wait(suspect), 60)
+        await asyncio.wait_for(pool.wait(queued, tenant="bob"), 60)
+        await pool.release()
+        assert were_final == [True]
+
+
 async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,17 +152,8 @@ async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
         adapter, home = await trained(pool)
         [row] = pool.store.adapters.not_deleted()
         assert row.fingerprint == pool.core.fleet.worker(home).info.model.fingerprint
-    may_join, start = asyncio.Event(), LocalPool.start
-
-    async def start_others(self: LocalPool, owner: Any, drained: Any = ()) -> None:
-        await start(self, owner, [*drained, home])
-
-    async def join(self: LocalPool, worker_id: str) -> WorkerInfo:
-        await may_join.wait()
-        return await self._begin(worker_id)
-
-    monkeypatch.setattr(LocalPool, "start", start_others)
-    monkeypatch.setattr(LocalPool, "replace", join)
+    may_join = await_replacements(monkeypatch)
+    start_without(monkeypatch, home)
     async with running_pool(tmp_path, engine_values=TWO_CLASSES) as pool:
         await pool.take_over()
         name = await pool.submit(adapter, 2)
@@ -99,6 +162,21 @@ async def test_a_restart_keeps_classes_and_waits_for_workers_that_are_missing(
         may_join.set()
         [found] = await asyncio.wait_for(pool.wait(name), 30)
         assert (pool.log_of(adapter).home, is_noted(found)) == (home, False)
+
+
+async def test_nobody_waits_for_a_missing_worker_that_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_pool(tmp_path, engine_values=TWO_CLASSES, is_crash=True) as pool:
+        adapter, home = await trained(pool)
+    start_without(monkeypatch, home)
+    async with without_replacements(tmp_path, monkeypatch) as pool:
+        await pool.take_over()
+        name = await pool.submit(adapter, 2)
+        await until(lambda: "adapters wait for one" in caplog.text)
+        pool.core.supervisor.drain(home)
+        [found] = await asyncio.wait_for(pool.wait(name), 60)
+        assert is_noted(found)
 
 
 async def test_a_pool_whose_workers_all_have_other_numerics_goes_on_at_once_and_says_so(tmp_path: Path) -> None:

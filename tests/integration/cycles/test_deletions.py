@@ -7,9 +7,13 @@ from unittest import mock
 import pytest
 
 from coordinator.base.errors import ServiceError
+from coordinator.checkpoints import snapshots
 from coordinator.storage.sqlite import DiskFullError
+from tests.support.adapter_logs import spec_named
 from tests.support.faults import held
+from tests.support.toy_engine import toy_bytes
 from tests.support.toy_pool import ToyPool, expected_chain, pass_request, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
@@ -82,3 +86,25 @@ async def test_an_adapter_whose_deletion_fails_continues_from_the_snapshot_that_
         assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
         await pool.delete_adapter(adapter)
         assert pool.coordinator.health()
+
+
+async def test_an_adapter_that_waits_for_the_room_of_a_deleted_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a snapshot the copy leaves only with its adapter, and nothing else happens in the pool."""
+    monkeypatch.setattr(snapshots, "RETRY_S", 600.0)
+
+    async def full(*_: object) -> str:
+        raise DiskFullError("no room")
+
+    copy_bytes = toy_bytes(spec_named("a"))
+    async with running_pool(tmp_path, engine_values=[{"host_bytes_max": copy_bytes}]) as pool:
+        adapter, other = await pool.adapter(), await pool.adapter("bob")
+        await pool.wait(await pool.submit(adapter, 1))
+        monkeypatch.setattr(pool.core.states, "write_snapshot", full)
+        name = await pool.forward_backward(other, 1, 5, tenant="bob")
+        await until(lambda: pool.core.scheduling.schedules["toy"].snapshots.has_failed(adapter))
+        assert pool.core.fleet.worker("w0").lacks_room
+        await pool.delete_adapter(adapter)
+        [done] = await asyncio.wait_for(pool.wait(name, tenant="bob"), 60)
+        assert done.state == SUCCEEDED

@@ -13,7 +13,9 @@ from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.access.audit import Act
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.sqlite import DiskFullError
+from tests.support.adapter_logs import spec_named
 from tests.support.faults import held
+from tests.support.toy_engine import toy_bytes
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, refusal, running_pool, sample_request, tokens_of
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -42,6 +44,21 @@ async def stream(pool: ToyPool, request: sampling_pb2.SampleRequest) -> tuple[di
             return tokens, event.operation
         tokens.setdefault(event.token.sequence_index, []).append(event.token.token)
     raise AssertionError("the stream has no end")
+
+
+async def test_an_adapter_that_waits_for_the_room_of_a_version_runs_when_its_last_sample_ends(tmp_path: Path) -> None:
+    copy_bytes = toy_bytes(spec_named("a"))
+    async with running_pool(tmp_path, engine_values=[{"host_bytes_max": copy_bytes}]) as pool:
+        sampler, worker = await trained_sampler(pool), pool.core.fleet.worker("w0")
+        [log] = pool.core.registry.logs.values()
+        pool.engines["w0"][-1].may_decode = False
+        await pool.sample(sampler, 1)
+        await until(pool.versions_on)
+        name = await pool.forward_backward(await pool.adapter("bob"), 1, 5, tenant="bob")
+        await until(lambda: not log.home and worker.lacks_room)
+        await pool.release()
+        [done] = await asyncio.wait_for(pool.wait(name, tenant="bob"), 60)
+    assert done.state == SUCCEEDED
 
 
 async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_path: Path) -> None:

@@ -121,17 +121,26 @@ def test_samples_in_flight_at_a_first_silence_hold_nobody_up_and_are_suspects_at
     assert quarantine.record_silence({}, ["r"]) == set()
 
 
-def test_nobody_waits_for_a_group_on_a_worker_that_is_late() -> None:
+def test_nobody_waits_for_a_group_that_cannot_run() -> None:
     quarantine, changed = Quarantine(), asyncio.Event()
     quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
     quarantine.changed.subscribe(changed)
-    quarantine.note_late(frozenset({"a"}))
+    quarantine.note_waiting({"a"})
     assert changed.is_set()
     assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
-    quarantine.note_late(frozenset({"a", "b"}))
+    quarantine.note_waiting({"a", "b"})
     assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, False, True]
-    quarantine.note_late(frozenset())
+    quarantine.note_waiting(set())
     assert quarantine.group == {"a"}
+
+
+def test_a_group_runs_although_one_of_its_adapters_cannot() -> None:
+    quarantine = Quarantine()
+    quarantine.record_loss(["a", "b", "c", "d"], ["a:1", "b:1", "c:1", "d:1"])
+    quarantine.note_waiting({"a"})
+    assert quarantine.group == {"a", "b"}
+    quarantine.release("b")
+    assert quarantine.group == {"c", "d"}
 
 
 def test_workers_lost_for_other_reasons_do_not_hide_the_poison() -> None:

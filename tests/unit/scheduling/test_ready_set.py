@@ -20,7 +20,7 @@ from coordinator.scheduling.worker_memory import WorkerMemory
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, Files, adapter_with, operation, run, spec_named
 from tests.support.classes import classes_of
 from tests.support.probation import MemoryRecords
-from tests.support.toy_engine import toy_worker_info
+from tests.support.toy_engine import toy_bytes, toy_worker_info
 from tests.support.toy_pool import FakeTime, running_pool
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
@@ -41,22 +41,22 @@ class Watched(AdapterLog):
 class Bench:
     """A ready set, and the state that it reads."""
 
-    def __init__(self, *adapters: AdapterLog) -> None:
+    def __init__(self, *adapters: AdapterLog, host_bytes_max: int | None = None) -> None:
         self.held: set[str] = set()
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
         fleet, snapshots, publishing = Fleet(), cast("Snapshots", self.files), cast("Publishing", self.files)
         classes = classes_of(fleet)
-        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet, classes)
-        memory = WorkerMemory("toy", fleet, self.group, self.quarantine, snapshots, publishing, classes)
-        is_held = self.held.__contains__
-        fleet.add(toy_worker_info())
+        is_held, quarantine = self.held.__contains__, self.quarantine
+        turns = SoloTurns("toy", Probation(MemoryRecords(), 0.0), self.group, fleet, classes, is_held)
+        memory = WorkerMemory("toy", fleet, self.group, quarantine, snapshots, publishing, classes, is_held)
+        fleet.add(toy_worker_info(host_bytes_max=host_bytes_max))
         costs = Costs("toy", fleet)
-        self.ready = ReadySet(self.group, self.quarantine, turns, memory, snapshots, publishing, costs, is_held)
+        self.ready = ReadySet(self.group, quarantine, turns, memory, snapshots, publishing, costs, is_held)
         for adapter in adapters:
             self.group.add(adapter)
             self.group.mark_dirty(adapter)
 
-        self.fleet = fleet
+        self.fleet, self.memory = fleet, memory
 
     def allowed(self) -> list[str]:
         """Return the adapters that may run."""
@@ -189,6 +189,25 @@ def test_a_quarantined_adapter_is_released_once_it_ran_or_has_no_operation_to_ru
     assert not bench.quarantine.group
 
 
+def test_nobody_waits_for_a_quarantined_adapter_that_waits_for_a_file_or_a_late_worker() -> None:
+    suspect, other = adapter_with(FB, name="suspect"), adapter_with(FB, name="other")
+    bench = Bench(suspect, other)
+    bench.fleet.add(toy_worker_info("w1"))
+    bench.quarantine.record_loss(["suspect"], ["suspect:1"])
+    suspect.quarantine(1, 1)
+    assert bench.allowed() == ["suspect"]
+    bench.files.unsettled.add("suspect")
+    assert bench.allowed() == ["other"]
+    assert bench.quarantine.may_run("sample")
+    bench.files.unsettled.clear()
+    assert bench.allowed() == ["suspect"]
+    suspect.place_copy("w1")
+    bench.fleet.be_late(bench.fleet.worker("w1"), is_late=True)
+    assert bench.allowed() == ["other"]
+    bench.fleet.be_late(bench.fleet.worker("w1"), is_late=False)
+    assert bench.allowed() == ["suspect"]
+
+
 def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
     bench = Bench(begun, waiting)
@@ -222,6 +241,22 @@ def test_an_adapter_of_a_suspended_tenant_waits_between_operations_and_others_ru
     assert bench.allowed() == ["other"]
     bench.held.clear()
     assert bench.allowed() == ["held", "other"]
+
+
+def test_no_room_is_made_for_an_adapter_of_a_suspended_tenant() -> None:
+    held, idle = adapter_with(FB, name="held", tenant="suspended"), adapter_with(FB, name="idle")
+    bench = Bench(held, idle, host_bytes_max=toy_bytes(spec_named("a")))
+    idle.place_copy("w0")
+    bench.fleet.worker("w0").sent(toy_bytes(idle.spec))
+    run(idle, 1)
+    idle.cover(1, EMPTY, 0.0)
+    bench.held.add("suspended")
+    assert bench.allowed() == []
+    assert not bench.memory.make_room()
+    bench.held.clear()
+    assert bench.allowed() == []
+    assert bench.memory.make_room()
+    assert bench.allowed() == ["held"]
 
 
 def test_nobody_waits_for_a_quarantined_adapter_of_a_suspended_tenant() -> None:

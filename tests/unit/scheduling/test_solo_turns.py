@@ -22,7 +22,9 @@ class Bench:
         for index in range(num_workers):
             self.fleet.add(toy_worker_info(f"w{index}"))
         self.probation = Probation(self.records, halving_s=3600.0)
-        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes_of(self.fleet))
+        classes, self.suspended = classes_of(self.fleet), set[str]()
+        is_suspended = self.suspended.__contains__
+        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes, is_suspended)
         for log in logs:
             self.group.add(log)
             self.group.mark_dirty(log)
@@ -175,6 +177,25 @@ def test_a_sample_asks_for_a_turn_and_keeps_it_until_it_is_decided() -> None:
     assert bench.update() == SAMPLE
     bench.turns.end_sample(SAMPLE)
     assert bench.update() == f"{SAMPLE}1"
+
+
+def test_a_sample_of_a_suspended_tenant_gets_no_turn_and_loses_one_that_it_has_not_used() -> None:
+    bench = Bench()
+    assert not bench.turns.may_sample("bad", SAMPLE)
+    bench.suspended.add("bad")
+    assert (bench.update(), bench.turns.reserved) == ("", "")
+    bench.suspended.clear()
+    assert bench.update() == SAMPLE == bench.turns.sample
+    bench.suspended.add("bad")
+    assert not bench.turns.sample
+    assert (bench.update(), bench.turns.reserved) == ("", "")
+    bench.suspended.clear()
+    assert not bench.turns.may_sample("bad", SAMPLE), "it asks again"
+    assert bench.update() == SAMPLE
+    flight = Flight(SAMPLE, "s", 1, 0, "bad")
+    bench.fleet.worker(bench.turns.reserved).begin_sample(flight)
+    bench.suspended.add("bad")
+    assert bench.update() == SAMPLE, "what has begun ends"
 
 
 def test_a_lost_turn_is_charged_and_followed_by_a_pause_that_its_cost_decides() -> None:

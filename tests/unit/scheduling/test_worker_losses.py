@@ -62,7 +62,8 @@ class Bench:
         publishing, time = cast("Publishing", self.publishing), FakeTime()
         self.records = MemoryRecords()
         self.probation = Probation(self.records, halving_s=3600.0)
-        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes_of(self.fleet))
+        classes = classes_of(self.fleet)
+        self.turns = SoloTurns("toy", self.probation, self.group, self.fleet, classes, lambda _: False)
         self.recorder = LossRecorder(
             self.fleet, self.registry, {"toy": self.quarantine}, {"toy": self.turns}, self.probation, publishing, time
         )

@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, *copies_max: int) -> None:
         self.fleet, self.group, self.quarantine = Fleet(), AdapterGroup(FakeTime()), Quarantine()
-        self.files = Files()
+        self.files, self.held = Files(), set[str]()
         for index, number in enumerate(copies_max):
             self.fleet.add(toy_worker_info(f"w{index}", host_bytes_max=number * COPY))
         self.memory = WorkerMemory(
@@ -38,6 +38,7 @@ class Bench:
             cast("Snapshots", self.files),
             cast("Publishing", self.files),
             classes_of(self.fleet),
+            self.held.__contains__,
         )
 
     def put(self, name: str, worker_id: str = "w0", *, has_run: bool = False, is_covered: bool = False) -> AdapterLog:
@@ -138,6 +139,27 @@ def test_a_copy_with_a_begun_operation_stays_unless_the_quarantine_holds_it_back
     assert bench.waits("suspect", "w0")
     assert bench.memory.make_room()
     assert (log.home, bench.at_home()) == ("", [])
+
+
+def test_a_copy_in_the_middle_of_a_suspended_tenants_replay_leaves_unless_a_sampler_needs_it() -> None:
+    """Else it would keep its room until the tenant is resumed."""
+    bench = Bench(1)
+    log = bench.put("a", has_run=True)
+    log.lose_copy()
+    log.place_copy("w0")
+    run(log, 1)
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room(), "the replay goes on"
+    bench.held.add(log.tenant_id)
+    bench.files.awaited.add("a")
+    assert bench.waits("new", "w0")
+    assert not bench.memory.make_room()
+    bench.files.awaited.clear()
+    assert bench.waits("new", "w0")
+    assert bench.memory.make_room()
+    assert (log.home, log.copy.cursor, bench.memory.take_due()) == ("", 0, [])
+    log.place_copy("w0")
+    run(log, 1, 2)
 
 
 def test_a_worker_whose_report_is_outdated_is_asked_if_nothing_else_makes_room() -> None:
