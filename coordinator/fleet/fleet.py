@@ -335,6 +335,10 @@ class Fleet:
         """Return the workers of a base model that are live and not drained; they may be away."""
         return [w for w in self._of(base_model) if w.is_live and not w.is_draining]
 
+    def staying(self, base_model: str) -> list[Incarnation]:
+        """Return the workers of a base model that take work now or will again: all but those that end."""
+        return [w for w in self._of(base_model) if not w.is_ending]
+
     def drained(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are drained, live or not."""
         return [w for w in self._of(base_model) if w.is_draining]

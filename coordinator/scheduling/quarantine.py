@@ -41,9 +41,10 @@ class Quarantine:
     is not halved. Samples run with others: they may take long, and others would wait for them.
 
     A group that has lost a second worker waits while it could take the last one (`pause`), and a group on a worker that
-    is late waits for that worker (`note_late`); all others run meanwhile. After each loss all groups wait until the
-    other workers have been asked whether they live (`begin_check`): of two workers that are lost at once, the group of
-    the first one would otherwise run on the second one, and count as what killed it.
+    is late waits for that worker (`note_late`). A group with a sample that fits only on workers that are not there now
+    waits for these (`note_unplaced`). All others run meanwhile. After each loss all groups wait until the other workers
+    have been asked whether they live (`begin_check`): of two workers that are lost at once, the group of the first one
+    would otherwise run on the second one, and count as what killed it.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class Quarantine:
         self._silenced: set[str] = set()
         """What was in flight when a worker fell silent, and has not finished since."""
         self._late: Collection[str] = frozenset()
+        self._unplaced: Collection[str] = frozenset()
         self._tenants: dict[str, str] = {}
         """The tenants of quarantined adapters and samples."""
         self._solo_losses: Counter[str] = Counter()
@@ -81,6 +83,17 @@ class Quarantine:
         if names != self._late:
             self._late = names
             self.changed.notify()
+
+    def note_unplaced(self, names: Collection[str]) -> None:
+        """Record which samples fit only on workers that are not there now: only the rest of their groups waits too."""
+        if names != self._unplaced:
+            self._unplaced = names
+            self.changed.notify()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All quarantined adapters and samples."""
+        return frozenset(self._quarantined())
 
     @property
     def group(self) -> frozenset[str]:
@@ -178,7 +191,8 @@ class Quarantine:
         if self._num_checks:
             return None
         for group in self._groups:
-            if not (group.has_killed and self._is_short) and group.names.isdisjoint(self._late):
+            is_held = group.has_killed and self._is_short
+            if not is_held and group.names.isdisjoint(self._late) and group.names.isdisjoint(self._unplaced):
                 return group
         return None
 
