@@ -55,7 +55,7 @@ class Incarnation:
     is_apart: bool = False
     """Its part of a cycle was split off: the cycles of others do not wait for it."""
     training: tuple[Flight, ...] = ()
-    """The operations of the present phase."""
+    """The operations of the present phase, until it has replied."""
     has_batch: bool = False
     """It was sent a batch, perhaps of snapshots alone, and did not reply to it; a lost one never does."""
     samples: dict[str, Flight] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.operation import CYCLE_METRIC
 from coordinator.runtime import supervision
 from tests.support.faults import held
@@ -277,6 +278,52 @@ async def test_a_stop_covers_no_log_by_a_snapshot_during_a_cycle(
             assert not stopping.done()
         await asyncio.wait_for(stopping, 60)
         assert all(between_cycles)
+
+
+async def reply_before(pool: ToyPool, first: str, second: str) -> str:
+    """Return an operation to which the first adapter's worker has replied; its cycle waits for the second one's."""
+    workers = [pool.core.fleet.worker(pool.log_of(each).home) for each in (first, second)]
+    pool.hold()
+    await pool.forward_backward(first, 2, 5)
+    await until(lambda: bool(workers[0].training))
+    name = await pool.forward_backward(first, 3, 5)
+    await pool.forward_backward(second, 2, 5, tenant="bob")
+    pool.engines[workers[0].info.worker_id][-1].may_run.set()
+    await until(lambda: bool(workers[1].training))
+    await until(lambda: not workers[0].training)
+    return name
+
+
+async def test_a_worker_that_is_lost_after_its_reply_had_nothing_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, first, second, _):
+        name = await reply_before(pool, first, second)
+        assert not pool.log_of(first).operations[3].is_final, "its cycle goes on"
+        pool.lose_worker(pool.log_of(first).home)
+        assert not pool.core.scheduling.quarantines["toy"].names
+        await pool.release()
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
+        assert done.state == SUCCEEDED
+
+
+async def test_a_worker_that_falls_silent_after_its_reply_stays_late_when_its_cycle_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, first, second, replies):
+        fleet, name = pool.core.fleet, await reply_before(pool, first, second)
+        worker, be_late, in_time = fleet.worker(pool.log_of(first).home), fleet.be_late, []
+        replies.clear()
+        await until(lambda: worker.is_late)
+
+        def noted(each: Incarnation, *, is_late: bool) -> None:
+            in_time.extend([each] * (not is_late))
+            be_late(each, is_late=is_late)
+
+        monkeypatch.setattr(fleet, "be_late", noted)
+        await pool.release()
+        await asyncio.wait_for(pool.wait(name), 60)
+        assert worker not in in_time
 
 
 async def test_a_sample_starts_when_the_only_worker_is_late_no_more(
