@@ -157,7 +157,7 @@ class Phases:
         try:
             items = self._items.state_items(log, ahead, num_operations, loaded)
         except ServiceError as error:
-            await self._refuse_copy(log, error)
+            self._results.refuse_copy(log, error)
             return
         now = self._time.monotonic()
         for operation, item in items:
@@ -318,7 +318,7 @@ class Phases:
         try:
             install = await self._items.read_copy(log)
         except ServiceError as error:
-            await self._refuse_copy(log, error)
+            self._results.refuse_copy(log, error)
             return False
         if install.state is not None:
             self._use_files(cycle, log, "install", install.state.num_bytes, self._time.monotonic() - began)
@@ -338,12 +338,3 @@ class Phases:
         self._planning.charge({log.tenant_id: seconds})
         cycle.worked(seconds)
         cycle.use_files(log, kind, num_bytes, seconds)
-
-    async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
-        """Handle an adapter of which no copy can be made.
-
-        After a transient failure: back off, so that the next cycle does not retry at once.
-        """
-        self._results.refuse_copy(log, error)
-        if error.retry_delay_s is not None:
-            await self._time.sleep(error.retry_delay_s)

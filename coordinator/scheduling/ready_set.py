@@ -1,7 +1,8 @@
 """The adapters of one base model that have something to run, and which of them may be in the next cycle.
 
-What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written, the suspension of
-its tenant and full workers hold an adapter back. Does not depend on tenants' counters, budgets or how a plan is run.
+What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written or
+cannot be read now, the suspension of its tenant and full workers hold an adapter back. Does not depend on tenants'
+counters, budgets or how a plan is run.
 
 Main invariant: an idle adapter adds no cost to a cycle, because it is in no collection that is walked through here.
 """
@@ -180,7 +181,7 @@ class ReadySet:
     def _wait(self, log: AdapterLog) -> Reason | None:
         """Return what the adapter waits for, other than a turn; None: nothing."""
         may_begin = self._may_begin(log)
-        if self.waits_for_file(log, may_begin=may_begin):
+        if not self._snapshots.may_read(log.adapter_id) or self.waits_for_file(log, may_begin=may_begin):
             return history_pb2.WAIT_REASON_FILE
         if not (log.copy.home or self._has_room(log)):
             return history_pb2.WAIT_REASON_MEMORY
