@@ -7,8 +7,9 @@ simulation can own it; a notification is never lost.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -114,3 +115,33 @@ class Signal:
         """Wake every receiver."""
         for receiver in self._receivers:
             receiver.set()
+
+
+class Alarms:
+    """Notifies a signal when times come at which its state changes though nothing else happens."""
+
+    def __init__(self, signal: Signal, now: Callable[[], float]) -> None:
+        self._signal = signal
+        self._now = now
+        self._times: list[float] = []
+        """A heap."""
+        self._is_set = asyncio.Event()
+
+    def set(self, at: float) -> None:
+        """Notify the signal at this time, by the clock `now`."""
+        heapq.heappush(self._times, at)
+        self._is_set.set()
+
+    async def run(self, clock: Time) -> None:
+        """Notify the signal at all times that are set; run until cancelled."""
+        while True:
+            self._is_set.clear()
+            if not self._times:
+                await self._is_set.wait()
+                continue
+            if (wait_s := self._times[0] - self._now()) > 0:
+                await first_of(clock.sleep(wait_s), self._is_set.wait())
+                continue
+            while self._times and self._times[0] <= self._now():
+                heapq.heappop(self._times)
+            self._signal.notify()

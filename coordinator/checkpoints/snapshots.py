@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.base.time import Signal, Time, backoff_s
+from coordinator.base.time import Alarms, Signal, Time, backoff_s
 from coordinator.checkpoints.states import States
 from coordinator.observe.metrics import SNAPSHOTS
 from coordinator.operations.adapter_log import AdapterLog
@@ -56,7 +56,7 @@ class Snapshots:
 
     def __init__(self, states: States, time: Time, replay_s_max: float) -> None:
         self.changed = Signal()
-        """A snapshot was written or failed, or may be retried: call `settle`."""
+        """A snapshot was written or failed, or it or a read may be retried: call `settle`."""
         self._states = states
         self._time = time
         self._replay_s_max = replay_s_max
@@ -73,7 +73,9 @@ class Snapshots:
         self._failed_at: dict[str, float] = {}
         """Adapter to its last failure, if no snapshot has succeeded since."""
         self._num_failures: Counter[str] = Counter()
-        self._has_failed = asyncio.Event()
+        self._readable_at: dict[str, float] = {}
+        """Adapter to the service time before which no copy of it is read: the last read failed."""
+        self._retries = Alarms(self.changed, time.monotonic)
         self._asked: dict[str, tuple[int, Window]] = {}
         """Adapters whose states were requested, with the generations of their copies and their gradient windows."""
 
@@ -149,16 +151,21 @@ class Snapshots:
         SNAPSHOTS.labels("failed").inc()
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
-        self._failed_at[adapter.adapter_id] = self._time.monotonic()
-        self._has_failed.set()
+        self._failed_at[adapter.adapter_id] = now = self._time.monotonic()
+        self._retries.set(now + RETRY_S)
+
+    def postpone_read(self, adapter_id: str, seconds: float) -> None:
+        """Let no copy of the adapter be read for so long: its files could not be read, and a retry may succeed."""
+        self._readable_at[adapter_id] = at = self._time.monotonic() + seconds
+        self._retries.set(at)
+
+    def may_read(self, adapter_id: str) -> bool:
+        """Return whether a copy of the adapter may be read: no earlier attempt has failed just now."""
+        return self._time.monotonic() >= self._readable_at.get(adapter_id, 0.0)
 
     async def wake_to_retry(self) -> None:
-        """Notify `changed` when failed snapshots may be retried, though nothing else happens; run until cancelled."""
-        while True:
-            await self._has_failed.wait()
-            self._has_failed.clear()
-            await self._time.sleep(RETRY_S)
-            self.changed.notify()
+        """Notify `changed` when a failed snapshot or read may be retried; run until cancelled."""
+        await self._retries.run(self._time)
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """Return whether a snapshot may be durable that the adapter log has not covered yet.
@@ -193,6 +200,7 @@ class Snapshots:
         self._cost_s.pop(adapter_id, None)
         self._failed_at.pop(adapter_id, None)
         self._num_failures.pop(adapter_id, None)
+        self._readable_at.pop(adapter_id, None)
 
     def _remove(self, folders: Sequence[str]) -> None:
         for folder in folders:

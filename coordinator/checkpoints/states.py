@@ -26,6 +26,10 @@ from workers.contract.messages import AdapterState
 
 logger = logging.getLogger(__name__)
 
+SNAPSHOT_WRITERS = 3
+"""Snapshots of all base models that are written at a time: cycles, saves and published weights need asyncio's threads,
+of which there are as few as five."""
+
 
 class States:
     """The state folders of a data directory, and what has none yet: published weights, and uploads."""
@@ -37,6 +41,7 @@ class States:
         self.holdings = holdings
         self._store = store
         self._fleet = fleet
+        self._snapshot_writers = asyncio.Semaphore(SNAPSHOT_WRITERS)
 
     # ---- writing
 
@@ -58,7 +63,8 @@ class States:
         """
         await self.publishing.until_written(log.adapter_id, state.applied_seq)
         model = self._fleet.models[log.base_model]
-        saved = await asyncio.to_thread(self.folders.snapshots.write, log.spec, model, state)
+        async with self._snapshot_writers:
+            saved = await asyncio.to_thread(self.folders.snapshots.write, log.spec, model, state)
         row = SnapshotRow(
             adapter_id=log.adapter_id,
             seq=state.applied_seq,

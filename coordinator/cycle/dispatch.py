@@ -142,8 +142,6 @@ class Dispatch:
             self._losses.record(worker.info.worker_id, worker.name, kind, f"in cycle {cycle_id}: {error}")
             return []
         reply = part.reply.result()
-        worker.end_phase(reply.held_bytes, reply.use)
-        self._fleet.be_late(worker, is_late=False)
         part.computed_s, part.phase_s = reply.wall_s, reply.phase_s
         if reply.epoch != self._epoch:
             raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
@@ -188,7 +186,7 @@ class Dispatch:
     async def _run_batch(
         self, worker: Incarnation, batch: Batch, extra_tokens: float, allowed_s: float, *, is_first: bool
     ) -> BatchResult:
-        """Return a worker's reply, if it comes in time. Raises WorkerLost."""
+        """Return a worker's reply, if it comes in time; then nothing is in flight there. Raises WorkerLost."""
         if not is_first:
             failpoint("dispatch.partial")
         began = self.time.monotonic()
@@ -198,7 +196,8 @@ class Dispatch:
             self._deadlines.forget(worker.name)
             raise _Overdue(f"no reply to a batch within {allowed_s:.0f} s") from None
         self._fleet.answered(worker.info.worker_id)
-        if worker.is_away:
-            return reply  # the time shows nothing but its silence
-        self._deadlines.observe(batch, worker.name, self.time.monotonic() - began, extra_tokens)
+        if not worker.is_away:  # else the time shows nothing but its silence
+            self._deadlines.observe(batch, worker.name, self.time.monotonic() - began, extra_tokens)
+        worker.end_phase(reply.held_bytes, reply.use)
+        self._fleet.be_late(worker, is_late=False)
         return reply

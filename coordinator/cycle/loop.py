@@ -168,7 +168,10 @@ class CycleLoop:
         self.planning.ready.stop()
         await self._is_idle.wait()
         deadline = self._time.monotonic() + seconds_max
-        while (self.is_ready() or self._phases.awaits_workers) and self._time.monotonic() < deadline:
+        # The next cycle may have begun before this task ran again, and `is_ready` may be asked only between cycles.
+        while not self._is_idle.is_set() or self.is_ready() or self._phases.awaits_workers:
+            if self._time.monotonic() >= deadline:
+                break
             self._group.changed.notify()
             await asyncio.sleep(STOP_POLL_S)
             await self._is_idle.wait()
@@ -177,7 +180,10 @@ class CycleLoop:
         await self._has_ended.wait()
 
     async def until_idle(self, adapter_id: str = "") -> None:
-        """Return when no cycle is under way, and no part of one that was split off has this adapter."""
+        """Return when the cycle under way has ended, and no part of one that was split off has this adapter.
+
+        The next cycle may be under way then: an adapter that has left the ready set is not in it.
+        """
         await self._is_idle.wait()
         while self._phases.has_part_of(adapter_id):
             await asyncio.sleep(STOP_POLL_S)

@@ -76,6 +76,8 @@ class Phases:
         self._journal = journal
         self._time = dispatch.time
         self._split: list[SplitCycle] = []
+        self._resumed: SplitCycle | None = None
+        """The one that `take_reported` returned last: its outcomes may not be committed yet."""
         self._read_byte_s = math.inf
         """Seconds that the message of a state takes for each byte: the fewest of all, because others wait for the event
         loop."""
@@ -155,7 +157,7 @@ class Phases:
         try:
             items = self._items.state_items(log, ahead, num_operations, loaded)
         except ServiceError as error:
-            await self._refuse_copy(log, error)
+            self._results.refuse_copy(log, error)
             return
         now = self._time.monotonic()
         for operation, item in items:
@@ -198,18 +200,18 @@ class Phases:
         return any(each.part.has_ended for each in self._split)
 
     def has_part_of(self, adapter_id: str) -> bool:
-        """Return whether a part that was split off, and has not ended, has the adapter."""
-        return any(adapter_id in each.adapter_ids for each in self._split)
+        """Return whether a part that was split off, and whose cycle has not ended, has the adapter."""
+        return any(adapter_id in each.adapter_ids for each in (*self._split, self._resumed) if each is not None)
 
     def take_reported(self) -> SplitCycle | None:
         """Return a cycle that was split off and whose worker has reported or is lost; call `resume` and commit it.
 
-        One at a time: the adapters of the others are held back until their turn.
+        One at a time: the adapters of the others are held back until their turn. The cycle of the last one has ended.
         """
-        reported = next((each for each in self._split if each.part.has_ended), None)
-        if reported is not None:
-            self._split.remove(reported)
-        return reported
+        self._resumed = next((each for each in self._split if each.part.has_ended), None)
+        if self._resumed is not None:
+            self._split.remove(self._resumed)
+        return self._resumed
 
     async def resume(self, split: SplitCycle) -> None:
         """Apply what the worker reported; if that was a pass, then run the step phase of these adapters."""
@@ -234,6 +236,7 @@ class Phases:
         for each in self._split:
             each.part.reply.cancel()
         self._split.clear()
+        self._resumed = None
 
     def _split_off(self, cycle: Cycle, part: Part) -> None:
         """Let the part of a late worker be a cycle of its own: the other adapters do not wait for it."""
@@ -314,7 +317,7 @@ class Phases:
         try:
             install = await self._items.read_copy(log)
         except ServiceError as error:
-            await self._refuse_copy(log, error)
+            self._results.refuse_copy(log, error)
             return False
         if install.state is not None:
             self._use_files(cycle, log, "install", install.state.num_bytes, self._time.monotonic() - began)
@@ -334,12 +337,3 @@ class Phases:
         self._planning.charge({log.tenant_id: seconds})
         cycle.worked(seconds)
         cycle.use_files(log, kind, num_bytes, seconds)
-
-    async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
-        """Handle an adapter of which no copy can be made.
-
-        After a transient failure: back off, so that the next cycle does not retry at once.
-        """
-        self._results.refuse_copy(log, error)
-        if error.retry_delay_s is not None:
-            await self._time.sleep(error.retry_delay_s)

@@ -85,10 +85,14 @@ class Results:
             shown.is_step |= operation.kind is Kind.OPTIM_STEP and not operation.is_failed
 
     def refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
-        """Drop the copy of an adapter that cannot be rebuilt now, or abort the adapter if a retry cannot succeed."""
+        """Drop the copy of an adapter that cannot be rebuilt now, or abort the adapter if a retry cannot succeed.
+
+        It is not read again before the error's delay is over.
+        """
         if error.retry_delay_s is not None:
             logger.warning("%s: %s", log.adapter_id, error.message, extra=about(adapter=log.adapter_id))
             log.lose_copy()
+            self._snapshots.postpone_read(log.adapter_id, error.retry_delay_s)
             return
         logger.error("%s: %s", log.adapter_id, error.message, extra=about(adapter=log.adapter_id))
         log.abort(service_error(error))

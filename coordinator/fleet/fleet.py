@@ -55,7 +55,7 @@ class Incarnation:
     is_apart: bool = False
     """Its part of a cycle was split off: the cycles of others do not wait for it."""
     training: tuple[Flight, ...] = ()
-    """The operations of the present phase."""
+    """The operations of the present phase, until it has replied."""
     has_batch: bool = False
     """It was sent a batch, perhaps of snapshots alone, and did not reply to it; a lost one never does."""
     samples: dict[str, Flight] = field(default_factory=dict)
@@ -345,6 +345,10 @@ class Fleet:
     def live(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are live and not drained; they may be away."""
         return [w for w in self._of(base_model) if w.is_live and not w.is_draining]
+
+    def staying(self, base_model: str) -> list[Incarnation]:
+        """Return the workers of a base model that take work now or will again: all but those that end."""
+        return [w for w in self._of(base_model) if not w.is_ending]
 
     def drained(self, base_model: str) -> list[Incarnation]:
         """Return the workers of a base model that are drained, live or not."""

@@ -175,20 +175,27 @@ class SampleQueues:
         """Queue a new sample."""
         self._of(sample.base_model).add(sample.name, sample.operation.tenant_id, sample.decoded.num_tokens_max)
 
-    def peek(self, base_model: str) -> str | None:
-        """Return the name of the base model's next sample that may run."""
+    def peek(self, base_model: str, must_wait: Callable[[str], bool] = lambda _: False) -> str | None:
+        """Return the name of the base model's next sample that may run.
+
+        `must_wait` returns whether a sample waits for a worker that is not there now: the others do not wait for it.
+        """
         queue = self._of(base_model)
         if (turns := self._turns.get(base_model)) is None:
             return None
         if turns.sample and queue.is_queued(turns.sample):
             return turns.sample
         quarantine = self._quarantines[base_model]
+        quarantine.note_unplaced(frozenset(filter(must_wait, quarantine.names)))
+
+        def may_run(name: str) -> bool:
+            return quarantine.may_run(name) and not must_wait(name)
 
         def may_start(tenant_id: str, name: str) -> bool:
             # The others of a quarantined group wait for each of its samples, so that it runs also of a held tenant.
             return (not self._is_held(tenant_id) or name in quarantine.group) and turns.may_sample(tenant_id, name)
 
-        return queue.peek(quarantine.may_run, may_start)
+        return queue.peek(may_run, may_start)
 
     def start(self, sample: Sample) -> None:
         """Move a queued sample to the running ones."""

@@ -10,7 +10,7 @@ follows its adapter (`is_inflight`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import version_of
@@ -77,15 +77,23 @@ class Placement:
         """Return whether a worker of the base model has a free slot."""
         return any(self._num_free(worker) > 0 for worker in self._open(base_model))
 
+    def must_wait(self, sample: Sample) -> bool:
+        """Return whether only workers to which it cannot be sent now have the memory for it, and one of them stays.
+
+        These are late, drained, lost or reserved for a solo turn. A sample that has a turn never waits.
+        """
+        if self._turns[sample.base_model].has_turn(sample.name):
+            return False
+        staying = self._fleet.staying(sample.base_model)
+        return not _fitting(self._for(sample), sample) and bool(_fitting(staying, sample))
+
     def choose(self, sample: Sample) -> Incarnation | None:
-        """Return a worker with free slots; None if there is none.
+        """Return a worker with free slots for a sample that need not wait; None if there is none.
 
         Prefers workers with enough memory, then those without solo turns, then one that holds the version, then the
         one with the fewest taken slots.
         """
-        turns = self._turns[sample.base_model]
-        workers = [each for each in self._open(sample.base_model) if turns.may_place(sample.name, each.info.worker_id)]
-        fitting = [worker for worker in workers if _has_memory(worker, sample)]
+        turns, workers = self._turns[sample.base_model], self._for(sample)
         candidates = [
             (
                 worker.info.worker_id == turns.avoided,
@@ -94,7 +102,7 @@ class Placement:
                 worker.info.worker_id,
                 worker,
             )
-            for worker in fitting or workers  # if none has the memory, any of them refuses the sample
+            for worker in _fitting(workers, sample) or workers  # if none has the memory, any of them refuses the sample
             if self._has_room(worker, sample)
         ]
         return min(candidates, key=lambda candidate: candidate[:4])[4] if candidates else None
@@ -114,6 +122,11 @@ class Placement:
 
     def _num_slots_of(self, worker: Incarnation) -> int:
         return min(self._slots_max, worker.info.model.num_sequence_slots)
+
+    def _for(self, sample: Sample) -> list[Incarnation]:
+        """Return the workers to which the sample may be sent, whatever their slots and memory."""
+        turns = self._turns[sample.base_model]
+        return [each for each in self._open(sample.base_model) if turns.may_place(sample.name, each.info.worker_id)]
 
     def _open(self, base_model: str) -> list[Incarnation]:
         return [worker for worker in self._fleet.available(base_model) if worker.name in self._taken]
@@ -175,6 +188,7 @@ class SamplerVersions:
         return found
 
 
-def _has_memory(worker: Incarnation, sample: Sample) -> bool:
-    num_blocks = worker.info.model.num_cache_blocks
-    return num_blocks is None or sample.decoded.num_cache_blocks_min <= num_blocks
+def _fitting(workers: Iterable[Incarnation], sample: Sample) -> list[Incarnation]:
+    """Return the workers that have the memory for the sample."""
+    blocks = [(worker, worker.info.model.num_cache_blocks) for worker in workers]
+    return [worker for worker, most in blocks if most is None or sample.decoded.num_cache_blocks_min <= most]

@@ -1,9 +1,10 @@
 """Schedules samples: which one runs next and on which worker; receives its tokens and its result.
 
 Samples have no order among themselves, so they are not part of cycles. The fair queue names the next sample. It waits
-until a worker has room for it, and the others wait behind it, because a large one would never run otherwise. Tokens
-stream to listeners and are not kept; a finished sample is committed by group commit. The samples of a lost worker start
-again from their logged seeds and draw the same tokens.
+until a worker has room for it, and the others wait behind it, because a large one would never run otherwise. One that
+fits only on workers that are not there now is passed over until one of them is back. Tokens stream to listeners and are
+not kept; a finished sample is committed by group commit. The samples of a lost worker start again from their logged
+seeds and draw the same tokens.
 
 Depends on the pool's sampling side and the store; not on what a token means. Main invariant: losses of workers are read
 before a sample's placement is used or changed.
@@ -180,13 +181,17 @@ class SampleScheduler:
         """Send samples to workers while a worker has room for the next one."""
         self._read_losses()
         while not self._is_stopping and self._placement.has_room(base_model):
-            name = self._queues.peek(base_model)
+            name = self._queues.peek(base_model, self._must_wait)
             worker = self._placement.choose(self._samples[name]) if name is not None else None
             if name is None or worker is None:
                 return
             self._queues.start(self._samples[name])
             self._placement.take(self._samples[name], worker, self._time.monotonic())
             self._spawn(self._start(worker, self._samples[name]))
+
+    def _must_wait(self, name: str) -> bool:
+        sample = self._samples.get(name)
+        return sample is not None and self._placement.must_wait(sample)
 
     def _requeue(self, sample: Sample) -> None:
         """Queue a sample again whose worker does not have it any more; end it if it was cancelled meanwhile."""

@@ -13,13 +13,12 @@ workers, or on what a tenant runs. Main invariant: only time and an administrato
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from coordinator.base.time import Signal, Time, backoff_s, first_of
+from coordinator.base.time import Alarms, Signal, Time, backoff_s
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
 
@@ -78,9 +77,7 @@ class Probation:
         self._records = records
         self._halving_s = halving_s
         self._rows = {row.tenant_id: row for row in records.all()} if halving_s else {}
-        self._ends: list[float] = []
-        """When `changed` is due; a heap of service times."""
-        self._has_ends = asyncio.Event()
+        self._ends = Alarms(self.changed, self.now)
         for row in self._rows.values():
             self._wake_at_ends(row)
 
@@ -150,22 +147,11 @@ class Probation:
 
     def wake_at(self, service_s: float) -> None:
         """Notify `changed` at this service time."""
-        heapq.heappush(self._ends, service_s)
-        self._has_ends.set()
+        self._ends.set(service_s)
 
     async def wake_at_ends(self, time: Time) -> None:
         """Notify `changed` when a back-off, a probation or another awaited time ends; run until cancelled."""
-        while True:
-            self._has_ends.clear()
-            if not self._ends:
-                await self._has_ends.wait()
-                continue
-            if (wait_s := self._ends[0] - self.now()) > 0:
-                await first_of(time.sleep(wait_s), self._has_ends.wait())
-                continue
-            while self._ends and self._ends[0] <= self.now():
-                heapq.heappop(self._ends)
-            self.changed.notify()
+        await self._ends.run(time)
 
     def _num_kills(self, row: ProbationRow) -> int:
         """Return the kills that count now."""

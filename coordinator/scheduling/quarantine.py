@@ -41,10 +41,10 @@ class Quarantine:
     is not halved. Samples run with others: they may take long, and others would wait for them.
 
     A group that has lost a second worker waits while it could take the last one (`pause`). A group of which nothing can
-    run waits too: each of its adapters needs a worker that is late or missing, or a file (`note_waiting`). All others
-    run meanwhile. After each loss all groups wait until the
-    other workers have been asked whether they live (`begin_check`): of two workers that are lost at once, the group of
-    the first one would otherwise run on the second one, and count as what killed it.
+    run waits too: each of its adapters needs a worker that is late or missing, or a file (`note_waiting`), and each of
+    its samples the memory of a worker that is not there now (`note_unplaced`). All others run meanwhile. After each
+    loss all groups wait until the other workers have been asked whether they live (`begin_check`): of two workers that
+    are lost at once, the group of the first one would otherwise run on the second one, and count as what killed it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,8 @@ class Quarantine:
         self._silenced: set[str] = set()
         """What was in flight when a worker fell silent, and has not finished since."""
         self._waiting: Collection[str] = frozenset()
+        self._unplaced: Collection[str] = frozenset()
+        """Adapters and samples that cannot run now."""
         self._tenants: dict[str, str] = {}
         """The tenants of quarantined adapters and samples."""
         self._solo_losses: Counter[str] = Counter()
@@ -78,9 +80,15 @@ class Quarantine:
         self.changed.notify()
 
     def note_waiting(self, names: Collection[str]) -> None:
-        """Record which quarantined adapters cannot run now: others do not wait for a group of such adapters alone."""
+        """Record which quarantined adapters cannot run now: others do not wait for a group of such names alone."""
         if names != self._waiting:
             self._waiting = names
+            self.changed.notify()
+
+    def note_unplaced(self, names: Collection[str]) -> None:
+        """Record which quarantined samples fit only on workers that are not there now; likewise."""
+        if names != self._unplaced:
+            self._unplaced = names
             self.changed.notify()
 
     @property
@@ -184,7 +192,8 @@ class Quarantine:
         if self._num_checks:
             return None
         for group in self._groups:
-            if not (group.has_killed and self._is_short) and not group.names.issubset(self._waiting):
+            is_stuck = all(name in self._waiting or name in self._unplaced for name in group.names)
+            if not (group.has_killed and self._is_short) and not is_stuck:
                 return group
         return None
 

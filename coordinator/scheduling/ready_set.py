@@ -1,7 +1,8 @@
 """The adapters of one base model that have something to run, and which of them may be in the next cycle.
 
-What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written, the suspension of
-its tenant and full workers hold an adapter back. Does not depend on tenants' counters, budgets or how a plan is run.
+What an adapter runs next is decided in its log. Quarantine, solo turns, files that are being written or cannot be read
+now, the suspension of its tenant and full workers hold an adapter back. Does not depend on tenants' counters, budgets
+or how a plan is run.
 
 Main invariant: an idle adapter adds no cost to a cycle, because it is in no collection that is walked through here.
 """
@@ -182,7 +183,7 @@ class ReadySet:
     def _wait(self, log: AdapterLog) -> Reason | None:
         """Return what the adapter waits for, other than a turn; None: nothing."""
         may_begin = self._may_begin(log)
-        if self.waits_for_file(log, may_begin=may_begin):
+        if not self._snapshots.may_read(log.adapter_id) or self.waits_for_file(log, may_begin=may_begin):
             return history_pb2.WAIT_REASON_FILE
         if not (may_begin or self._must_go_on(log)):
             return history_pb2.WAIT_REASON_CYCLE if log.waits_for_append else history_pb2.WAIT_REASON_HELD
@@ -341,7 +342,7 @@ class ReadySet:
 
         Not whether it waits for room: the copies of others leave for a quarantined adapter while it holds them back.
         """
-        if self.waits_for_file(log, may_begin=self._may_begin(log)):
+        if not self._snapshots.may_read(log.adapter_id) or self.waits_for_file(log, may_begin=self._may_begin(log)):
             return True
         if log.home:
             return log.home in self._memory.away

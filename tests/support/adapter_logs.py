@@ -43,6 +43,10 @@ class Files:
         """Return whether a snapshot of the adapter may be durable and not covered."""
         return adapter_id in self.unsettled
 
+    def may_read(self, adapter_id: str) -> bool:
+        """Return whether a copy of the adapter may be read."""
+        return True
+
     def is_unwritten(self, adapter_id: str) -> bool:
         """Return whether published weights of the adapter have no file."""
         return adapter_id in self.unwritten

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import Code, Quota, ServiceError
+from coordinator.base.errors import Code, Quota, ServiceError, unavailable
 from coordinator.base.tenant_limits import TenantLimits
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
 from tests.support.toy_pool import ToyPool, pass_request, refusal, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -21,6 +22,7 @@ from tinkerpool.v1 import (
     sessions_pb2,
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import AdapterState
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
@@ -259,6 +261,40 @@ async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets
     assert 0 < len(acknowledged) < 6
     assert len(await asyncio.wait_for(pool.wait(*acknowledged), 60)) == len(acknowledged)
     assert len(pool.core.in_flight) == 0
+
+
+async def test_an_adapter_that_cannot_be_read_now_waits_alone_and_runs_when_its_delay_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = ("alice", "bob", "carol")
+    async with running_pool(tmp_path) as pool:
+        adapters = {tenant: await pool.adapter(tenant) for tenant in tenants}
+        for tenant, adapter in adapters.items():
+            await pool.wait(await pool.forward_backward(adapter, 1, 3, tenant=tenant), tenant=tenant)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over(*tenants)
+        read, owners = pool.folders.snapshots.read, {}
+        for tenant, adapter in adapters.items():
+            row = pool.store.snapshots.get(adapter)
+            assert row is not None
+            owners[row.folder] = tenant
+        delays_s, failed = {"alice": [30.0], "carol": [0.2]}, []
+
+        def busy(folder: str, sha256: str) -> AdapterState:
+            if delays_s.get(owners[folder]):
+                failed.append(owners[folder])
+                raise unavailable("STORAGE_BUSY", "busy", retry_delay_s=delays_s[owners[folder]].pop())
+            return read(folder, sha256)
+
+        monkeypatch.setattr(pool.folders.snapshots, "read", busy)
+        await pool.forward_backward(adapters["alice"], 2, 3)
+        await until(lambda: failed == ["alice"])
+        for tenant in ("bob", "carol"):
+            other = await pool.forward_backward(adapters[tenant], 2, 3, tenant=tenant)
+            [done] = await asyncio.wait_for(pool.wait(other, tenant=tenant), 60)
+            assert done.state == SUCCEEDED
+        assert failed == ["alice", "carol"]
+        assert not pool.log_of(adapters["alice"]).operations[2].is_final
 
 
 @pytest.mark.slow

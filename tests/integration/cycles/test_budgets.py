@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from coordinator.checkpoints import snapshots
-from coordinator.checkpoints.states import States
+from coordinator.checkpoints.states import SNAPSHOT_WRITERS, States
 from coordinator.cycle import items, phases
 from coordinator.cycle.commit import Cycle
 from coordinator.operations import in_flight
@@ -20,6 +21,7 @@ from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.scheduling.worker_memory import WorkerMemory
 from coordinator.service import training
 from coordinator.storage.folders import Piece, StateFiles
+from tests.support.faults import held
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import FakeTime, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -261,6 +263,20 @@ async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: 
         await pool.wait(*steps)
     assert most / 2 < max(numbers) <= most
     assert len(numbers) >= len(adapters)
+
+
+async def test_snapshots_that_take_long_to_write_leave_threads_to_others(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(SNAPSHOT_WRITERS + 1))
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapters, other = [await pool.adapter() for _ in range(2 * SNAPSHOT_WRITERS)], await pool.adapter("bob")
+        with held(pool.folders.snapshots, "write"):
+            await pool.wait(*[await pool.forward_backward(adapter, 1, 5) for adapter in adapters])
+            await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
+            saved = await pool.save(other, 2, "s", "bob")
+            assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED
+            assert not any(map(pool.store.snapshots.get, adapters)), "no write has ended"
+        await pool.written()
+        assert all(map(pool.store.snapshots.get, adapters))
 
 
 async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.operation import CYCLE_METRIC
 from coordinator.runtime import supervision
+from tests.support.faults import held
 from tests.support.toy_pool import ToyPool, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -218,6 +220,110 @@ async def test_an_adapter_is_deleted_after_its_part_on_a_late_worker_has_ended(
         assert done.state == ops_pb.OPERATION_STATE_FAILED or done.state == SUCCEEDED
         [last] = await pool.wait(await pool.optim_step(other, 2, tenant="bob"), tenant="bob")
         assert last.state == SUCCEEDED
+
+
+@asynccontextmanager
+async def resumed_save(
+    pool: ToyPool, late: str, other: str, replies: asyncio.Event, call: Coroutine[None, None, None]
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Yield while the late adapter's save is written in a cycle of its own; the call waits since a cycle of others."""
+    worker = pool.engines[pool.log_of(other).home][-1]
+    silence(pool, late, replies)
+    await pool.submit_save(late, 2, "late")
+    await until(lambda: bool(pool.core.fleet.away))
+    worker.may_run.clear()
+    await pool.forward_backward(other, 2, 5, tenant="bob")
+    await until(lambda: bool(pool.core.fleet.worker(pool.log_of(other).home).training))
+    calling = asyncio.create_task(call)
+    replies.set()
+    pool.engines[pool.log_of(late).home][-1].may_run.set()
+    phases = pool.core.loops["toy"]._phases  # private: nothing outside the loop sees that a late worker has replied
+    await until(lambda: phases.has_reports)
+    with held(pool.folders.checkpoints, "write") as writes:
+        worker.may_run.set()
+        await writes.until_begun()
+        yield calling
+
+
+async def test_an_adapter_is_deleted_after_what_its_late_worker_replied_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, late, other, replies):
+        save, deletion = pool.log_of(late).operations, pool.delete_adapter(late)
+        async with resumed_save(pool, late, other, replies, deletion) as deleting:
+            await asyncio.sleep(0.1)
+            assert not save[2].is_final
+        await asyncio.wait_for(deleting, 60)
+        [done] = await pool.wait(f"{late}:2")
+        assert done.state == SUCCEEDED
+        [last] = await pool.wait(await pool.optim_step(other, 3, tenant="bob"), tenant="bob")
+        assert last.state == SUCCEEDED
+        assert not pool.core.failure.is_reported
+
+
+async def test_a_stop_covers_no_log_by_a_snapshot_during_a_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, late, other, replies):
+        loop, between_cycles = pool.core.loops["toy"], []
+        settle = loop._snapshots.settle  # private, as the flag: the loop's own
+
+        def settled(logs: Any) -> None:
+            between_cycles.append(loop._is_idle.is_set())
+            settle(logs)
+
+        monkeypatch.setattr(loop._snapshots, "settle", settled)
+        async with resumed_save(pool, late, other, replies, loop.stop(60.0)) as stopping:
+            await asyncio.sleep(0.1)
+            assert not stopping.done()
+        await asyncio.wait_for(stopping, 60)
+        assert all(between_cycles)
+
+
+async def reply_before(pool: ToyPool, first: str, second: str) -> str:
+    """Return an operation to which the first adapter's worker has replied; its cycle waits for the second one's."""
+    workers = [pool.core.fleet.worker(pool.log_of(each).home) for each in (first, second)]
+    pool.hold()
+    await pool.forward_backward(first, 2, 5)
+    await until(lambda: bool(workers[0].training))
+    name = await pool.forward_backward(first, 3, 5)
+    await pool.forward_backward(second, 2, 5, tenant="bob")
+    pool.engines[workers[0].info.worker_id][-1].may_run.set()
+    await until(lambda: bool(workers[1].training))
+    await until(lambda: not workers[0].training)
+    return name
+
+
+async def test_a_worker_that_is_lost_after_its_reply_had_nothing_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, first, second, _):
+        name = await reply_before(pool, first, second)
+        assert not pool.log_of(first).operations[3].is_final, "its cycle goes on"
+        pool.lose_worker(pool.log_of(first).home)
+        assert not pool.core.scheduling.quarantines["toy"].names
+        await pool.release()
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
+        assert done.state == SUCCEEDED
+
+
+async def test_a_worker_that_falls_silent_after_its_reply_stays_late_when_its_cycle_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_workers(tmp_path, monkeypatch, linger_s=0.0) as (pool, first, second, replies):
+        fleet, name = pool.core.fleet, await reply_before(pool, first, second)
+        worker, be_late, in_time = fleet.worker(pool.log_of(first).home), fleet.be_late, []
+        replies.clear()
+        await until(lambda: worker.is_late)
+
+        def noted(each: Incarnation, *, is_late: bool) -> None:
+            in_time.extend([each] * (not is_late))
+            be_late(each, is_late=is_late)
+
+        monkeypatch.setattr(fleet, "be_late", noted)
+        await pool.release()
+        await asyncio.wait_for(pool.wait(name), 60)
+        assert worker not in in_time
 
 
 async def test_a_sample_starts_when_the_only_worker_is_late_no_more(

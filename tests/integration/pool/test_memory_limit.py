@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from tests.support.toy_pool import ToyPool, running_pool, sample_request
+from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.capacity import what_is_too_large
+from workers.contract.messages import SampleRequest, WorkerInfo
 
 
 def fitting(*num_tokens: int | None) -> list[dict[str, Any]]:
@@ -109,3 +112,65 @@ async def test_a_logged_sample_runs_after_a_restart_that_would_refuse_it_as_a_ne
         assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
         assert await pool.sample(sampler, 1, seed=5) == name
         await sample_refusal(pool, sample_request(sampler, 2, seed=5))
+
+
+@pytest.mark.parametrize("reason", ["late", "drained", "lost"])
+async def test_a_sample_waits_for_the_only_worker_with_enough_memory_and_others_do_not_wait_for_it(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, is_back = cache_blocks(1, 2), asyncio.Event()
+    async with running_pool(tmp_path, engine_values=values, ping_interval_s=60.0) as pool:
+        fleet, replace, start = pool.core.fleet, pool.core.pool.replace, pool.core.pool.start_sample
+        sent_to: dict[str, str] = {}
+
+        async def replaced(worker_id: str) -> WorkerInfo:
+            await is_back.wait()
+            return await replace(worker_id)
+
+        async def started(worker_id: str, request: SampleRequest) -> None:
+            sent_to[request.op_id] = worker_id
+            await start(worker_id, request)
+
+        monkeypatch.setattr(pool.core.pool, "replace", replaced)
+        monkeypatch.setattr(pool.core.pool, "start_sample", started)
+        sampler, others = await pool.sampler(await pool.session()), await pool.sampler(await pool.session("bob"), "bob")
+        pool.hold()
+        large = [await pool.sample(sampler, 1)] if reason == "lost" else []
+        if reason == "lost":
+            await until(lambda: large[0] not in fleet.worker("w1").unsent)
+            pool.lose_worker("w1")  # the sample is quarantined
+        elif reason == "late":
+            fleet.be_late(fleet.worker("w1"), is_late=True)
+        else:
+            fleet.drain("w1", is_ending=False)
+        large.append(await pool.sample(sampler, 2))
+        assert not any(pool.core.samples.is_running(each) for each in large)
+        await pool.release()
+        small = await pool.sample(others, 1, "bob", max_tokens=1)
+        step = await pool.forward_backward(await pool.adapter("bob"), 1, 5, tenant="bob")
+        done = await asyncio.wait_for(pool.wait(small, step, tenant="bob"), 60)
+        assert {each.state for each in done} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        assert not any(pool.core.samples.is_running(each) for each in large)
+        if reason == "lost":
+            is_back.set()
+        elif reason == "late":
+            fleet.be_late(fleet.worker("w1"), is_late=False)
+        else:
+            fleet.undrain("w1")
+        done = await asyncio.wait_for(pool.wait(*large), 60)
+        assert {each.state for each in done} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        assert {sent_to[each] for each in large} == {"w1"}
+
+
+async def test_a_sample_ends_elsewhere_when_the_only_worker_with_enough_memory_is_drained_for_good(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, engine_values=cache_blocks(1, 2), ping_interval_s=60.0) as pool:
+        worker = pool.core.fleet.worker("w1")
+        sampler = await pool.sampler(await pool.session())
+        pool.core.fleet.be_late(worker, is_late=True)
+        name = await pool.sample(sampler, 1)
+        assert not pool.core.samples.is_running(name)
+        await asyncio.wait_for(pool.core.supervisor.remove("w1"), 60)
+        await asyncio.wait_for(pool.wait(name), 60)  # a toy engine refuses nothing; a real worker fails the sample
+        assert not worker.is_live

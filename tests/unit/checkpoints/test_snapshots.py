@@ -173,6 +173,21 @@ async def test_a_retry_is_woken_after_the_pause_of_each_failure(snapshots: Snaps
     waking.cancel()
 
 
+async def test_a_copy_is_read_again_after_the_delay_of_the_failure_which_wakes_the_next_cycle(
+    snapshots: Snapshots, time: FakeTime
+) -> None:
+    woken = asyncio.Event()
+    snapshots.changed.subscribe(woken)
+    waking = asyncio.ensure_future(snapshots.wake_to_retry())
+    snapshots.postpone_read("b", 20.0)
+    snapshots.postpone_read("a", 3.0)
+    assert not snapshots.may_read("a")
+    assert await time.until(woken.is_set, 20.0) >= 3.0
+    assert snapshots.may_read("a")
+    assert not snapshots.may_read("b")
+    waking.cancel()
+
+
 async def test_a_long_log_is_snapshotted_however_cheap_its_operations_were(snapshots: Snapshots) -> None:
     adapter = adapter_with(*[FB, STEP] * (LOGGED_OPERATIONS_MAX // 2 + 1))
     adapter.place_copy("w0")
