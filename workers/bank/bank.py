@@ -298,13 +298,18 @@ class Bank:
     def leave_only(self, keys: Collection[str]) -> bool:
         """Evict all other keys from a device with a limit, for a pass that has run out of memory.
 
-        Returns whether that has freed any memory.
+        Returns whether that has freed any memory. A key for which the host has none stays.
         """
         if self._slabs.bytes_max is None:
             return False
         before = self.device_bytes
         for key in [key for key in self._resident if key not in keys]:
-            self.evict(key)
+            try:
+                self.evict(key)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning("%s stays on the device: %s", key, error)
         self._slabs.close_unused()
         self._slabs.tidy(self._resident.values(), is_tight=True)
         return self.device_bytes < before

@@ -115,7 +115,10 @@ class PinnedBuffers:
         missing = size
         while self._free and missing > 0:
             missing -= len(self._free.pop(0))
-        memory = mmap.mmap(-1, size)
+        try:
+            memory = mmap.mmap(-1, size)
+        except OSError as refused:
+            raise MemoryError(f"{size} bytes of host memory cannot be mapped: {refused}") from None
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         cudart: Any = torch.cuda.cudart()
         error = int(cudart.cudaHostRegister(address, size, 0))
@@ -131,5 +134,5 @@ class PinnedBuffers:
 
 def _forget_error() -> None:
     """Take the failed call's error from CUDA, by a launch that raises it: otherwise the next launch would."""
-    with suppress(torch.AcceleratorError):
+    with suppress(torch.AcceleratorError, torch.OutOfMemoryError):
         torch.zeros(1, device="cuda")

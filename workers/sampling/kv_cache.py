@@ -220,8 +220,8 @@ class BlockPool:
         return root.prefix
 
     def find(self, parent: Prefix, tokens: bytes) -> Prefix | None:
-        """Return the shared block with these tokens after a prefix; None if there is none."""
-        return parent.children.get(tokens)
+        """Return the shared block with these tokens after a prefix that was not dropped; None if there is none."""
+        return None if parent.is_dropped else parent.children.get(tokens)
 
     def hold(self, prefix: Prefix) -> None:
         """Keep a shared block from being evicted. The caller already holds the chain before it."""

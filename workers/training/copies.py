@@ -7,6 +7,7 @@ bank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from workers.bank.bank import Bank
@@ -31,7 +32,10 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
+from workers.host.allocator import is_out_of_memory
 from workers.training.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterCopies:
@@ -65,6 +69,13 @@ class AdapterCopies:
             code = ErrorCode.DATA_LOSS if is_damaged else ErrorCode.INVALID_ARGUMENT
             self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
             return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("no memory for a copy of %s: %s", spec.adapter_id, error)
+            message = "the worker has no memory for the adapter's state now; send it again later"
+            self._broken[spec.adapter_id] = ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)
+            return
         self._bank.add(spec.adapter_id, spec, host)
         self._progress[spec.adapter_id] = Progress.of(state, install.batch)
 
@@ -87,7 +98,10 @@ class AdapterCopies:
         progress = self._progress.get(item.adapter_id)
         if progress is None:
             missing = ItemError(code=ErrorCode.OUT_OF_ORDER, message="this worker does not hold the adapter")
-            return self._broken.get(item.adapter_id, missing)
+            broken = self._broken.get(item.adapter_id, missing)
+            if broken.code is ErrorCode.OUT_OF_MEMORY:  # of one item: the next one is out of order, so it is installed
+                del self._broken[item.adapter_id]
+            return broken
         error = progress.admit(item)
         if error is None and (item.drop_gradient or role_of(item) is WindowRole.RESET):
             self._bank.entry(item.adapter_id).drop_grad()

@@ -209,13 +209,13 @@ class PassRunner:
         return [outcomes[index] for index in range(len(requests))]
 
     def _run_or_halve(
-        self, requests: Sequence[Request], *, backward: bool, must_recompute: bool = False
+        self, requests: Sequence[Request], *, backward: bool, must_recompute: bool = False, is_alone: bool = False
     ) -> list[Outcome]:
         """Run one packed pass. If it fails, run its halves, down to the request that fails solo.
 
         A request that runs out of memory solo is tried once more without graphs in memory, if there are any, then
-        without other adapters on the device, and then with recomputed layers, if the setting allows that: admission
-        counts on all three.
+        without other adapters on the device (`is_alone`), and then with recomputed layers, if the setting allows that:
+        admission counts on all three.
         """
         begin_s = time.perf_counter()
         keys = [request.item.adapter_id for request in requests]
@@ -226,7 +226,9 @@ class PassRunner:
                 self._keep_pending_gradients(keys, backup)
             has_begun = True
             num_pending = sum(gradient.numel() for gradient in backup.values())
-            parts = self._pass(requests, num_pending, backward=backward, must_recompute=must_recompute)
+            parts = self._pass(
+                requests, num_pending, backward=backward, must_recompute=must_recompute, is_alone=is_alone
+            )
         except Exception as error:
             # An exception's traceback holds the pass's tensors; drop it before the halves are tried.
             failure = pass_error(error)
@@ -242,12 +244,16 @@ class PassRunner:
             ]
         for key in set(keys) if backward and has_begun else ():
             self._bank.entry(key).restore_grad(backup.get(key))
+        backup.clear()  # what runs next keeps copies of its own
         if len(requests) == 1:
             is_too_large = failure.code is ErrorCode.OUT_OF_MEMORY
-            if is_too_large and (had_graphs or self._bank.leave_only(keys)):
-                return self._run_or_halve(requests, backward=backward, must_recompute=must_recompute)
+            again = partial(self._run_or_halve, requests, backward=backward)
+            if is_too_large and had_graphs:
+                return again(must_recompute=must_recompute, is_alone=is_alone)
+            if is_too_large and not is_alone and self._bank.leave_only(keys):
+                return again(must_recompute=must_recompute, is_alone=True)
             if is_too_large and backward and not must_recompute and self.room.recompute == "auto":
-                return self._run_or_halve(requests, backward=True, must_recompute=True)
+                return again(must_recompute=True, is_alone=is_alone)
             return [Outcome(error=failure, engine_s=time.perf_counter() - begin_s)]
         middle = len(requests) // 2
         return [
@@ -263,11 +269,12 @@ class PassRunner:
                 backup[key] = gradient.clone()
 
     def _pass(
-        self, requests: Sequence[Request], num_pending: int, *, backward: bool, must_recompute: bool
+        self, requests: Sequence[Request], num_pending: int, *, backward: bool, must_recompute: bool, is_alone: bool
     ) -> list[Part]:
         """Run forward, losses and backward of all requests at once, and add gradients to the adapters' rows.
 
-        `num_pending` values of gradients have been copied for this pass.
+        `num_pending` values of gradients have been copied for this pass. `is_alone`: other adapters have left the
+        device for it, so none is loaded meanwhile.
         """
         self.times.begin()
         keys = [request.item.adapter_id for request in requests]
@@ -290,7 +297,8 @@ class PassRunner:
             trunk = by_graphs or PlainTrunk(self.base_model, packed, recompute=recompute)
             hidden = trunk.forward()
             self.times.end("forward")
-            self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
+            if not is_alone:
+                self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
             dhidden = self._loss.run(hidden, packed.parts, backward=backward)
             self.times.end("loss")
             if is_deep:

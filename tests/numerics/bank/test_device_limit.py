@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,68 @@ def test_long_request_gets_the_memory_of_other_adapters(qwen3: Path, monkeypatch
     monkeypatch.setattr(BaseModel, "forward", short_of_memory)
     driver.train(driver.backward("a", make_data("cross_entropy", [20])))
     assert [key for key in "abc" if bank.entry(key).row is not None] == ["a"]
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["others leave", "the host is full"])
+def test_a_request_that_never_fits_is_tried_a_few_times_although_another_adapter_is_expected(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, *, refuses: bool
+) -> None:
+    """The expected one, which is loaded while passes run, is not to take the memory that others have left."""
+    driver = Driver(qwen3, recompute="auto")
+    bank = driver.engine.bank
+    bank.limit(100 * row_bytes(driver, 8))
+    monkeypatch.setattr(type(bank._transfers), "is_concurrent", True)  # patched: as a GPU's are
+    driver.install(*(make_spec(key) for key in "abc"))
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "bc"))
+    evict, forward, recomputed = bank.evict, BaseModel.forward, list[bool]()
+
+    def noted(*args: Any, recompute: bool = False, **options: Any) -> torch.Tensor:
+        recomputed.append(recompute)
+        return forward(*args, recompute=recompute, **options)
+
+    def short_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    def full(key: str) -> None:
+        if refuses:
+            raise MemoryError
+        evict(key)
+
+    monkeypatch.setattr(BaseModel, "forward", noted)
+    monkeypatch.setattr(BaseModel, "backward", short_of_memory)
+    monkeypatch.setattr(bank, "evict", full)
+    item = driver.backward("a", make_data("cross_entropy", [20]))
+    [result] = driver.engine.run(Batch(epoch=1, cycle_id=1, items=(item,), expected=("b",))).results
+    assert code(result) == ErrorCode.OUT_OF_MEMORY
+    assert recomputed == [False, False, True]
+
+
+def test_halves_of_a_failed_pass_keep_copies_of_their_own_gradients_alone(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(qwen3)
+    driver.install(*(make_spec(key) for key in "abcdefgh"))
+    data, entries = make_data("cross_entropy", [9]), [driver.engine.bank.entry(key) for key in "abcdefgh"]
+    driver.train(*(driver.backward(key, data) for key in "abcdefgh"))
+    copies, clone, kept = list[weakref.ref[torch.Tensor]](), torch.Tensor.clone, list[int]()
+    gradients = [entry.read().grad for entry in entries]
+    shape = gradients[0].shape if gradients[0] is not None else None
+
+    def cloned(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copy = clone(self, *args, **options)
+        if copy.shape == shape:
+            copies.append(weakref.ref(copy))
+        return copy
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        kept.append(sum(copy() is not None for copy in copies))
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(BaseModel, "forward", fail)
+    results = driver.run(*(driver.backward(key, data) for key in "abcdefgh"))
+    assert {code(result) for result in results} == {ErrorCode.INTERNAL}
+    assert kept == [8, 4, 2, 1, 1, 2, 1, 1, 4, 2, 1, 1, 2, 1, 1]
 
 
 def test_memory_of_passes_is_measured_with_the_adapters_that_fit(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,18 @@ import torch
 
 from tests.support.batches import Reference
 from tests.support.numerics.harness import DATA, Driver, code, make_data, make_spec, message_of, trained
+from workers.bank import state_files
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
+    AdapterSpec,
     Batch,
     ErrorCode,
     Item,
 )
 from workers.model.segments import Segment
+from workers.rows import RowLayout
+from workers.training import copies
 from workers.training.logits import ChunkedLoss
 
 
@@ -242,6 +246,28 @@ def test_failed_install_is_the_error_of_the_adapters_items(driver: Driver) -> No
     assert code(large) == ErrorCode.INVALID_ARGUMENT
     driver.install(make_spec("broken"))
     driver.train(driver.backward("broken", DATA))
+
+
+def test_an_install_that_finds_no_memory_fails_one_item_and_no_neighbour(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is out of order, so that the adapter is installed again."""
+    state, read = driver.state("a"), state_files.read_state
+
+    def short(layout: RowLayout, spec: AdapterSpec, *parts: Any) -> Any:
+        if spec.adapter_id == "large":
+            raise MemoryError
+        return read(layout, spec, *parts)
+
+    monkeypatch.setattr(copies, "read_state", short)
+    driver.install(make_spec("large"), state=state)
+    item = driver.backward("large", DATA)
+    large, other = driver.run(item, driver.backward("b", DATA))
+    assert code(large) == ErrorCode.OUT_OF_MEMORY
+    assert "has no memory for the adapter's state" in message_of(large)
+    assert code(other) is None
+    [again] = driver.run(item)
+    assert code(again) == ErrorCode.OUT_OF_ORDER
 
 
 def test_saving_changes_nothing_and_leaves_the_pending_gradient_out(driver: Driver) -> None:

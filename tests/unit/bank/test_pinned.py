@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -236,6 +238,18 @@ def test_zeros_for_the_device_are_pinned_on_its_own_gpu_and_others_if_no_more_ca
     other = transfers.host_zeros(64)
     assert (other.dtype, other.tolist()) == (torch.float32, [0.0] * 64)
     assert other.data_ptr() not in cuda.pinned
+
+
+def test_memory_that_cannot_be_mapped_is_said_to_be_short(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what needs it gets memory that is not pinned."""
+
+    def refuse(*_: int) -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("workers.bank.pinned.mmap.mmap", refuse)
+    with pytest.raises(MemoryError, match="256 bytes of host memory cannot be mapped"):
+        PinnedBuffers().take(vector(64))
+    assert not cuda.pinned
 
 
 @dataclass

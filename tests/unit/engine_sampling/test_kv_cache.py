@@ -105,6 +105,17 @@ def test_new_weights_under_a_key_find_no_block_and_held_blocks_are_freed_at_rele
     assert (pool.num_in_use, pool.num_available) == (0, 4)
 
 
+def test_no_block_is_found_behind_one_that_was_dropped() -> None:
+    """It is free, or another version's by now."""
+    pool = BlockPool(4)
+    before, after = Owner(), Owner()
+    held, behind = chain_of(pool, "v", b"a", b"b", owner=before)
+    pool.release([held, behind])
+    pool.hold(held)
+    pool.root("v", after)
+    assert pool.find(held, behind.tokens) is None
+
+
 def test_blocks_of_deleted_weights_are_dropped() -> None:
     pool = BlockPool(4)
     owner = Owner()
