@@ -858,9 +858,9 @@ GUARDS = (
     ),
     Guard(
         name="replays of a suspended tenant wait",
-        file="coordinator/scheduling/ready_set.py",
-        before="return not self._is_held(log.tenant_id) or self._publishing",
-        after="return True or self._publishing",
+        file="coordinator/scheduling/worker_memory.py",
+        before="return not may_run and log.ahead",
+        after="return False and log.ahead",
         tests=("tests/integration/cycles/test_suspension.py", "-k", "rebuilt"),
     ),
     Guard(
