@@ -18,14 +18,13 @@ SHORT = (
     "grpc-empty-data",
     "grpc-large",
     "grpc-results-unread",
-    "zstd-empty-data",
     "saves",
-    "sessions-listed",
     "health-watchers",
     "health-watch",
 )
 """In this order; the last one goes on while the pool stops."""
-LONG = ("health-unfinished", "pings", "wait-names", "lists-abandoned", "streams-unread", *SHORT)
+LIKE_THEM = ("zstd-empty-data", "sessions-listed", "health-unfinished", "pings", "wait-names", "lists-abandoned")
+LONG = (*LIKE_THEM, "streams-unread", *SHORT)
 """With those that resemble one of them."""
 PLAN = Plan(
     serve_arguments=TOY[:4], scale=0.05, warm_up_s=0.0, solo_s=0.3, attack_s=0.7, attack_s_max=30.0, after_s=0.0
