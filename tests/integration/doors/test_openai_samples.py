@@ -268,12 +268,13 @@ def test_a_rate_is_a_429_with_both_headers_and_a_budget_a_403_without(tmp_path: 
         assert not {"retry-after", "retry-after-ms"} & refused.value.response.headers.keys()
 
 
-def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path, stream: bool) -> None:
     limits = Limits(pending_operations_max=2)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
         pool.pool.hold()
         with pytest.raises(openai.RateLimitError):
-            client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60)
+            client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60, stream=stream)
         wait_until(lambda: not pool.pool.core.samples.num_samples)
 
 
