@@ -161,6 +161,8 @@ class Operation:
     """The decoded payload of a pass; dropped with the payload, and decoded again where a replay needs it."""
     must_rematerialize: bool = False
     """A save whose weights were lost in a crash before their file existed: it runs again to rematerialize them."""
+    is_cancelled: bool = False
+    """A sample that was cancelled: it ends at its next decode step, or when it is submitted."""
     acceptance: Acceptance = Acceptance.APPENDING
     outcome_state: OutcomeState = OutcomeState.UNDECIDED
     outcome: ops_pb.Operation | None = field(default=None)
@@ -219,6 +221,11 @@ class Operation:
         self.acceptance = Acceptance.WITHDRAWN
 
     # ---- outcome
+
+    def cancel(self) -> None:
+        """Mark a sample as cancelled, durable or not."""
+        assert self.kind is Kind.SAMPLE, f"{self.name} is {self.kind.name}"
+        self.is_cancelled = True
 
     def begin_deciding(self) -> None:
         """Move from UNDECIDED to DECIDING: its result has arrived and is being made durable."""

@@ -48,7 +48,6 @@ class Sample:
     """The incarnation that has it; None: it is queued."""
     started_s: float = 0.0
     """When it was last sent to a worker, in seconds of service time."""
-    is_cancelled: bool = False
     waits: WaitClock = field(default_factory=lambda: WaitClock(history_pb2.WAIT_REASON_SLOTS))
     """What it waits for while it is queued."""
     record: SampleRecord | None = None
@@ -73,6 +72,11 @@ class Sample:
     def base_model(self) -> str:
         """The base model that it samples from."""
         return self.sampler.base_model
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its owner, or the end of its sampler or tenant, has cancelled it."""
+        return self.operation.is_cancelled
 
     @property
     def worker_id(self) -> str:
@@ -139,10 +143,6 @@ class Sample:
     def refused(self) -> None:
         """Count a refusal: its worker did not hold the version."""
         self.num_refused += 1
-
-    def cancel(self) -> None:
-        """Mark it as cancelled by its owner."""
-        self.is_cancelled = True
 
     def is_new(self, token: TokenEvent) -> bool:
         """Count a drawn token; return whether it was not streamed before."""

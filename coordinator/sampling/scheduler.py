@@ -89,6 +89,9 @@ class SampleScheduler:
         slots = self._placement.num_slots(decoded.num_samples)
         sample = Sample(operation, self._versions.current(sampler), decoded, slots)
         self._samples[operation.name] = sample
+        if operation.is_cancelled:  # before its append was durable
+            self._finish(sample, SampleResult(op_id=sample.name, error=CANCELLED))
+            return
         if self._versions.is_awaited(sample.sampler.version):
             sample.waits.switch(history_pb2.WAIT_REASON_FILE, self._time.monotonic())
             self._awaiting.setdefault(sample.sampler.version, []).append(sample)
@@ -106,17 +109,19 @@ class SampleScheduler:
         sample = self._samples.get(name)
         return sample.waits if sample is not None else None
 
-    def cancel(self, name: str) -> None:
-        """End a sample at the next decode step, or at once if it is queued."""
+    def cancel(self, operation: Operation) -> None:
+        """End a sample at the next decode step, at once if it is queued, or when it is submitted if it is not yet."""
         self._read_losses()
-        sample = self._samples.get(name)
-        if sample is None or sample.is_cancelled or sample.operation.is_final:
+        if operation.is_cancelled or operation.is_final:
             return  # a decided sample is being committed, perhaps after the loss of its worker
-        sample.cancel()
+        operation.cancel()
+        sample = self._samples.get(operation.name)
+        if sample is None:
+            return  # its append is not durable yet: `submit` ends it
         if sample.worker is not None:
-            self._spawn(self._cancel_on(sample.worker, name))
+            self._spawn(self._cancel_on(sample.worker, sample.name))
         else:
-            self._finish(sample, SampleResult(op_id=name, error=CANCELLED))
+            self._finish(sample, SampleResult(op_id=sample.name, error=CANCELLED))
 
     def weigh(self, tenant_id: str, weight: float) -> None:
         """Choose samples by another weight of a tenant from now on."""
@@ -125,12 +130,12 @@ class SampleScheduler:
     def end_sampler(self, sampler_id: str) -> None:
         """Cancel the samples of a sampler whose session has ended."""
         for sample in [s for s in self._samples.values() if s.operation.target_id == sampler_id]:
-            self.cancel(sample.name)
+            self.cancel(sample.operation)
 
     def end_tenant(self, tenant_id: str) -> None:
         """Cancel the samples of a tenant that is being deleted: queued ones would wait, because the tenant is held."""
         for sample in [s for s in self._samples.values() if s.operation.tenant_id == tenant_id]:
-            self.cancel(sample.name)
+            self.cancel(sample.operation)
 
     def follow(self, worker: Incarnation) -> None:
         """Read the events of a worker that has started, from now on, and let it have samples."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
+from coordinator.operations.holdings import Claim, SaveRequest
 from coordinator.service.access import UseCases, check_ttl, metadata_of, streamed, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.listings import Listed
@@ -237,31 +238,30 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
             from_path=request.path,
             with_optimizer=source.kind == names.TRAINING,
         )
-        adapter = (await self.create_adapter(principal, create)).adapter
-        saving = await self._save_as(principal, adapter.adapter_id, source, request.ttl_seconds)
+        save = _save_like(principal, source, request.ttl_seconds)
+        if self._existing_adapter(create) is None:
+            self._check_copy_fits(principal.tenant_id, create, source, save)
+        save.adapter_id = (await self.create_adapter(principal, create)).adapter.adapter_id
+        saving = await self._save_copy(principal, save)
         path = await self._saved_path(principal, saving.name)
         found = await self.get_checkpoint(principal, pb.GetCheckpointRequest(path=path))
         return pb.CopyCheckpointResponse(checkpoint=found.checkpoint)
 
-    async def _save_as(
-        self, principal: Principal, adapter_id: str, source: CheckpointRow, ttl_seconds: int
-    ) -> ops_pb.Operation:
-        """Save an adapter that was made from a checkpoint, with that checkpoint's name, kind and, if own, metadata."""
-        name, metadata = names.CheckpointPath.parse(source.path).name, _metadata(principal, source)
-        if source.kind == names.TRAINING:
-            state = pb.SaveStateRequest(
-                adapter_id=adapter_id, seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds
-            )
-            return (await self.save_state(principal, state)).operation
-        weights = pb.SaveWeightsForSamplerRequest(
-            adapter_id=adapter_id,
-            seq=1,
-            name=name,
-            user_metadata=metadata,
-            ttl_seconds=ttl_seconds,
-            for_export=source.kind == names.EXTERNAL,
-        )
-        return (await self.save_weights_for_sampler(principal, weights)).operation
+    def _check_copy_fits(
+        self, tenant_id: str, create: adapters_pb2.CreateAdapterRequest, source: CheckpointRow, save: SaveRequest
+    ) -> None:
+        """Raise ServiceError if the tenant lacks room for a copy: a refused save would leave the new adapter behind."""
+        holdings = self._core.holdings
+        model, spec = self._spec(create, source)
+        of_adapter = Claim(num_bytes=holdings.state_bytes(spec, model.name))
+        claim = holdings.claim_of_save(spec, model.name, save).plus(of_adapter)
+        if (refusal := self._core.ceilings.refusal(tenant_id, claim)) is not None:
+            raise refusal
+
+    async def _save_copy(self, principal: Principal, save: SaveRequest) -> ops_pb.Operation:
+        if isinstance(save, pb.SaveStateRequest):
+            return (await self.save_state(principal, save)).operation
+        return (await self.save_weights_for_sampler(principal, save)).operation
 
     async def _saved_path(self, principal: Principal, name: str) -> str:
         """Wait for a save; return its checkpoint's path. Raises ServiceError if it fails."""
@@ -279,6 +279,17 @@ def _gone(row: CheckpointRow, error: OSError) -> ServiceError:
         Code.ABORTED,
         "CHECKPOINT_GONE",
         f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
+    )
+
+
+def _save_like(principal: Principal, source: CheckpointRow, ttl_seconds: int) -> SaveRequest:
+    """Return the save of a checkpoint's copy, with its name, kind and, if own, metadata; without the adapter's id."""
+    name, metadata = names.CheckpointPath.parse(source.path).name, _metadata(principal, source)
+    if source.kind == names.TRAINING:
+        return pb.SaveStateRequest(seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds)
+    for_export = source.kind == names.EXTERNAL
+    return pb.SaveWeightsForSamplerRequest(
+        seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds, for_export=for_export
     )
 
 

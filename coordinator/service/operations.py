@@ -93,7 +93,7 @@ class OperationUseCases(UseCases):
         """Cancel an operation that has not started, or a sample at any time."""
         operation = self._operation(principal, request.name)
         if operation.kind is Kind.SAMPLE:
-            self._core.samples.cancel(operation.name)
+            self._core.samples.cancel(operation)
         else:
             self._cancel_queued(operation)
         return pb.CancelOperationResponse(operation=self._shown_operation(self._operation(principal, request.name)))

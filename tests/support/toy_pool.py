@@ -222,10 +222,10 @@ class ToyPool:
         """Save weights for a sampler and wait."""
         return (await self.wait(await self.submit_publish(adapter_id, seq, name)))[0]
 
-    async def set_access(self, path: str, *, is_public: bool) -> None:
+    async def set_access(self, path: str, *, is_public: bool, tenant: str = "alice") -> None:
         """Publish a checkpoint, or make it private."""
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=path, is_public=is_public)
-        await self.service.set_checkpoint_access(await self.principal(), request)
+        await self.service.set_checkpoint_access(await self.principal(tenant), request)
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint."""

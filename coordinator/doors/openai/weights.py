@@ -33,6 +33,8 @@ METADATA = {"tinkerpool:door": "openai"}
 HEARTBEAT_S = 10.0
 LISTED_MAX = 1000
 """Most checkpoints in a listing of models, newest first."""
+_SESSION_GONE = ("SESSION_ENDED", "SESSION_UNKNOWN")
+"""Why a cached session takes no sampler: it expired, or its tenant finished it; later its row is deleted, too."""
 _SAMPLED = (checkpoints_pb2.CHECKPOINT_KIND_TRAINING, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER)
 """Kinds of checkpoints that an adapter's name can stand for."""
 
@@ -125,9 +127,8 @@ class Samplers:
         try:
             return await _create(call, session_id, weights)
         except ServiceError as error:
-            if error.reason != "SESSION_ENDED":
+            if error.reason not in _SESSION_GONE:
                 raise
-        # The cached session expired, or its tenant finished it.
         self._sessions.pop(call.principal.tenant_id, None)
         return await _create(call, await self._session(call), weights)
 

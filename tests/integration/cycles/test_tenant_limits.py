@@ -11,7 +11,15 @@ import pytest
 from coordinator.base.errors import Code, Quota, ServiceError
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import LENGTHS, FakeTime, ToyPool, refusal, running_pool
-from tinkerpool.v1 import adapters_pb2, limits_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    limits_pb2,
+    operations_pb2,
+    pool_pb2,
+    sampling_pb2,
+    sessions_pb2,
+)
 from workers.contract.adapted_modules import AdaptedModule
 
 RESERVED = 4 * 3 * 8 * 6
@@ -175,6 +183,33 @@ async def test_saves_that_are_queued_together_never_exceed_the_ceiling_of_checkp
         assert (await used(pool))["checkpoints_max"] == 1
         await pool.delete_checkpoint(again.save_state.path)
         assert (await used(pool))["checkpoints_max"] == 0
+
+
+async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool: ToyPool) -> None:
+    source = (await pool.save(await pool.adapter("bob"), 1, "shared", tenant="bob")).save_state.path
+    await pool.set_access(source, is_public=True, tenant="bob")
+    own = (await pool.save(await pool.adapter(), 1, "own")).save_state.path
+    adapters = list(pool.core.registry.logs)
+
+    async def copy() -> checkpoints_pb2.Checkpoint:
+        request = checkpoints_pb2.CopyCheckpointRequest(path=source, request_id="copy")
+        response: checkpoints_pb2.CopyCheckpointResponse = await pool.service.copy_checkpoint(
+            await pool.principal(), request
+        )
+        return response.checkpoint
+
+    await set_limits(pool, "alice", checkpoints_max=1)
+    assert (await refusal(copy())).reason == "CHECKPOINT_QUOTA"
+    assert list(pool.core.registry.logs) == adapters
+    enough_for_the_adapter = (await used(pool))["stored_bytes_max"] + RESERVED + RESERVED // 2
+    await set_limits(pool, "alice", checkpoints_max=2, stored_bytes_max=enough_for_the_adapter)
+    assert (await refusal(copy())).reason == "STORAGE_QUOTA"
+    assert list(pool.core.registry.logs) == adapters
+    await set_limits(pool, "alice", checkpoints_max=1, stored_bytes_max="")
+    await pool.delete_checkpoint(own)
+    copied = await copy()
+    assert copied.path.endswith("/shared")
+    assert await copy() == copied, "a repeat needs no room"
 
 
 async def refused_outcome_at(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:

@@ -218,6 +218,17 @@ def test_the_session_of_the_door_stays_live_while_it_is_used(tmp_path: Path, mon
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
 
 
+def test_a_session_of_the_door_whose_row_was_deleted_is_replaced(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ended_retention_s": 0.0, "result_retention_s": 1.0, "sweep_interval_s": 0.1}
+    of_the_door = "SELECT session_id FROM sessions WHERE user_metadata LIKE '%openai%'"
+    with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
+        assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
+        [row] = rows(pool, of_the_door)
+        pool.run(pool.pool.finish_session(row["session_id"]))
+        wait_until(lambda: not rows(pool, of_the_door))
+        assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
+
+
 def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
     limits = Limits(pending_operations_max=1)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
@@ -257,12 +268,13 @@ def test_a_rate_is_a_429_with_both_headers_and_a_budget_a_403_without(tmp_path: 
         assert not {"retry-after", "retry-after-ms"} & refused.value.response.headers.keys()
 
 
-def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path, stream: bool) -> None:
     limits = Limits(pending_operations_max=2)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
         pool.pool.hold()
         with pytest.raises(openai.RateLimitError):
-            client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60)
+            client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60, stream=stream)
         wait_until(lambda: not pool.pool.core.samples.num_samples)
 
 

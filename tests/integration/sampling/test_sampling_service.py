@@ -14,7 +14,7 @@ from coordinator.storage.access.audit import Act
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.sqlite import DiskFullError
 from tests.support.adapter_logs import spec_named
-from tests.support.faults import held
+from tests.support.faults import HELD_S_MAX, held
 from tests.support.toy_engine import toy_bytes
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, refusal, running_pool, sample_request, tokens_of
 from tests.support.waiting import until
@@ -283,6 +283,21 @@ async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(poo
     assert call.cancelled()
     [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 60)
     assert operation.state == SUCCEEDED
+
+
+async def test_a_sample_that_is_cancelled_while_it_is_logged_ends_once_it_is_durable(pool: ToyPool) -> None:
+    sampler, may_commit = await pool.sampler(await pool.session()), threading.Event()
+    pool.store.database.write(lambda db: may_commit.wait(HELD_S_MAX))
+    try:
+        call = asyncio.create_task(pool.sample(sampler, 1))
+        await until(lambda: pool.core.in_flight.get(f"{sampler}:1"))
+        assert (await pool.cancel(f"{sampler}:1")).state == QUEUED
+        assert not call.done()
+    finally:
+        may_commit.set()
+    [cancelled] = await asyncio.wait_for(pool.wait(await call), 60)
+    assert (cancelled.state, cancelled.error.reason) == (FAILED, "CANCELLED")
+    assert pool.core.samples.num_samples == 0
 
 
 async def test_a_sample_whose_append_failed_does_not_run_and_can_be_sent_again(

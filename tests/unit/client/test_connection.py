@@ -165,6 +165,18 @@ async def test_closing_ends_every_wait() -> None:
     assert service.num_open == 0
 
 
+async def test_a_wait_after_closing_is_refused_also_if_a_name_was_not_sent_yet() -> None:
+    service = Service()
+    waiter = service.waiter()
+    unsent = asyncio.create_task(waiter.wait("a:1"))
+    await asyncio.sleep(0)
+    await waiter.close()
+    later = asyncio.wait_for(waiter.wait("a:2"), 10)
+    results = await asyncio.gather(unsent, later, return_exceptions=True)
+    assert [type(result) for result in results] == [ClientClosed, ClientClosed]
+    assert service.requests == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_operation_is_lost_when_streams_break_at_random(seed: int) -> None:
     rng = random.Random(seed)

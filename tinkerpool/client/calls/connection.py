@@ -62,9 +62,15 @@ class Waiter:
         self._new: list[str] = []
         self._streams: set[_Stream] = set()
         self._flush_handle: asyncio.Handle | None = None
+        self._is_closed = False
 
     async def wait(self, name: str) -> Operation:
-        """Wait until the operation has SUCCEEDED or FAILED, and return it. Raises ApiError for an unknown name."""
+        """Wait until the operation has SUCCEEDED or FAILED, and return it.
+
+        Raises ApiError for an unknown name, ClientClosed once the waiter is closed.
+        """
+        if self._is_closed:
+            raise _client_closed()
         future = self._pending.get(name)
         if future is None:
             loop = asyncio.get_running_loop()
@@ -78,14 +84,15 @@ class Waiter:
         return await asyncio.shield(future)  # a cancelled wait must not cancel the others
 
     async def close(self) -> None:
-        """End every wait with ClientClosed."""
+        """End every wait with ClientClosed, and refuse later ones."""
+        self._is_closed = True
         if self._flush_handle is not None:
             self._flush_handle.cancel()
         tasks = [stream.task for stream in self._streams if stream.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail(list(self._pending), ClientClosed("the client was closed"))
+        self._fail(list(self._pending), _client_closed())
 
     def _flush(self) -> None:
         self._flush_handle = None
@@ -266,4 +273,8 @@ class Connection:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClientClosed("the client was closed")
+            raise _client_closed()
+
+
+def _client_closed() -> ClientClosed:
+    return ClientClosed("the client was closed")
