@@ -92,7 +92,7 @@ class CoordinatorConfig:
     session_timeout_s: float = 600.0
     """Seconds of service time without a heartbeat after which a session expires."""
     gap_timeout_s: float = 300.0
-    """Seconds of service time after which operations behind a missing sequence number fail."""
+    """Seconds of service time after which operations behind a missing sequence number fail, then it does."""
     sweep_interval_s: float = 5.0
     """Seconds between two checks of sessions, gaps and retention."""
     ping_interval_s: float = 2.0

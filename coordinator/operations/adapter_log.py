@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from coordinator.base.errors import Code
 from coordinator.fleet.fleet import Residency
 from coordinator.observe.timeline import WaitClock
 from coordinator.operations.copy import NO_SEQS, Ahead, Copy
@@ -24,6 +25,8 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import AdapterSpec
 
+SEQ_LOST = "SEQ_LOST"
+"""The reason of an operation that never arrived, and of those that waited behind it."""
 ENDS_WINDOW = (Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
 """The operations after which no gradient is pending, if they succeed."""
 
@@ -134,6 +137,11 @@ class AdapterLog:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
         is_gap = self.snapshot_seq < seq < self.next_seq and seq not in self.operations
         return is_gap and all(before in self.operations for before in range(self.snapshot_seq + 1, seq))
+
+    @property
+    def num_missing(self) -> int:
+        """The number of sequence numbers below `next_seq` that have not arrived."""
+        return self.next_seq - 1 - self.snapshot_seq - sum(seq > self.snapshot_seq for seq in self.operations)
 
     def is_next(self, seq: int) -> bool:
         """Return whether this seq has not arrived, every one before it has, and none behind it has."""
@@ -347,12 +355,24 @@ class AdapterLog:
 
     def missing_seq(self) -> int | None:
         """Return the seq that operations wait for and that has not arrived, if there is one."""
+        expected = self._gap()
+        waits_behind = expected and any(not o.is_final for s, o in self.operations.items() if s > expected)
+        return expected if waits_behind else None
+
+    def lost_seqs(self) -> list[int]:
+        """Return the missing seqs below an operation that is stored as SEQ_LOST: nothing is to wait for them again."""
+        expected = self._gap()
+        if expected is None:
+            return []
+        last = max((seq for seq, each in self.operations.items() if each.is_committed and _is_lost(each)), default=0)
+        return [seq for seq in range(expected, last) if seq not in self.operations]
+
+    def _gap(self) -> int | None:
+        """Return the seq behind the cursor if it has not arrived, but a later one has."""
         self._advance()
         expected = self.copy.cursor + 1
-        if self.damage is not None or expected in self.operations or self.next_seq <= expected:
-            return None
-        waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
-        return expected if waits_behind else None
+        is_gap = self.damage is None and expected not in self.operations and expected < self.next_seq
+        return expected if is_gap else None
 
     def _advance(self) -> None:
         """Move the cursor over everything that needs no worker, and decide the operations that no worker is to run.
@@ -381,3 +401,18 @@ class AdapterLog:
         else:
             return False
         return True
+
+
+def seq_lost(adapter_id: str, seq: int) -> ops_pb.OperationError:
+    """Return why an operation failed that never arrived, or that waited behind it."""
+    return ops_pb.OperationError(
+        code=Code.ABORTED,
+        reason=SEQ_LOST,
+        message=f"operation {seq} of {adapter_id} did not arrive in time: it is lost, and the operations that waited "
+        "behind it did not run. Continue with ServiceClient.get_training_client, or from the next_seq of GetAdapter, "
+        "and submit them again",
+    )
+
+
+def _is_lost(operation: Operation) -> bool:
+    return operation.outcome is not None and operation.outcome.error.reason == SEQ_LOST

@@ -1,9 +1,10 @@
 """Admission: which requests become operations, and at which sequence number.
 
 The only way into an adapter log, the in-flight table and the operation log. A retryable refusal consumes no seq. A
-permanent refusal of an explicit seq is recorded as a failed operation, so that later operations do not wait for it. A
-known seq or request id returns the operation that it named, if the payload is the same. Acceptance is synchronous: the
-operation enters its adapter log at once, so that a cycle may start while the append is being synced.
+permanent refusal of an explicit seq is recorded as a failed operation, so that later operations do not wait for it. So
+is a seq that never arrived (`record_lost`). A known seq or request id returns the operation that it named, if the
+payload is the same. Acceptance is synchronous: the operation enters its adapter log at once, so that a cycle may start
+while the append is being synced.
 
 Depends on the store and the adapter logs; not on how requests are decoded, and not on cycles. Main invariant: a caller
 is acknowledged only after the append is durable.
@@ -23,7 +24,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, Quota, ServiceError, exists, invalid, not_found, unavailable, unmet
 from coordinator.limits.rates import Rates
 from coordinator.observe.timeline import WaitClock
-from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.adapter_log import AdapterLog, seq_lost
 from coordinator.operations.ceilings import Ceilings
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
@@ -36,7 +37,7 @@ from coordinator.payloads.samples import unversioned_form
 from coordinator.storage.sqlite import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
-from tinkerpool.v1 import history_pb2
+from tinkerpool.v1 import history_pb2, training_pb2
 from workers.contract.gradient_windows import GradientWindow, WindowRole
 from workers.contract.messages import UNMARKED, RequestBatch
 
@@ -182,7 +183,8 @@ class Admission:
             raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
         amounts = len(requests), sum(request.claim.num_tokens for request in requests)
         self._check_room(log, seq, sum(len(request.payload) for request in requests), amounts)
-        if seq - log.next_seq >= self._limits.pending_operations_max:
+        num_beyond = seq - log.next_seq  # more to be recorded if they are lost, beside those that are missing now
+        if num_beyond > 0 and num_beyond + log.num_missing >= self._limits.pending_operations_max:
             raise unmet(
                 "SEQ_TOO_FAR",
                 f"seq {seq} is too far ahead: the next free seq of {log.adapter_id} is {log.next_seq}",
@@ -208,6 +210,22 @@ class Admission:
                 self._in_flight.keep_decoded(operation, request.decoded)
         self._registry.group_of(log).submitted(log)
         return Accepted(operations, (appended,))
+
+    def record_lost(self, log: AdapterLog, seqs: Iterable[int]) -> None:
+        """Record sequence numbers that never arrived as failed operations, so that operations behind them can run.
+
+        As forward_backwards, which close the gradient window: each may have been a part of its gradient. Each is a
+        batch of its own, because what came behind it has failed, too. If the append fails, they are missing again.
+        """
+        operations = []
+        for seq in seqs:
+            raw, batch = training_pb2.ForwardBackwardRequest(), RequestBatch(seq, seq)
+            lost = Request(kind=Kind.FORWARD_BACKWARD, raw=raw, batch=batch)
+            operation = self._operation(log.tenant_id, log.adapter_id, seq, "", lost)
+            operation.fail(seq_lost(log.adapter_id, seq))
+            operations.append(operation)
+        self._rates.draw(log.tenant_id, len(operations), 0)
+        self._enter(log, operations, is_record=True)
 
     def accept_sample(self, tenant_id: str, sampler_id: str, seq: int, request_id: str, request: Request) -> Accepted:
         """Accept a sample. Raises ServiceError."""
@@ -527,6 +545,8 @@ def _dropped(name: str, metadata: dict[str, str]) -> ServiceError:
 
 
 def _taken(operation: Operation, metadata: dict[str, str]) -> ServiceError:
+    if operation.never_arrived and operation.outcome is not None:
+        return exists("SEQ_TAKEN", f"too late: {operation.outcome.error.message}", metadata=metadata)
     return exists(
         "SEQ_TAKEN",
         f"{operation.name} was submitted before with other contents"

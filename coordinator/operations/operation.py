@@ -204,6 +204,11 @@ class Operation:
         return self.outcome_state is OutcomeState.DROPPED
 
     @property
+    def never_arrived(self) -> bool:
+        """It records the failure of a sequence number that never arrived: there was no request."""
+        return self.is_failed and not self.num_bytes
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that go through the base model for it."""
         return sum(chunk.num_tokens for chunk in self.chunks)

@@ -11,17 +11,15 @@ import logging
 from itertools import count
 
 from coordinator.base.config import CoordinatorConfig
-from coordinator.base.errors import Code
 from coordinator.base.time import Time
 from coordinator.checkpoints.states import States
-from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.adapter_log import AdapterLog, seq_lost
 from coordinator.operations.epoch import Registers
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.sqlite import StorageError
 from coordinator.storage.store import Store
 from coordinator.storage.usage import ADAPTER_ROWS_MAX, DAYS_KEPT
 from coordinator.tenants.accounts import Accounts
-from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Housekeeping:
         while True:
             await self._time.sleep(self._config.sweep_interval_s)
             for log in self._registry.logs.values():
-                self._fail_behind_gap(log)
+                self._expire_gap(log)
             try:
                 await self._store.database.regain_room()
                 for session in self._sessions.expired(self._config.session_timeout_s):
@@ -105,19 +103,22 @@ class Housekeeping:
                 if not found.deleted or found.is_last or number == SLICES_MAX:
                     break
 
-    def _fail_behind_gap(self, log: AdapterLog) -> None:
+    def _expire_gap(self, log: AdapterLog) -> None:
+        """Fail the operations behind a seq that does not arrive; once that is stored, record the missing seqs, too.
+
+        In this order, because a crash may come in between: what waited behind a lost seq never runs.
+        """
+        if log.is_deleted or self._accounts.is_held(log.tenant_id) or self._store.database.lack_of_room():
+            log.note_gap(None)  # its missing operation would be refused now: the wait begins again afterwards
+            return
+        if lost := log.lost_seqs():
+            logger.info("%s: %d operations from %d on did not arrive", log.adapter_id, len(lost), lost[0])
+            self._admission.record_lost(log, lost)
         missing, now = log.missing_seq(), self._time.monotonic()
-        if self._accounts.is_held(log.tenant_id) or self._store.database.lack_of_room():
-            missing = None  # its missing operation would be refused now: the wait begins again afterwards
         if missing is None or log.gap_since is None:
             log.note_gap(now if missing is not None else None)
             return
         if now - log.gap_since > self._config.gap_timeout_s:
-            error = ops_pb.OperationError(
-                code=Code.ABORTED,
-                reason="SEQ_LOST",
-                message=f"operation {missing} of {log.adapter_id} did not arrive: send it, then these again",
-            )
-            log.fail_behind(missing, error)
+            log.fail_behind(missing, seq_lost(log.adapter_id, missing))
             log.note_gap(None)
             self._registry.group_of(log).mark_dirty(log)

@@ -78,7 +78,9 @@ class Adapter(_message.Message):
     train_unembed: _builtins.bool
     """Whether the unembedding is adapted."""
     next_seq: _builtins.int
-    """The seq that its next operation must carry."""
+    """The seq that its next operation must carry: one above the highest that has arrived. If lower ones are missing, it
+    waits for them; see TrainingService.
+    """
     applied_seq: _builtins.int
     """The last seq that is done."""
     session_id: _builtins.str

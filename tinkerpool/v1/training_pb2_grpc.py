@@ -31,7 +31,9 @@ class TrainingServiceStub(object):
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
 
     Order. Each request carries `seq`, its place in the adapter's order, from 1 with no gap; requests may arrive in any
-    order and run in seq order. seq 0 with a `request_id` lets the server take the next place.
+    order and run in seq order. seq 0 with a `request_id` lets the server take the next place. If a seq is missing for 5
+    minutes, the operations behind it fail with SEQ_LOST, then the missing ones do: later operations run, and a request
+    that arrives too late is refused with SEQ_TAKEN.
     Delivery. When a method returns, the operation is durable: it will be applied exactly once, whatever is killed.
     Follow it with OperationService.WaitOperations. Repeating a call with the same seq (or request_id) and body returns the
     same operation.
@@ -89,7 +91,9 @@ class TrainingServiceServicer(object):
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
 
     Order. Each request carries `seq`, its place in the adapter's order, from 1 with no gap; requests may arrive in any
-    order and run in seq order. seq 0 with a `request_id` lets the server take the next place.
+    order and run in seq order. seq 0 with a `request_id` lets the server take the next place. If a seq is missing for 5
+    minutes, the operations behind it fail with SEQ_LOST, then the missing ones do: later operations run, and a request
+    that arrives too late is refused with SEQ_TAKEN.
     Delivery. When a method returns, the operation is durable: it will be applied exactly once, whatever is killed.
     Follow it with OperationService.WaitOperations. Repeating a call with the same seq (or request_id) and body returns the
     same operation.
@@ -198,7 +202,9 @@ class TrainingService(object):
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
 
     Order. Each request carries `seq`, its place in the adapter's order, from 1 with no gap; requests may arrive in any
-    order and run in seq order. seq 0 with a `request_id` lets the server take the next place.
+    order and run in seq order. seq 0 with a `request_id` lets the server take the next place. If a seq is missing for 5
+    minutes, the operations behind it fail with SEQ_LOST, then the missing ones do: later operations run, and a request
+    that arrives too late is refused with SEQ_TAKEN.
     Delivery. When a method returns, the operation is durable: it will be applied exactly once, whatever is killed.
     Follow it with OperationService.WaitOperations. Repeating a call with the same seq (or request_id) and body returns the
     same operation.

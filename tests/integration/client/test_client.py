@@ -169,6 +169,28 @@ def test_a_second_writer_is_refused_with_the_expected_seq(service: ServiceClient
     service.get_training_client(first.model_id).optim_step(AdamParams(learning_rate=2)).result(60)
 
 
+def test_a_client_of_a_new_process_goes_on_behind_a_call_that_the_old_one_never_sent(tmp_path: Path) -> None:
+    with restartable_pool(tmp_path / "data", gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
+        key, is_lost = pool.key(), threading.Event()
+        with ServiceClient(pool.url, key) as service, ServiceClient(pool.url, key) as later:
+            client = service.create_lora_training_client(rank=8)
+
+            def compute(_data: object, logprobs: list[Any]) -> tuple[float, list[Any], dict[str, float]]:
+                is_lost.wait(60)
+                return 0.0, logprobs, {}
+
+            late = client.forward_backward_custom([datum(1, 2)], compute, with_gradients=True)
+            with pytest.raises(OperationFailed, match="get_training_client") as lost:
+                client.optim_step(ADAM).result(60)
+            assert lost.value.reason == "SEQ_LOST"
+            resumed = later.get_training_client(client.model_id)
+            resumed.train_step([datum(1, 2)], "cross_entropy", ADAM).result(60)
+            is_lost.set()
+            with pytest.raises(errors.AlreadyExists, match="did not arrive in time"):
+                late.result(60)
+            resumed.train_step([datum(1, 2)], "cross_entropy", ADAM).result(60)
+
+
 def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: ServiceClient, tmp_path: Path) -> None:
     client = service.create_lora_training_client(rank=8)
     client.train_step([datum(1)], "cross_entropy", ADAM)

@@ -3,10 +3,12 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.support.toy_engine import digest, item_digest
-from tests.support.toy_pool import ToyPool, datum, expected_chain, running_pool
+from tests.support.toy_pool import FakeTime, ToyPool, datum, expected_chain, fail_appends, refusal, running_pool
+from tinkerpool.v1 import adapters_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import OptimStepItem, PassItem
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
@@ -133,11 +135,75 @@ async def test_a_lost_worker_does_not_affect_adapters_on_other_workers(tmp_path:
     assert len(pool.engines[homes[neighbour]]) == 1
 
 
-async def test_operations_behind_a_missing_seq_fail_after_the_gap_timeout(tmp_path: Path) -> None:
+async def next_seq(pool: ToyPool, adapter_id: str) -> int:
+    request = adapters_pb2.GetAdapterRequest(adapter_id=adapter_id)
+    return int((await pool.service.get_adapter(await pool.principal(), request)).adapter.next_seq)
+
+
+async def test_an_adapter_goes_on_behind_missing_seqs_that_are_lost_after_the_gap_timeout(tmp_path: Path) -> None:
     async with running_pool(tmp_path, gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
         adapter = await pool.adapter()
+        behind = await pool.wait(await pool.optim_step(adapter, 2), await pool.optim_step(adapter, 5))
+        assert [(each.state, each.error.reason) for each in behind] == [(FAILED, "SEQ_LOST")] * 2
+        assert await next_seq(pool, adapter) == 6
+        together = await pool.wait(await pool.forward_backward(adapter, 6, 5), await pool.optim_step(adapter, 7))
+        assert [each.state for each in together] == [SUCCEEDED] * 2
+        for late in (
+            pool.forward_backward(adapter, 1, 5),
+            pool.optim_step(adapter, 3),
+            pool.forward_backward(adapter, 4),
+        ):
+            refused = await refusal(late)
+            assert (refused.reason, refused.metadata) == ("SEQ_TAKEN", {"expected_seq": "8"})
+            assert "did not arrive in time" in refused.message
+            assert "get_training_client" in refused.message
+        lost = await pool.wait(*(f"{adapter}:{seq}" for seq in (1, 3, 4)))
+        assert [(each.state, each.error.reason) for each in lost] == [(FAILED, "SEQ_LOST")] * 3
+        assert len(pool.core.in_flight) == 0
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await next_seq(pool, adapter) == 8
+        [step] = await pool.wait(await pool.optim_step(adapter, 8))
+        assert step.state == SUCCEEDED
+        assert (await refusal(pool.forward_backward(adapter, 1, 5))).reason == "SEQ_TAKEN"
+        assert pool.log_of(adapter).committed_seq == 8
+
+
+async def test_a_crash_before_lost_seqs_are_recorded_leaves_an_adapter_that_goes_on(tmp_path: Path) -> None:
+    """The crash comes when the failures behind the gap are stored, and before the next sweep."""
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, gap_timeout_s=60.0, is_crash=True) as pool:
+        adapter = await pool.adapter()
         name = await pool.optim_step(adapter, 2)
-        [operation] = await asyncio.wait_for(pool.wait(name), 60)
-        assert (operation.state, operation.error.reason) == (FAILED, "SEQ_LOST")
-        [first] = await pool.wait(await pool.forward_backward(adapter, 1, 5))
-    assert first.state == SUCCEEDED
+        await time.until(lambda: pool.core.in_flight.get(name) is None)
+        assert list(pool.log_of(adapter).operations) == [2]
+    async with running_pool(tmp_path, sweep_interval_s=0.02) as pool:
+        await pool.take_over()
+        lost, step = await pool.wait(name, await pool.optim_step(adapter, await next_seq(pool, adapter)))
+        assert (lost.error.reason, step.state) == ("SEQ_LOST", SUCCEEDED)
+
+
+async def test_a_lost_seq_closes_a_window_with_gradient_up_to_the_step_behind_it(tmp_path: Path) -> None:
+    """The lost request may have been the other half of the gradient."""
+    async with running_pool(tmp_path, gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        first, save = await pool.submit(adapter, 1), await pool.submit_save(adapter, 3, "behind")
+        assert [each.error.reason for each in await pool.wait(first, save)] == ["", "SEQ_LOST"]
+        outcomes = await pool.wait(*[await pool.submit(adapter, seq) for seq in range(4, 10)])
+        chain = pool.chain(adapter)
+    assert [each.error.reason for each in outcomes] == [*["GRADIENT_WINDOW_CLOSED"] * 3, "", "", ""]
+    assert chain == expected_chain(spec, [((7, 8), 9)])
+
+
+async def test_a_lost_seq_that_cannot_be_recorded_is_recorded_by_a_later_sweep(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, gap_timeout_s=60.0) as pool:
+        adapter = await pool.adapter()
+        name = await pool.optim_step(adapter, 2)
+        await time.until(lambda: pool.core.in_flight.get(name) is None)
+        with pytest.MonkeyPatch.context() as patch:
+            fail_appends(patch, pool.store, 1)
+            await time.until(lambda: pool.log_of(adapter).has_lost_append)
+        assert pool.log_of(adapter).committed_seq == 0
+        await time.until(lambda: pool.log_of(adapter).committed_seq == 2)

@@ -133,11 +133,20 @@ def test_a_refusal_is_raised_by_its_own_future_only(pool: FakePool, client: Trai
     assert client.optim_step().result(60).metrics == {"grad_norm:last": 1}
 
 
-@pytest.mark.parametrize("code", [errors.Code.ALREADY_EXISTS, errors.Code.UNAUTHENTICATED, errors.Code.INTERNAL])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errors.Code.ALREADY_EXISTS, "WHY"),
+        (errors.Code.UNAUTHENTICATED, "WHY"),
+        (errors.Code.INTERNAL, "WHY"),
+        (errors.Code.FAILED_PRECONDITION, "BASE_MODEL_NOT_SERVED"),
+        (errors.Code.RESOURCE_EXHAUSTED, ""),  # gRPC's: the message is too large
+    ],
+)
 def test_a_refusal_that_consumed_no_sequence_number_does_not_block_later_requests(
-    pool: FakePool, client: TrainingClient, code: errors.Code
+    pool: FakePool, client: TrainingClient, code: errors.Code, reason: str
 ) -> None:
-    refusal = errors.api_error(code, "no", reason="WHY")
+    refusal = errors.api_error(code, "no", reason=reason)
     pool.faults = {"OptimStep": [refusal]}
     with pytest.raises(errors.ApiError, match="no"):
         client.optim_step().result(60)

@@ -364,6 +364,18 @@ async def test_a_seq_far_ahead_is_refused_with_the_one_expected(bench: Bench) ->
         await bench.sample(2**63 - 1)
 
 
+async def test_a_client_cannot_leave_more_seqs_out_than_it_may_have_operations(bench: Bench) -> None:
+    """Each of them is recorded once it is lost."""
+    for seq in (5, 8):
+        await bench.submit(step(), seq=seq)
+    assert bench.adapter.num_missing == 6
+    await bench.submit(step(), seq=10)
+    assert (await bench.refusal(step(), seq=12)).reason == "SEQ_TOO_FAR"
+    assert seqs(await bench.submit(step(), seq=11)) == [11]
+    assert seqs(await bench.submit(step(), seq=3)) == [3]
+    assert seqs(await bench.submit(step(), seq=13)) == [13]
+
+
 async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(bench: Bench) -> None:
     await bench.submit(forward_backward(bytes(400)), seq=1)
     error = await bench.refusal(forward_backward(bytes(200)), seq=2)

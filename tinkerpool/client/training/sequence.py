@@ -31,6 +31,9 @@ from tinkerpool.v1 import operations_pb2
 
 T = TypeVar("T")
 
+NOT_RECORDED = ("BASE_MODEL_NOT_SERVED",)
+"""Reasons of refusals that the service does not record, and that may end while the client lives. POOL_RESTORED does not
+end: no number of this client is accepted again, so no request waits behind a gap."""
 WINDOW = 64
 """A request is sent only if its seq is less than this ahead of the first unacknowledged one."""
 
@@ -136,8 +139,10 @@ class AdapterSequence:
 def _leaves_a_gap(error: ApiError) -> bool:
     """Return whether the refused seq stays unused, or belongs to another client. Other refusals are recorded there."""
     is_foreign, was_given_up = "expected_seq" in error.metadata, is_retryable(error)
+    is_unrecorded = not error.reason or error.reason in NOT_RECORDED  # without a reason it is not the service's
     return (
         is_foreign
         or was_given_up
+        or is_unrecorded
         or isinstance(error, AlreadyExists | InternalError | PermissionDenied | Unauthenticated)
     )
