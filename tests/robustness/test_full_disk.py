@@ -115,6 +115,7 @@ def test_a_pool_that_ended_on_a_full_disk_starts_again_and_takes_work_once_there
 
 
 @pytest.mark.slow
+@pytest.mark.long  # as one that ended on a full disk, in each run
 def test_a_pool_whose_disk_was_filled_while_it_was_stopped_starts_again(tmp_path: Path, disk: Path) -> None:
     terminal = Terminal(tmp_path / "home")
     with served(terminal, disk) as pool:
