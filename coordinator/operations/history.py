@@ -114,6 +114,13 @@ class Entries:
         self._set_moment(entry, "arrive_time", self._time.monotonic())
         return serialize(entry)
 
+    @staticmethod
+    def is_repeat(report: pb.ReportMetricsRequest, entry: bytes) -> bool:
+        """Return whether an entry is of a report with the same step and metrics: NaNs are equal."""
+        found = pb.HistoryEntry.FromString(entry)
+        reported = pb.ReportMetricsRequest(adapter_id=found.target_id, step=found.step, metrics=found.metrics)
+        return serialize(reported) == serialize(report)
+
     def _entry(self, operation: Operation) -> pb.HistoryEntry:
         timeline = operation.timeline
         entry = pb.HistoryEntry(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from coordinator.base.errors import invalid, not_found
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, uninterrupted
@@ -57,7 +59,7 @@ class HistoryUseCases(UseCases):
 
     @uninterrupted
     async def report_metrics(self, principal: Principal, request: pb.ReportMetricsRequest) -> pb.ReportMetricsResponse:
-        """Add a user's metrics to the history of an adapter, durable when it returns."""
+        """Add a user's metrics to the history of an adapter, once if the call is repeated. Durable when it returns."""
         adapter = self._adapter(principal, request.adapter_id)
         if not 1 <= len(request.metrics) <= METRICS_MAX:
             raise invalid(f"{len(request.metrics)} metrics in one report: send 1 to {METRICS_MAX}")
@@ -67,7 +69,8 @@ class HistoryUseCases(UseCases):
             raise invalid(f"step must be 0 or more, not {request.step}")
         self._core.admission.check_report(principal.tenant_id)
         entry = self._core.entries.reported(request)
-        await self._core.store.history.report(principal.tenant_id, adapter.adapter_id, entry)
+        is_repeat = partial(self._core.entries.is_repeat, request)
+        await self._core.store.history.report(principal.tenant_id, adapter.adapter_id, entry, is_repeat)
         return pb.ReportMetricsResponse()
 
     def _unfinished(self, operation: Operation) -> pb.HistoryEntry:

@@ -7,6 +7,7 @@ own number of them and by their age only, whatever others do.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from coordinator.storage.database import Database
 from coordinator.storage.rows import EXAMINED_MAX, HistoryRow, Table, insert
@@ -14,6 +15,8 @@ from coordinator.storage.sqlite import Connection
 
 DROPPED_MAX = 500
 """Entries that one transaction drops: the writes of cycles wait for it."""
+REPEATS_MAX = 64
+"""The last reports of a target that a new one may repeat: a client has fewer at a time without a reply."""
 
 
 class History(Table[HistoryRow]):
@@ -48,10 +51,21 @@ class History(Table[HistoryRow]):
         rows = self._all(condition, (tenant_id, after_id + 1, last["entry_id"], *of_target))
         return rows, int(last["entry_id"])
 
-    def report(self, tenant_id: str, target_id: str, entry: bytes) -> asyncio.Future[None]:
-        """Add an entry that belongs to no operation."""
+    def report(
+        self, tenant_id: str, target_id: str, entry: bytes, is_repeat: Callable[[bytes], bool]
+    ) -> asyncio.Future[None]:
+        """Add an entry that belongs to no operation, unless it repeats one of the target's last such entries."""
         now = self._database.service_time()
-        return self._database.write(lambda db: put_entry(db, tenant_id, target_id, 0, entry, now))
+        last = (
+            "SELECT entry FROM history WHERE target_id = ? AND seq = 0 AND tenant_id = ? ORDER BY entry_id DESC LIMIT ?"
+        )
+
+        def write(db: Connection) -> None:
+            rows = db.execute(last, (target_id, tenant_id, REPEATS_MAX)).fetchall()
+            if not any(is_repeat(row["entry"]) for row in rows):
+                put_entry(db, tenant_id, target_id, 0, entry, now)
+
+        return self._database.write(write)
 
     async def drop(self, before: float, rows_max: int) -> None:
         """Drop the entries from before this moment of service time, and each tenant's oldest beyond `rows_max`."""

@@ -88,7 +88,7 @@ class HistoryServiceServicer(object):
 
     def ReportMetrics(self, request, context):
         """Adds metrics of the caller's own to an adapter's history: an evaluation, a reward. Changes nothing else. Durable when
-        it returns. Not idempotent: a repeat adds them again.
+        it returns. Idempotent: the same step and metrics as in one of the adapter's last 64 reports are not added again.
 
         NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
         characters.

@@ -50,7 +50,7 @@ class HistoryServiceStub:
     """
     ReportMetrics: _grpc.UnaryUnaryMultiCallable[_history_pb2.ReportMetricsRequest, _history_pb2.ReportMetricsResponse]
     """Adds metrics of the caller's own to an adapter's history: an evaluation, a reward. Changes nothing else. Durable when
-    it returns. Not idempotent: a repeat adds them again.
+    it returns. Idempotent: the same step and metrics as in one of the adapter's last 64 reports are not added again.
 
     NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
     characters.
@@ -87,7 +87,7 @@ class HistoryServiceAsyncStub(HistoryServiceStub):
     """
     ReportMetrics: _aio.UnaryUnaryMultiCallable[_history_pb2.ReportMetricsRequest, _history_pb2.ReportMetricsResponse]  # type: ignore[assignment]
     """Adds metrics of the caller's own to an adapter's history: an evaluation, a reward. Changes nothing else. Durable when
-    it returns. Not idempotent: a repeat adds them again.
+    it returns. Idempotent: the same step and metrics as in one of the adapter's last 64 reports are not added again.
 
     NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
     characters.
@@ -139,7 +139,7 @@ class HistoryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_history_pb2.ReportMetricsResponse, _abc.Awaitable[_history_pb2.ReportMetricsResponse]]:
         """Adds metrics of the caller's own to an adapter's history: an evaluation, a reward. Changes nothing else. Durable when
-        it returns. Not idempotent: a repeat adds them again.
+        it returns. Idempotent: the same step and metrics as in one of the adapter's last 64 reports are not added again.
 
         NOT_FOUND: no such adapter. INVALID_ARGUMENT: no metrics, more than 64, or a name that is empty or longer than 128
         characters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,19 @@ async def test_the_history_is_listed_by_pages_in_the_order_of_commits_with_repor
         assert len((await page(pool, adapter, page_token=later.next_page_token)).entries) == 1
 
 
+async def test_a_repeated_report_is_added_once(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, other = await pool.adapter(), await pool.adapter()
+        await asyncio.gather(*(report(pool, adapter, 1, {"loss": math.nan, "reward": 0.5}) for _ in range(3)))
+        await report(pool, adapter, 1, {"reward": 0.5})
+        await report(pool, adapter, 2, {"reward": 0.5})
+        await report(pool, adapter, 1, {"reward": 0.5, "loss": math.nan})
+        await report(pool, other, 2, {"reward": 0.5})
+        found = [(each.step, sorted(each.metrics)) for each in (await page(pool, adapter)).entries]
+        assert found == [(1, ["loss", "reward"]), (1, ["reward"]), (2, ["reward"])]
+        assert len((await page(pool, other)).entries) == 1
+
+
 async def test_the_history_of_others_is_empty_and_their_operations_are_unknown(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -261,7 +275,7 @@ async def test_old_entries_are_deleted_and_entries_count_as_rows_of_their_tenant
     async with running_pool(tmp_path, sweep_interval_s=0.02) as pool:
         adapter, tenant_id = await pool.adapter(), pool.tenant_id()
         before = pool.store.tenants.row_bytes(tenant_id)
-        await pool.store.history.report(tenant_id, adapter, b"x" * 1000)
+        await pool.store.history.report(tenant_id, adapter, b"x" * 1000, lambda _: False)
         assert pool.store.tenants.row_bytes(tenant_id) - before >= 1000
         await pool.store.history.drop(pool.store.service_time() + 1.0, 100)
         assert pool.store.tenants.row_bytes(tenant_id) == before

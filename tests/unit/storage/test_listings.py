@@ -71,8 +71,8 @@ async def test_the_entries_of_a_session_are_found_in_the_order_of_their_commits_
     await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
     targets = ["s:train:1", "s2:train:0", "s:sample:0", "r:train:0"] * (EXAMINED_MAX // 2)
     for target in targets[:-1]:
-        store.history.report(TENANT, target, target.encode())
-    await store.history.report(TENANT, targets[-1], targets[-1].encode())
+        store.history.report(TENANT, target, target.encode(), lambda _: False)
+    await store.history.report(TENANT, targets[-1], targets[-1].encode(), lambda _: False)
     statements.clear()
     found, last_id, num_slices = [], 0, 0
     while True:
