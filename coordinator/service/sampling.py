@@ -151,6 +151,8 @@ class SamplingUseCases(UseCases):
         wants_events = is_streamed and not operation.is_committed
         events = self._core.samples.streams.listen(operation.name) if wants_events else None
         if acceptance.is_new:
+            if self._core.sessions.get(sampler.session_id) is None:
+                operation.cancel()  # it ended while the sample was being logged
             self._core.samples.submit(operation, sampler, decoded)
         return operation, events
 

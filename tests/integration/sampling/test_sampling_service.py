@@ -300,6 +300,22 @@ async def test_a_sample_that_is_cancelled_while_it_is_logged_ends_once_it_is_dur
     assert pool.core.samples.num_samples == 0
 
 
+async def test_a_sample_whose_session_ends_while_it_is_logged_ends_too(pool: ToyPool) -> None:
+    session, may_commit = await pool.session(), threading.Event()
+    sampler = await pool.sampler(session)
+    pool.store.database.write(lambda db: may_commit.wait(HELD_S_MAX))
+    try:
+        call = asyncio.create_task(pool.sample(sampler, 1))
+        await until(lambda: pool.core.in_flight.get(f"{sampler}:1"))
+        end = asyncio.create_task(pool.finish_session(session))
+        await asyncio.sleep(0.01)
+    finally:
+        may_commit.set()
+    await end
+    [ended] = await asyncio.wait_for(pool.wait(await call), 60)
+    assert (ended.state, ended.error.reason) == (FAILED, "CANCELLED")
+
+
 async def test_a_sample_whose_append_failed_does_not_run_and_can_be_sent_again(
     monkeypatch: pytest.MonkeyPatch, pool: ToyPool
 ) -> None:
