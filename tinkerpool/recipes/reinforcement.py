@@ -109,7 +109,7 @@ def params(settings: Settings, step: int, index: int, *, is_test: bool) -> Sampl
 def learn_from(prompt: list[int], sequences: Sequence[Any], rewards: Sequence[float]) -> list[Datum]:
     """Return a group's datums with their provenance; none if all rewards are equal."""
     scores = np.array(rewards, np.float64)
-    if not scores.std():
+    if scores.min() == scores.max():  # their deviation may be a rounding error above 0
         return []
     data = []
     for sequence, advantage in zip(sequences, (scores - scores.mean()) / (scores.std() + 1e-4), strict=True):

@@ -97,7 +97,7 @@ def _cispo(p: Tensor, inputs: Inputs, config: Config) -> Terms:
     ratio = torch.exp(p - inputs["logprobs"])
     clamped = _clamp(ratio, inputs, config)
     slope = -(clamped * inputs["advantages"])
-    return Terms(slope * p, slope, clamped != ratio)
+    return Terms(slope * p, slope, (clamped != ratio) & (inputs["advantages"] != 0))
 
 
 def _dro(p: Tensor, inputs: Inputs, config: Config) -> Terms:

@@ -138,9 +138,11 @@ class Call:
         body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
         return await self.in_turn(len(body), lambda: read_json(model, body))
 
-    async def in_turn(self, num_bytes: int, work: Callable[[], Made]) -> Made:
+    async def in_turn(
+        self, num_bytes: int, work: Callable[[], Made], *, inline_bytes_max: int = INLINE_BYTES_MAX
+    ) -> Made:
         """Return what `work` makes of a message of `num_bytes`: of a large one on a thread, in a turn of the tenant."""
-        if num_bytes <= INLINE_BYTES_MAX:
+        if num_bytes <= inline_bytes_max:
             return work()
         async with self.door.backend.decode_turns.turn(self.principal.tenant_id) as turn:
             turn.use(num_bytes)

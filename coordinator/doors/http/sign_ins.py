@@ -73,7 +73,11 @@ class SignIns:
 def check_origin(request: Request) -> None:
     """Raise ServiceError PERMISSION_DENIED unless the request says that a page of this door has made it."""
     origin = request.headers.get("origin", "")
-    if not origin or urlsplit(origin).netloc != request.headers.get("host", ""):
+    try:
+        host = urlsplit(origin).netloc
+    except ValueError:  # its brackets hold no IPv6 address
+        host = ""
+    if not host or host != request.headers.get("host", ""):
         raise denied(
             "FOREIGN_ORIGIN",
             "a browser's sign-in changes something only from the pool's own page: open that, or send an API key",

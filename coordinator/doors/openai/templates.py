@@ -43,7 +43,7 @@ class ChatTemplate:
         own = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
         try:
             return self._template.render({**self._special_tokens, **own, **options})
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ChatTemplateError(str(error)) from None
 
     @cached_property

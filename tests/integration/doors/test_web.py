@@ -169,7 +169,7 @@ def test_a_wrong_key_signs_nobody_in(web: Web, pool: ServedPool) -> None:
     assert "set-cookie" not in response.headers
 
 
-@pytest.mark.parametrize("origin", ["http://elsewhere.example", "null", ""])
+@pytest.mark.parametrize("origin", ["http://elsewhere.example", "http://[", "null", ""])
 def test_another_site_changes_nothing_with_a_sign_in(browser: httpx.Client, origin: str) -> None:
     headers = {"origin": origin}
     for path in (POOL + "GetPoolStatus", "/ui/sign-out", "/api/v1/create_session", "/v1/completions"):

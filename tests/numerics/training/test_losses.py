@@ -93,6 +93,22 @@ def test_gspo_takes_the_mean_over_the_tokens_that_the_mask_selects() -> None:
     assert_equals_plain(data, "gspo", config, (torch.randn(12, 1) * 0.5 - 6).requires_grad_())
 
 
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_a_clip_changes_no_gradient_of_a_token_without_an_advantage(loss_fn: str) -> None:
+    (datum,) = make_data(loss_fn, [6])
+    inputs: dict[str, Any] = {
+        **datum.loss_inputs,
+        "logprobs": np.zeros(6, np.float32),
+        "advantages": np.zeros(6, np.float32),
+    }
+    config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    request = prepare((Datum(tokens=datum.tokens, loss_inputs=inputs),), loss_fn, config, VOCAB_SIZE)
+    terms = request.sequence_terms(torch.full((6, 1), -6.0))
+    assert not terms.slope.any()
+    assert terms.is_clipped is not None
+    assert not terms.is_clipped.any()
+
+
 def test_every_loss_is_tested() -> None:
     assert set(LOSSES) == set(PLAIN_LOSSES) == set(CONFIGS)
 

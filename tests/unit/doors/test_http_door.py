@@ -441,6 +441,18 @@ async def turns_during(call: Awaitable[httpx.Response]) -> tuple[httpx.Response,
     return running.result(), num_turns
 
 
+async def test_other_calls_run_while_the_json_of_a_large_rpc_is_parsed_and_made(opened: Open) -> None:
+    metadata = {str(number): "a" for number in range(30_000)}
+    listed = sessions_pb2.ListSessionsResponse(sessions=[sessions_pb2.Session(user_metadata=metadata)] * 4)
+    door, client = await opened(FakeService(create_session=sessions_pb2.CreateSessionResponse(), list_sessions=listed))
+    service = f"{door.url}/tinkerpool.v1.SessionService/"
+    body = json.dumps({"userMetadata": metadata}).encode()
+    for path, content in (("CreateSession", body), ("ListSessions", b"{}")):
+        response, num_turns = await turns_during(client.post(service + path, content=content))
+        assert response.is_success, response.text
+        assert num_turns > 10  # on the event loop there are a few
+
+
 @pytest.mark.parametrize("path", ["/checkpoints", "/training_runs/r/checkpoints"])
 async def test_a_large_listing_has_every_row_and_other_calls_run_between_its_slices(opened: Open, path: str) -> None:
     found = [checkpoint(index) for index in range(CHECKPOINTS_MAX)]

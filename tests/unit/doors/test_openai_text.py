@@ -219,6 +219,8 @@ def test_a_template_reports_its_errors_and_cannot_leave_its_sandbox() -> None:
         render("{{ messages.append(1) }}")
     with pytest.raises(ChatTemplateError, match="Unexpected end"):
         render("{% if messages %}")
+    with pytest.raises(ChatTemplateError, match="has no attribute"):
+        render("{{ messages|dictsort }}")
 
 
 def test_a_template_is_found_in_every_file_that_models_keep_it_in() -> None:

@@ -220,7 +220,8 @@ def test_advantages_are_rewards_against_their_group_and_equal_rewards_teach_noth
     assert data[0].loss_fn_inputs["logprobs"].tolist() == [0, 0, -1, -2]
     advantages = [datum.loss_fn_inputs["advantages"].tolist() for datum in data]
     np.testing.assert_allclose(advantages, [[0, 0, sign, sign] for sign in (1, -1, -1, 1)], atol=1e-3)
-    assert reinforcement.learn_from([4], sequences, [0.5] * 4) == []
+    for reward, number in ((0.5, 4), (0.1, 6), (0.7, 7), (-0.1, 64)):  # of some the mean is rounded
+        assert reinforcement.learn_from([4], (sequences * 16)[:number], [reward] * number) == []
 
 
 def test_a_reply_is_shown_on_one_line_below_what_was_asked_without_control_characters() -> None:
