@@ -6,8 +6,8 @@ unfinished requests by tenant, and bounds the memory of all requests and unread 
 the store when they are needed, and so are large results, once there is room for the response (`responses`).
 
 `FinishedSamples` is for clients that poll for their samples with a cursor; a client's samples have sequence numbers in
-a block of its own. A client's list begins with the finished samples in the store that were not fetched, so a list may
-be dropped at any time: its client then gets some samples twice.
+a block of its own. A client's list begins with the finished samples in the store that were not fetched, read as the
+client takes them, so a list may be dropped at any time: its client then gets some samples twice.
 
 Does not depend on which operation runs next. Main invariants: a wait yields each operation once; no two samples of a
 sampler get the same number, in any epoch; cursors only grow, over all epochs, and a sample that finishes later is
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
@@ -43,7 +43,7 @@ CLIENTS_MAX = 4096
 UNREPORTED_MAX = 4096
 """Samples in one list; a list that grows longer, because it is not polled, is dropped."""
 REPORTED_MAX = 1000
-"""Samples in one response."""
+"""Samples in one response, and in one read of the store: 15 ms."""
 _POSITION_BITS = 32
 """Low bits of a cursor: the position within an epoch. The epoch is in the bits above."""
 
@@ -62,10 +62,25 @@ class Finished:
     """Size of its result."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unfetched:
+    """Finished samples in the store that were not fetched, by sequence number."""
+
+    samples: Sequence[Finished]
+    read_to: int | None
+    """The number up to which the store was read; None: to the last one."""
+
+
+ReadUnfetched = Callable[[int], Unfetched]
+"""Reads some of a client's unfetched samples, at most `REPORTED_MAX`, behind a sequence number."""
+
+
 @dataclass(slots=True, eq=False)
 class _List:
     unreported: deque[tuple[int, Finished]] = field(default_factory=deque)
     """Samples with their positions, ascending."""
+    read_to: int | None = 0
+    """As in `Unfetched`; samples behind it are in the store alone."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the list has grown or was dropped."""
 
@@ -91,6 +106,8 @@ class FinishedSamples:
         found = self._lists.get(key)
         if found is None:
             return
+        if found.read_to is not None and operation.seq > found.read_to:
+            return
         is_failed = operation.state == ops_pb.OPERATION_STATE_FAILED
         self._add(found, Finished(operation.name, is_failed, operation.ByteSize()))
         found.changed.set()
@@ -98,24 +115,25 @@ class FinishedSamples:
             del self._lists[key]
 
     async def since(
-        self, target_id: str, client: int, cursor: int, timeout_s: float, unfetched: Callable[[], Iterable[Finished]]
+        self, target_id: str, client: int, cursor: int, timeout_s: float, unfetched: ReadUnfetched
     ) -> tuple[list[Finished], int]:
         """Return the samples that finished since a cursor (0: any), oldest first, and the next cursor.
 
         Waits for the first one, at most for `timeout_s`. Samples up to the cursor are dropped from the list.
-        `unfetched` reads the finished samples that were not fetched from the store. Raises ServiceError UNAVAILABLE
-        when the coordinator stops.
+        Raises ServiceError UNAVAILABLE when the coordinator stops.
         """
         position = cursor & ((1 << _POSITION_BITS) - 1) if cursor >> _POSITION_BITS == self._epoch else 0
         reported: list[tuple[int, Finished]] = []
         try:
             async with asyncio.timeout(timeout_s):
                 while not reported:
-                    found = self._list((target_id, client), unfetched)
+                    found = self._list((target_id, client))
                     while found.unreported and found.unreported[0][0] <= position:
                         found.unreported.popleft()
+                    if not found.unreported and found.read_to is not None:
+                        self._read(found, unfetched)
                     reported = list(islice(found.unreported, REPORTED_MAX))
-                    if not reported:
+                    if not reported and found.read_to is None:
                         found.changed.clear()
                         await found.changed.wait()
         except TimeoutError:
@@ -134,19 +152,24 @@ class FinishedSamples:
         for found in self._lists.values():
             found.changed.set()
 
-    def _list(self, key: tuple[str, int], unfetched: Callable[[], Iterable[Finished]]) -> _List:
+    def _list(self, key: tuple[str, int]) -> _List:
         if self._is_closed:
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down: ask again")
         found = self._lists.get(key)
         if found is None:
             found = self._lists[key] = _List()
-            for finished in unfetched():
-                self._add(found, finished)
         self._lists.move_to_end(key)
         if len(self._lists) > CLIENTS_MAX:
             _, dropped = self._lists.popitem(last=False)
             dropped.changed.set()
         return found
+
+    def _read(self, found: _List, unfetched: ReadUnfetched) -> None:
+        assert found.read_to is not None
+        more = unfetched(found.read_to)
+        for finished in more.samples:
+            self._add(found, finished)
+        found.read_to = more.read_to
 
     def _add(self, found: _List, finished: Finished) -> None:
         found.unreported.append((next(self._positions), finished))

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from coordinator.base.errors import ServiceError, invalid, not_found, sampler_exists, unavailable, unmet
 from coordinator.operations.admission import Request
 from coordinator.operations.holdings import claim_of_sample
-from coordinator.operations.in_flight import CLIENT_SEQS, Finished
+from coordinator.operations.in_flight import CLIENT_SEQS, REPORTED_MAX, Finished, Unfetched
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
@@ -123,7 +123,7 @@ class SamplingUseCases(UseCases):
         """Return a client's samples that finished since a cursor (0: any), and the next cursor."""
         self._sampler(principal, sampler_id)
         return await self._core.finished_samples.since(
-            sampler_id, client, cursor, timeout_s, lambda: self._unfetched(sampler_id, client)
+            sampler_id, client, cursor, timeout_s, lambda behind: self._unfetched(sampler_id, client, behind)
         )
 
     @uninterrupted
@@ -190,15 +190,17 @@ class SamplingUseCases(UseCases):
             return None
         return self._core.store.samplers.of_request(request.session_id, request.request_id)
 
-    def _unfetched(self, sampler_id: str, client: int) -> list[Finished]:
-        """Return finished samples that were not fetched, oldest first, without those still in the in-flight table."""
-        rows = self._core.store.operations.unfetched(sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS)
+    def _unfetched(self, sampler_id: str, client: int, behind: int) -> Unfetched:
+        """Read finished samples that were not fetched, without those still in the in-flight table."""
+        first_seq, last_seq = max(behind, client * CLIENT_SEQS) + 1, (client + 1) * CLIENT_SEQS
+        rows = self._core.store.operations.unfetched(sampler_id, first_seq, last_seq, REPORTED_MAX)
         found = [(names.operation_name(sampler_id, row.seq), row) for row in rows]
-        return [
+        samples = [
             Finished(name, row.is_failed, row.num_bytes)
             for name, row in found
             if self._core.in_flight.get(name) is None
         ]
+        return Unfetched(samples, rows[-1].seq if len(rows) == REPORTED_MAX else None)
 
 
 def _seed(request: pb.SampleRequest) -> int:

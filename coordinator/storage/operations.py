@@ -120,13 +120,13 @@ class Operations(Table[OperationRow]):
         """Return the sample operations without an outcome, each with its payload."""
         return self._with_payloads("outcome_bytes IS NULL AND kind = 'sample' ORDER BY target_id, seq", ())
 
-    def unfetched(self, target_id: str, first_seq: int, last_seq: int) -> list[UnfetchedOperation]:
-        """Return the finished operations of a range of sequence numbers that were not fetched, oldest first."""
+    def unfetched(self, target_id: str, first_seq: int, last_seq: int, rows_max: int) -> list[UnfetchedOperation]:
+        """Return the first finished operations of a range of sequence numbers that were not fetched, in order."""
         rows = self._database.read(
             "SELECT seq, is_failed, outcome_bytes AS num_bytes FROM operations WHERE target_id = ?"
             " AND seq BETWEEN ? AND ? AND outcome_bytes > 0 AND fetched_service_s IS NULL"
-            " ORDER BY finished_service_s, seq",
-            (target_id, first_seq, last_seq),
+            " ORDER BY seq LIMIT ?",
+            (target_id, first_seq, last_seq, rows_max),
         )
         return [typed(UnfetchedOperation, row) for row in rows]
 

@@ -10,8 +10,11 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
+from coordinator.operations import in_flight
+from coordinator.service import sampling
 from coordinator.storage.access.audit import Act
 from coordinator.storage.cycles import CycleCommit
+from coordinator.storage.rows import UnfetchedOperation
 from coordinator.storage.sqlite import DiskFullError
 from tests.support.adapter_logs import spec_named
 from tests.support.faults import HELD_S_MAX, held
@@ -298,6 +301,31 @@ async def test_a_sample_that_is_cancelled_while_it_is_logged_ends_once_it_is_dur
     [cancelled] = await asyncio.wait_for(pool.wait(await call), 60)
     assert (cancelled.state, cancelled.error.reason) == (FAILED, "CANCELLED")
     assert pool.core.samples.num_samples == 0
+
+
+async def test_many_unfetched_samples_are_read_from_the_store_in_parts(
+    monkeypatch: pytest.MonkeyPatch, pool: ToyPool
+) -> None:
+    monkeypatch.setattr(in_flight, "REPORTED_MAX", 2)  # the real bound is too large for a test
+    monkeypatch.setattr(sampling, "REPORTED_MAX", 2)
+    sampler, sizes = await pool.sampler(await pool.session()), list[int]()
+    unfetched = pool.store.operations.unfetched
+
+    def read(*arguments: Any) -> list[UnfetchedOperation]:
+        rows = unfetched(*arguments)
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(pool.store.operations, "unfetched", read)
+    for seq in range(1, 6):
+        await pool.sample(sampler, seq)
+    await until(lambda: not pool.core.samples.num_samples)
+    principal, cursor, names = await pool.principal(), 0, list[str]()
+    while len(names) < 5:
+        found, cursor = await pool.service.finished_samples(principal, sampler, 0, cursor, 0.0)
+        names += [each.name for each in found]
+    assert names == [f"{sampler}:{seq}" for seq in range(1, 6)]
+    assert sizes == [2, 2, 1]
 
 
 async def test_a_sample_whose_session_ends_while_it_is_logged_ends_too(pool: ToyPool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import pytest
 
 from coordinator.base.errors import ServiceError
 from coordinator.operations import in_flight
-from coordinator.operations.in_flight import CLIENT_SEQS, Finished, FinishedSamples
+from coordinator.operations.in_flight import CLIENT_SEQS, Finished, FinishedSamples, Unfetched
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
@@ -23,10 +23,15 @@ async def returned(
     cursor: int = 0,
     client: int = 0,
     timeout_s: float = 0,
-    unfetched: Iterable[Finished] = (),
+    unfetched: Sequence[Finished] = (),
 ) -> tuple[list[str], int]:
-    found, cursor = await finished.since("s:sample:0", client, cursor, timeout_s, lambda: unfetched)
+    store = Unfetched(unfetched, None)
+    found, cursor = await finished.since("s:sample:0", client, cursor, timeout_s, lambda _: store)
     return [each.name.rpartition(":")[2] for each in found], cursor
+
+
+def nothing(behind: int) -> Unfetched:
+    return Unfetched([], None)
 
 
 async def test_a_finished_sample_is_returned_until_the_cursor_passes_it() -> None:
@@ -40,7 +45,7 @@ async def test_a_finished_sample_is_returned_until_the_cursor_passes_it() -> Non
     after, last = await returned(finished, cursor)
     assert (after, last > cursor) == (["7"], True)
     assert await returned(finished, last) == ([], last)
-    states = [each.is_failed for each in (await finished.since("s:sample:0", 0, 0, 0, list))[0]]
+    states = [each.is_failed for each in (await finished.since("s:sample:0", 0, 0, 0, nothing))[0]]
     assert states == []  # everything up to a cursor is dropped
 
 
@@ -95,6 +100,33 @@ async def test_a_dropped_list_is_rebuilt_behind_every_cursor(monkeypatch: pytest
     first, cursor = await returned(finished, client=2, unfetched=stored)
     second, _ = await returned(finished, cursor, client=2)
     assert (first, second) == (["2", "3"], ["4", "5"])
+
+
+async def test_unfetched_samples_are_read_as_the_client_takes_them() -> None:
+    finished, reads = FinishedSamples(epoch=1), list[int]()
+    stored = [Finished(f"s:sample:0:{seq}", is_failed=False, num_bytes=1) for seq in range(1, 8)]
+
+    def read(behind: int) -> Unfetched:
+        reads.append(behind)
+        some = stored[behind : behind + 3]
+        return Unfetched(some, behind + 3 if len(some) == 3 else None)
+
+    async def taken(cursor: int) -> tuple[list[str], int]:
+        found, cursor = await finished.since("s:sample:0", 0, cursor, 0, read)
+        return [each.name.rpartition(":")[2] for each in found], cursor
+
+    first, cursor = await taken(0)
+    assert (first, reads) == (["1", "2", "3"], [0])
+    stored.append(Finished("s:sample:0:8", is_failed=False, num_bytes=1))
+    finished.note(sample(8))  # the store has it
+    finished.note(sample(2))  # it was not finished when the store was read
+    names = list[str]()
+    while found := (await taken(cursor))[0]:
+        names, cursor = names + found, (await taken(cursor))[1]
+    assert (names, reads) == (["2", "4", "5", "6", "7", "8"], [0, 3, 6])
+    finished.note(sample(9))
+    assert (await taken(cursor))[0] == ["9"]
+    assert reads == [0, 3, 6]
 
 
 async def test_a_stop_ends_every_wait() -> None:

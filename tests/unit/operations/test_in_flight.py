@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations import in_flight
-from coordinator.operations.in_flight import FinishedSamples, InFlightTable
+from coordinator.operations.in_flight import FinishedSamples, InFlightTable, Unfetched
 from coordinator.operations.operation import Acceptance, Kind, Operation, Usage
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -245,8 +245,8 @@ async def test_results_that_a_client_does_not_read_take_bounded_memory(monkeypat
 async def test_only_committed_samples_are_reported_to_their_client() -> None:
     finished = FinishedSamples(epoch=1)
     table, ones = InFlightTable(finished), [operation(1, kind=Kind.SAMPLE), operation(2)]
-    assert await finished.since("a", 0, 0, 0, list) == ([], 1 << 32)
+    assert await finished.since("a", 0, 0, 0, lambda _: Unfetched([], None)) == ([], 1 << 32)
     for one in ones:
         table.add(one)
         finish(table, one)
-    assert [each.name for each in (await finished.since("a", 0, 0, 0, list))[0]] == ["a:1"]
+    assert [each.name for each in (await finished.since("a", 0, 0, 0, lambda _: Unfetched([], None)))[0]] == ["a:1"]
