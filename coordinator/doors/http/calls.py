@@ -31,6 +31,8 @@ SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call without data for training or sampling."""
 JSON_BYTES_MAX = 8 << 20
 """Largest body in JSON: parsing holds the interpreter's lock, and the parsed body is many times as large."""
+INLINE_JSON_BYTES_MAX = 32 << 10
+"""JSON that Python itself reads or writes, 0.4 s a MiB, is made on the event loop up to this size."""
 _FAULTS_SHOWN = 5
 
 Body = TypeVar("Body", bound=BaseModel)

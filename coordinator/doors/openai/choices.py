@@ -61,7 +61,8 @@ class Choice:
         """Add the next token; return the piece that became final."""
         if self._is_empty:
             return Piece(text="", infos=())
-        info = TokenInfo(token=token, logprob=logprob, top=top, offset=self._offset)
+        offset = self._offset + self._detokenizer.num_held
+        info = TokenInfo(token=token, logprob=logprob, top=top, offset=offset)
         self.num_tokens += 1
         text = self._detokenizer.push(token)
         self._offset += len(text)
@@ -85,10 +86,12 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return Piece(text="".join(each.text for each in pieces), infos=tuple(i for each in pieces for i in each.infos))
 
 
-def prompt_infos(prompt: Sequence[int], result: ops_pb.SampleResult, model: TextModel) -> tuple[TokenInfo, ...]:
-    """Return a prompt's tokens as the first ones of a choice, with the requested log-probabilities."""
+def prompt_infos(
+    prompt: Sequence[int], text: str, result: ops_pb.SampleResult, model: TextModel
+) -> tuple[TokenInfo, ...]:
+    """Return the tokens of a prompt, and of its text, as the first ones of a choice, with the log-probabilities."""
     logprobs = from_tensor(result.prompt_logprobs).tolist()
-    pieces, offset, infos = model.detokenizer(is_prompt=True), 0, []
+    pieces, offset, infos = model.prompt_detokenizer(prompt, text), 0, []
     for index, token in enumerate(prompt):
         top = _row(result.topk_prompt, index) if index and result.HasField("topk_prompt") else ()
         logprob = None if math.isnan(logprobs[index]) else logprobs[index]

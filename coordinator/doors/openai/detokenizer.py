@@ -79,6 +79,11 @@ class Detokenizer:
         self.is_stopped = False
         """A stop string was completed: no more text is visible."""
 
+    @property
+    def num_held(self) -> int:
+        """Visible characters that are held back."""
+        return sum(is_shown for _, is_shown in self._held)
+
     def push(self, token: int) -> str:
         """Add a token; return the visible text that became final."""
         if token not in self._hidden:

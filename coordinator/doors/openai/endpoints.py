@@ -24,6 +24,11 @@ PREFIXES = ("/v1", "/oai/api/v1")
 """Path prefixes: OpenAI's, and Tinker's for the same API."""
 CHOICES_MAX = 2048
 """Most choices in one response."""
+LOGPROBS_MAX = 1 << 18
+"""Most log-probabilities in one response: each choice repeats those of an echoed prompt. In JSON each has 20 to 100
+bytes, and 250 while it is made."""
+ECHO_CHARACTERS_MAX = 16 << 20
+"""Most characters of echoed prompts in one response, likewise."""
 
 
 class OpenAi:
@@ -99,6 +104,7 @@ class OpenAi:
             _request(sampler, seq, prompt, options, params) for seq, prompt in zip(seqs, options.prompts, strict=True)
         ]
         writer = ResponseWriter(
+            call=call,
             name=uuid.uuid4().hex,
             created_s=int(call.door.time.wall()),
             model_name=found.name,
@@ -150,6 +156,28 @@ def _check_size(options: ResponseOptions, model: TextModel, param: str) -> None:
                 + ": shorten the prompt, or request fewer tokens",
                 "CONTEXT_LENGTH_EXCEEDED",
             )
+    if options.num_top is not None and (number := _num_logprobs(options, model)) > LOGPROBS_MAX:
+        raise refused(
+            "logprobs",
+            f"the response may have {number} log-probabilities, and at most {LOGPROBS_MAX} are allowed: ask for fewer "
+            "choices (n), tokens (max_tokens) or log-probabilities of each token, or without echo",
+        )
+    num_characters = options.num_choices * sum(map(len, options.echoes or ()))
+    if num_characters > ECHO_CHARACTERS_MAX:
+        raise refused(
+            "echo",
+            f"the response would repeat {num_characters} characters of prompts, and at most {ECHO_CHARACTERS_MAX} are "
+            "allowed: ask for fewer choices (n), or without echo",
+        )
+
+
+def _num_logprobs(options: ResponseOptions, model: TextModel) -> int:
+    """Return the log-probabilities that a response has at most."""
+    num_positions = 0
+    for prompt in options.prompts:
+        num_positions += options.max_tokens or model.max_tokens - len(prompt)
+        num_positions += len(prompt) if options.echoes is not None else 0
+    return options.num_choices * num_positions * (1 + (options.num_top or 0))
 
 
 def _params(asked: schemas.Common, model: TextModel, max_tokens: int) -> pb.SamplingParams:

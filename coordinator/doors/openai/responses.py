@@ -6,15 +6,17 @@ parse responses with that package.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from coordinator.doors.door import to_refusal
+from coordinator.doors.http.calls import INLINE_JSON_BYTES_MAX, Call
 from coordinator.doors.http.responses import encode_json
 from coordinator.doors.openai.choices import Choice, Piece, TokenInfo, TopToken, joined, prompt_infos
 from coordinator.doors.openai.errors import error_body
@@ -22,11 +24,12 @@ from coordinator.doors.openai.samples import Event, check
 from coordinator.doors.openai.text_models import TextModel
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-_INLINE_TOKENS_MAX = 2048
-"""Longer texts are made on a thread."""
+_ENTRY_BYTES = 16
+"""Of a token or a log-probability in JSON, by which a response takes turns: at least, and 10 microseconds to make."""
 LOGPROB_MIN = -9999.0
 """OpenAI's number for minus infinity, which JSON does not have."""
 DONE = b"data: [DONE]\n\n"
+Made = TypeVar("Made")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -155,6 +158,7 @@ class ResponseOptions:
 class ResponseWriter:
     """Writes the response of one call."""
 
+    call: Call
     name: str
     """Unique part of the response's id."""
     created_s: int
@@ -165,9 +169,8 @@ class ResponseWriter:
 
     async def whole(self, operations: Sequence[ops_pb.Operation]) -> bytes:
         """Return the body, from the prompts' finished samples."""
-        if sum(operation.num_tokens for operation in operations) > _INLINE_TOKENS_MAX:
-            return await asyncio.to_thread(self._whole, operations)
-        return self._whole(operations)
+        size = sum(self._size(index, operation) for index, operation in enumerate(operations))
+        return await self._in_turn(size, lambda: self._whole(operations))
 
     async def stream(
         self, first: Event, events: AsyncGenerator[Event], while_valid: AbstractContextManager[None]
@@ -199,7 +202,7 @@ class ResponseWriter:
                 if event.HasField("operation"):
                     check(event.operation)
                     operations.append(event.operation)
-                    for chunk in self._rest(prompt_index, event.operation, growing):
+                    async for chunk in self._rest(prompt_index, event.operation, growing):
                         yield chunk
                 elif not self.options.is_streamed_late:
                     index = prompt_index * self.options.num_choices + event.token.sequence_index
@@ -211,22 +214,28 @@ class ResponseWriter:
                 num_tokens = sum(each.choice.num_tokens for each in growing.values())
                 yield _event(self._frame(self.style.chunk_object, [], self._usage(operations, num_tokens)))
 
-    def _rest(self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]) -> list[bytes]:
-        """Return the last chunks of a prompt's choices."""
-        chunks = []
+    async def _rest(
+        self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]
+    ) -> AsyncGenerator[bytes]:
+        """Yield the last chunks of a prompt's choices, made choice by choice."""
+        is_late = self.options.is_streamed_late
+        size = self._size(prompt_index, operation) if is_late else 0
+        echo = await self._in_turn(size, lambda: self._echo(prompt_index, operation)) if is_late else None
         for number, sequence in enumerate(operation.sample.sequences):
             index = prompt_index * self.options.num_choices + number
-            each = growing[index]
-            pieces = list(each.choice.rest(sequence, each.num_pushed))
-            if self.options.is_streamed_late:
-                pieces.insert(0, self._echo(prompt_index, operation))
-            chunks += [
-                self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos) if piece.infos else None))
-                for piece in pieces
-                if piece.text or (piece.infos and self.options.num_top is not None)
-            ]
-            chunks.append(self._chunk(self.style.end(index, each.choice.finish_reason(sequence))))
-        return chunks
+            make = partial(self._last_chunks, index, sequence, growing[index], echo)
+            yield await self._in_turn(size, make)
+
+    def _last_chunks(
+        self, index: int, sequence: ops_pb.SampledSequence, growing: _Growing, echo: Piece | None
+    ) -> bytes:
+        pieces = [*([echo] if echo is not None else ()), *growing.choice.rest(sequence, growing.num_pushed)]
+        chunks = [
+            self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos) if piece.infos else None))
+            for piece in pieces
+            if piece.text or (piece.infos and self.options.num_top is not None)
+        ]
+        return b"".join((*chunks, self._chunk(self.style.end(index, growing.choice.finish_reason(sequence)))))
 
     def _whole(self, operations: Sequence[ops_pb.Operation]) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -242,6 +251,16 @@ class ResponseWriter:
         body = self._frame(self.style.whole_object, choices, self._usage(operations, num_tokens))
         return encode_json(body)
 
+    def _size(self, prompt_index: int, operation: ops_pb.Operation) -> int:
+        """Return how much the choices of a prompt have, in tokens and log-probabilities."""
+        num_echoed = len(self.options.prompts[prompt_index]) if self.options.echoes is not None else 0
+        num_tokens = sum(num_echoed + math.prod(each.tokens.shape) for each in operation.sample.sequences)
+        return num_tokens * (2 + self.options.num_top if self.options.num_top is not None else 1)
+
+    async def _in_turn(self, size: int, make: Callable[[], Made]) -> Made:
+        """Return what `make` makes of so many tokens and log-probabilities: of many on a thread, in a turn."""
+        return await self.call.in_turn(size * _ENTRY_BYTES, make, inline_bytes_max=INLINE_JSON_BYTES_MAX)
+
     def _choice(self, prompt_index: int) -> Choice:
         echoes = self.options.echoes
         offset = len(echoes[prompt_index]) if echoes is not None else 0
@@ -251,10 +270,10 @@ class ResponseWriter:
         """Return the first piece of a prompt's choices: the prompt, if it is echoed."""
         if self.options.echoes is None:
             return Piece(text="", infos=())
-        infos: tuple[TokenInfo, ...] = ()
+        text, infos = self.options.echoes[prompt_index], tuple[TokenInfo, ...]()
         if self.options.num_top is not None:
-            infos = prompt_infos(self.options.prompts[prompt_index], operation.sample, self.model)
-        return Piece(text=self.options.echoes[prompt_index], infos=infos)
+            infos = prompt_infos(self.options.prompts[prompt_index], text, operation.sample, self.model)
+        return Piece(text=text, infos=infos)
 
     def _logprobs(self, infos: Sequence[TokenInfo]) -> Any:
         number = self.options.num_top

@@ -6,16 +6,14 @@ parameters that do not affect the response are ignored.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, Items, check_elements
+from coordinator.doors.http.calls import INLINE_JSON_BYTES_MAX, JSON_BYTES_MAX, Call, Items, check_elements
 from coordinator.doors.openai.errors import refused, unsupported
-from coordinator.payloads.elements import INLINE_BYTES_MAX
 
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000
@@ -123,9 +121,7 @@ class Chat(Common):
 async def read(call: Call, shape: type[Body]) -> Body:
     """Return the body of a call. Raises ServiceError, which names the wrong parameter."""
     body = await call.body(bytes_max=JSON_BYTES_MAX)
-    if len(body) > INLINE_BYTES_MAX:
-        return await asyncio.to_thread(parse, shape, body)
-    return parse(shape, body)
+    return await call.in_turn(len(body), lambda: parse(shape, body), inline_bytes_max=INLINE_JSON_BYTES_MAX)
 
 
 def parse(shape: type[Body], body: bytes) -> Body:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from coordinator.limits.turns import Turns
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _INLINE_CHARACTERS_MAX = 4096
-"""Longer texts are encoded on a thread, which the tenants share by turns."""
+"""Longer texts are encoded on a thread, and longer conversations rendered, which the tenants share by turns."""
 _PREFIX_CHARACTERS = 16
 """Characters for each token of the longest prompt. Of a longer text, a prefix of this length is encoded first: if that
 alone has twice as many tokens as the model takes, the rest is not encoded. Languages have two to five to a token."""
@@ -53,9 +54,13 @@ class TextModel:
     """Turns at encoding long texts: one at a time leaves the other processors to the workers."""
     _token_texts: dict[int, tuple[str, bytes | None]] = field(default_factory=dict, init=False)
 
-    def detokenizer(self, stops: Sequence[str] = (), *, is_prompt: bool = False) -> Detokenizer:
-        """Return the detokenizer of one sampled sequence, or of a prompt."""
-        return Detokenizer(self.tokenizer, self.hidden, stops, () if is_prompt else self.anchor)
+    def detokenizer(self, stops: Sequence[str] = ()) -> Detokenizer:
+        """Return the detokenizer of one sampled sequence."""
+        return Detokenizer(self.tokenizer, self.hidden, stops, self.anchor)
+
+    def prompt_detokenizer(self, prompt: Sequence[int], text: str) -> Detokenizer:
+        """Return the detokenizer of a prompt with this text: of special tokens it has those that were not added."""
+        return Detokenizer(self.tokenizer, () if self.text_of(prompt) == text else self.hidden, (), ())
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -100,8 +105,10 @@ class TextModel:
                 f"{self.name} has no chat template: use /v1/completions, with a prompt in the model's format",
                 "NO_CHAT_TEMPLATE",
             )
+        is_short = len(repr((messages, options))) <= _INLINE_CHARACTERS_MAX
         try:
-            text = await asyncio.to_thread(self.template.render, messages, options)
+            async with contextlib.nullcontext() if is_short else self.turns.turn(tenant_id):
+                text = await asyncio.to_thread(self.template.render, messages, options)
         except ChatTemplateError as error:
             raise refused(
                 "messages", f"the chat template of {self.name} does not accept these messages: {error}"

@@ -18,12 +18,9 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import to_refusal
-from coordinator.doors.http.calls import Call, check_elements
+from coordinator.doors.http.calls import INLINE_JSON_BYTES_MAX, Call, check_elements
 from coordinator.doors.http.responses import headers_of, status_of
 from coordinator.doors.rpcs import has_bytes, methods, path_of, use_case_name
-
-INLINE_JSON_BYTES_MAX = 32 << 10
-"""Messages of at most so many bytes are parsed and made where they are: protobuf's JSON is Python, 0.4 s a MiB."""
 
 
 def unary() -> dict[str, MethodDescriptor]:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import re
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,7 +20,9 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
+from coordinator.doors.openai import endpoints, schemas
 from coordinator.doors.openai.responses import LOGPROB_MIN
+from coordinator.doors.openai.templates import ChatTemplate
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
 from coordinator.storage.store import Store
@@ -122,6 +126,11 @@ class Door:
     async def request(self, service: Any, method: str, path: str, **options: Any) -> httpx.Response:
         async with await self._open(service) as client:
             return await client.request(method, path, **options)
+
+    async def together(self, service: Any, path: str, bodies: Sequence[Any]) -> list[httpx.Response]:
+        """POST all bodies at the same time."""
+        async with await self._open(service) as client:
+            return await asyncio.gather(*(client.post(path, json=body) for body in bodies))
 
     async def streamed_with(
         self, keys: Authenticator, key: str, service: Any, then: Callable[[], Awaitable[None]]
@@ -286,6 +295,75 @@ async def test_the_log_probabilities_of_a_conversation_are_an_object_for_each_to
     assert second["top_logprobs"][0]["token"] == "x"
 
 
+@pytest.mark.parametrize("prompt", ["And", [0, 5, 0, 6]])
+async def test_offsets_count_text_that_is_held_back_and_special_tokens_of_an_echo(
+    door: Door, prompt: str | list[int]
+) -> None:
+    tokens = tokens_of(prompt) if isinstance(prompt, str) else prompt
+    logprobs = to_tensor(np.array([np.nan, *[-1.5] * (len(tokens) - 1)], np.float32))
+    service = fake(sequence("xab"), result=ops_pb.SampleResult(prompt_logprobs=logprobs))
+    body = await door.complete(service, prompt, logprobs=0, echo=True, stop=["xyz", "bcd"])
+    choice = body["choices"][0]
+    lengths = [len(MODEL.text_of([token])) for token in tokens + tokens_of("xab")]
+    assert choice["logprobs"]["text_offset"] == [sum(lengths[:index]) for index in range(len(lengths))]
+    assert len(choice["text"]) == sum(lengths)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_other_calls_run_while_a_response_with_many_log_probabilities_is_made(
+    door: Door, is_streamed: bool
+) -> None:
+    text = "x" * 150
+    each = sequence(text, topk=[[("a", -0.25)] * 8] * len(tokens_of(text)))
+    base = sessions_pb2.BaseModel()
+    base.CopyFrom(BASE)
+    base.max_sequence_tokens = 1024
+    service = fake(*[each] * 40, get_capabilities=sessions_pb2.GetCapabilitiesResponse(base_models=[base]))
+    values = {"prompt": "And", "n": 40, "max_tokens": 200, "logprobs": 8, "stream": is_streamed}
+    call = asyncio.create_task(door.request(service, "POST", "/v1/completions", json={"model": "kjv", **values}))
+    num_turns = 0
+    while not call.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    response = call.result()
+    assert response.is_success, response.text
+    assert num_turns > 40  # with all of it on the event loop there are 15
+
+
+async def test_an_echo_of_a_long_prompt_in_many_choices_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "ECHO_CHARACTERS_MAX", 1000)  # the model's prompts are too short for the real one
+    values = {"model": "kjv", "prompt": ["And God"] * 2, "echo": True, "max_tokens": 1}
+    response = await door.request(fake(), "POST", "/v1/completions", json=values | {"n": 72})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
+    assert "1008 characters" in response.json()["error"]["message"]
+    assert (await door.complete(fake(sequence("a")), **values | {"n": 71}))["choices"]
+
+
+async def test_large_conversations_of_a_tenant_are_read_and_rendered_one_at_a_time(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = Counter[str](), Counter[str]()
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            running[name] += 1
+            most[name] = max(most[name], running[name])
+            time.sleep(0.02)  # so that others would run meanwhile
+            try:
+                return work(*arguments)
+            finally:
+                running[name] -= 1
+
+        return run
+
+    monkeypatch.setattr(schemas, "parse", noted("read", schemas.parse))
+    monkeypatch.setattr(ChatTemplate, "render", noted("rendered", ChatTemplate.render))
+    body = {"model": "kjv", "messages": [{"role": "user", "content": "a"}] * 2000}
+    responses = await door.together(fake(), "/v1/chat/completions", [body] * 3)
+    assert {response.status_code for response in responses} == {400}  # far too long for the model
+    assert most == {"read": 1, "rendered": 1}
+
+
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
 async def test_a_stream_is_the_whole_response_in_pieces(door: Door, logprobs: int | None) -> None:
     topk = [[("b", -0.25)]] * len(tokens_of(" \u20ac10 now"))
@@ -344,6 +422,8 @@ TEXT = {"prompt": "And"}
         (TEXT | {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter", "send 0"),
         (TEXT | {"min_p": 0.5}, "min_p", "unknown_parameter", "leave it out"),
         (TEXT | {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream=true"),
+        (TEXT | {"n": 1000, "logprobs": 20}, "logprobs", "invalid_value", "336000 log-probabilities"),
+        (CHAT | {"n": 300, "logprobs": True, "top_logprobs": 20}, "logprobs", "invalid_value", "choices"),
         (TEXT | {"max_tokens": 64}, "prompt", "context_length_exceeded", "64 tokens in all"),
         ({"prompt": ""}, "prompt", "invalid_value", "prompt is empty"),
         ({"prompt": []}, "prompt", "invalid_value", "non-empty"),

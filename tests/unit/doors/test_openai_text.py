@@ -108,7 +108,7 @@ def test_the_leading_space_of_a_continuation_is_kept() -> None:
     model = read_text_model(sessions_pb2.BaseModel(vocab_size=5, eos_token_ids=[4]), files)
     assert shown([0, 0], [], model.detokenizer()) == [" the", " the", ""]
     assert shown([0, 4, 0], [], model.detokenizer()) == [" the", "", " the", ""]
-    assert shown([0, 0], [], model.detokenizer(is_prompt=True)) == ["the", " the", ""]
+    assert shown([0, 0], [], model.prompt_detokenizer([0, 0], "the the")) == ["the", " the", ""]
     assert model.token_text(0) == (" the", b" the")
 
 
