@@ -30,7 +30,7 @@ from coordinator.payloads.passes import DecodedPass
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-REQUEST_BYTES_MAX = 48 << 20
+REQUEST_BYTES_MAX = 40 << 20
 """Memory for the unfinished requests of all tenants, as payloads and decoded. Beyond it requests of tenants with more
 than their equal part are not kept decoded, and the payloads of their passes stay in the log until they run."""
 RESULT_BYTES_MAX = 8 << 20

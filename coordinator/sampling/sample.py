@@ -1,8 +1,9 @@
 """A sample request that is not finished: its operation, its sampler, its worker, its tokens; their streams; its commit.
 
 A sample is in memory only, and its tokens are not kept: listeners get them as they are drawn, and at the end the
-finished operation. Does not depend on queues or placement. Main invariants: a token is streamed at most once, also if
-it is drawn again; the operation is a stream's last event; an outcome is visible only after it is durable.
+finished operation; a listener that leaves many unread gets the rest with that. Does not depend on queues or placement.
+Main invariants: a token is streamed at most once, also if it is drawn again; the operation is a stream's last event; an
+outcome is visible only after it is durable.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from workers.contract.messages import SampleResult, StopReason, TokenEvent, Toke
 
 Event = sampling_pb2.SampledToken | ops_pb.Operation
 """An event for a listener; None in its queue: the coordinator stops."""
+UNREAD_MAX, UNREAD_OF_TENANT_MAX = 8192, 4096
+"""Tokens of all listeners, and of one tenant's, that may be unread: each takes a kilobyte."""
+UNREAD_ALWAYS = 256
+"""Unread tokens that a listener may have whatever others have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,27 +159,73 @@ class Sample:
         return True
 
 
+class Listener:
+    """A sample's events for one reader: tokens while few are unread, then the finished operation, which has all."""
+
+    def __init__(self, tenant_id: str, unread: Counter[str]) -> None:
+        """`unread`: the tokens of each tenant that nobody has read yet, which this counts."""
+        self._tenant_id = tenant_id
+        self._unread = unread
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._num_unread = 0
+        self._is_cut = False
+
+    async def get(self) -> Event | None:
+        """Return the next event; None: the coordinator stops."""
+        event = await self._events.get()
+        if isinstance(event, sampling_pb2.SampledToken):
+            self._count(-1)
+        return event
+
+    def put(self, event: Event | None) -> None:
+        """Add an event; a token only as long as none was left out."""
+        if isinstance(event, sampling_pb2.SampledToken):
+            self._is_cut = self._is_cut or self._is_full()
+            if self._is_cut:
+                return
+            self._count(1)
+        self._events.put_nowait(event)
+
+    def close(self) -> None:
+        """Forget what is unread: nobody will read it."""
+        self._is_cut = True
+        self._count(-self._num_unread)
+
+    def _is_full(self) -> bool:
+        if self._num_unread < UNREAD_ALWAYS:
+            return False
+        return self._unread[self._tenant_id] >= UNREAD_OF_TENANT_MAX or self._unread.total() >= UNREAD_MAX
+
+    def _count(self, number: int) -> None:
+        self._num_unread += number
+        self._unread[self._tenant_id] += number
+        if not self._unread[self._tenant_id]:
+            del self._unread[self._tenant_id]
+
+
 class TokenStreams:
     """The listeners of all samples."""
 
     def __init__(self) -> None:
-        self._listeners: dict[str, list[asyncio.Queue[Event | None]]] = {}
+        self._listeners: dict[str, list[Listener]] = {}
+        self._unread: Counter[str] = Counter()
         self._is_closed = False
 
-    def listen(self, name: str) -> asyncio.Queue[Event | None]:
-        """Return a queue of the sample's events from now on. Call before the sample is submitted."""
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+    def listen(self, name: str, tenant_id: str) -> Listener:
+        """Return a listener to a tenant's sample from now on. Call before the sample is submitted."""
+        listener = Listener(tenant_id, self._unread)
         if self._is_closed:
-            queue.put_nowait(None)
-        self._listeners.setdefault(name, []).append(queue)
-        return queue
+            listener.put(None)
+        self._listeners.setdefault(name, []).append(listener)
+        return listener
 
-    def unlisten(self, name: str, queue: asyncio.Queue[Event | None]) -> None:
+    def unlisten(self, name: str, listener: Listener) -> None:
         """Remove a listener."""
-        queues = self._listeners.get(name, [])
-        if queue in queues:
-            queues.remove(queue)
-        if not queues:
+        listener.close()
+        listeners = self._listeners.get(name, [])
+        if listener in listeners:
+            listeners.remove(listener)
+        if not listeners:
             self._listeners.pop(name, None)
 
     def has_listener(self, name: str) -> bool:
@@ -186,20 +237,20 @@ class TokenStreams:
         if not sample.is_new(event):
             return
         token = sampling_pb2.SampledToken(sequence_index=event.sequence_index, token=event.token, logprob=event.logprob)
-        for queue in self._listeners.get(sample.name, ()):
-            queue.put_nowait(token)
+        for listener in self._listeners.get(sample.name, ()):
+            listener.put(token)
 
     def finish(self, name: str, operation: ops_pb.Operation) -> None:
         """Send the finished operation; the sample has no listeners after that."""
-        for queue in self._listeners.pop(name, ()):
-            queue.put_nowait(operation)
+        for listener in self._listeners.pop(name, ()):
+            listener.put(operation)
 
     def close(self) -> None:
         """End every stream."""
         self._is_closed = True
-        for queues in self._listeners.values():
-            for queue in queues:
-                queue.put_nowait(None)
+        for listeners in self._listeners.values():
+            for listener in listeners:
+                listener.put(None)
 
 
 class SampleCommits:

@@ -6,7 +6,6 @@ clients of a sampler, of which the Tinker protocol has several, never share a se
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 
@@ -18,7 +17,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
-from coordinator.sampling.sample import Event
+from coordinator.sampling.sample import Event, Listener
 from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, streamed, uninterrupted
 from coordinator.storage.rows import SamplerRow
 from coordinator.storage.sqlite import ConflictError
@@ -129,8 +128,8 @@ class SamplingUseCases(UseCases):
     @uninterrupted
     async def _begin(
         self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
-    ) -> tuple[Operation, asyncio.Queue[Event | None] | None]:
-        """Accept and submit a sample; return it, with a queue of its events if it is streamed and not finished."""
+    ) -> tuple[Operation, Listener | None]:
+        """Accept and submit a sample; return it, with a listener to it if it is streamed and not finished."""
         sampler = self._sampler(principal, request.sampler_id)
         self._live_session(principal, sampler.session_id)
         model = self._model(sampler.base_model)
@@ -149,14 +148,14 @@ class SamplingUseCases(UseCases):
         )
         [operation] = await acceptance.until_durable()
         wants_events = is_streamed and not operation.is_committed
-        events = self._core.samples.streams.listen(operation.name) if wants_events else None
+        events = self._core.samples.streams.listen(operation.name, principal.tenant_id) if wants_events else None
         if acceptance.is_new:
             if self._core.sessions.get(sampler.session_id) is None:
                 operation.cancel()  # it ended while the sample was being logged
             self._core.samples.submit(operation, sampler, decoded)
         return operation, events
 
-    async def _next_event(self, events: asyncio.Queue[Event | None], operation: Operation) -> Event:
+    async def _next_event(self, events: Listener, operation: Operation) -> Event:
         event = await events.get()
         if event is None:
             raise unavailable(

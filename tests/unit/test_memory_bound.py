@@ -12,6 +12,7 @@ from coordinator.cycle.phases import DECODED_BYTES_MAX, INSTALL_BYTES_MAX
 from coordinator.doors.grpc.intake import RESERVED_READERS, WAITING_MAX
 from coordinator.limits.results import COPIES, OF_TENANT_MAX, RESPONSE_BYTES_MAX
 from coordinator.operations.in_flight import REQUEST_BYTES_MAX, RESULT_BYTES_MAX
+from coordinator.sampling.sample import UNREAD_MAX
 from coordinator.scheduling.state_budget import BYTES_MAX
 from scripts.attack.report import MEMORY_GROWTH_MAX
 
@@ -20,6 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 STREAM_BYTES = 64 << 10
 """What the gRPC door receives of a call before its request is read."""
 LOGPROB_BYTES = 8
+UNREAD_TOKEN_BYTES = 1 << 10
+"""A message and its place in a queue."""
 GROWN = 4
 """Copies of one large message while it is decoded: bytes, objects, payload and arrays."""
 
@@ -37,6 +40,7 @@ def ceilings() -> dict[str, int]:
         "bodies over HTTP": http,
         "queued requests": REQUEST_BYTES_MAX,
         "small results in the queues of waits": RESULT_BYTES_MAX,
+        "tokens that were streamed and not read": UNREAD_MAX * UNREAD_TOKEN_BYTES,
         "results that are being sent": RESPONSE_BYTES_MAX + beyond_part,
         "one message that is decoded or encoded": GROWN * MESSAGE_BYTES_MAX,
         "payloads decoded for one pass": DECODED_BYTES_MAX,

@@ -105,7 +105,7 @@ class SamplingServiceServicer(object):
     def StreamSample(self, request, context):
         """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
         sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
-        ends nothing; CancelOperation does.
+        ends nothing; CancelOperation does. A client that leaves thousands of tokens unread gets the rest with the operation.
 
         Status codes as for Sample.
         """

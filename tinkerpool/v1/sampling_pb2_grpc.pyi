@@ -64,7 +64,7 @@ class SamplingServiceStub:
     StreamSample: _grpc.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
     sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
-    ends nothing; CancelOperation does.
+    ends nothing; CancelOperation does. A client that leaves thousands of tokens unread gets the rest with the operation.
 
     Status codes as for Sample.
     """
@@ -105,7 +105,7 @@ class SamplingServiceAsyncStub(SamplingServiceStub):
     StreamSample: _aio.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]  # type: ignore[assignment]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
     sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
-    ends nothing; CancelOperation does.
+    ends nothing; CancelOperation does. A client that leaves thousands of tokens unread gets the rest with the operation.
 
     Status codes as for Sample.
     """
@@ -167,7 +167,7 @@ class SamplingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_sampling_pb2.StreamSampleResponse], _abc.AsyncIterator[_sampling_pb2.StreamSampleResponse]]:
         """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
         sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
-        ends nothing; CancelOperation does.
+        ends nothing; CancelOperation does. A client that leaves thousands of tokens unread gets the rest with the operation.
 
         Status codes as for Sample.
         """

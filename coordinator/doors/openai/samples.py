@@ -76,16 +76,16 @@ async def events(call: Call, sampler: Sampler, requests: Sequence[pb.SampleReque
 
     Closing the generator cancels unfinished samples. Raises ServiceError if a sample is refused.
     """
-    queue: asyncio.Queue[tuple[int, pb.StreamSampleResponse | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, pb.StreamSampleResponse | Exception]] = asyncio.Queue(len(requests))
 
     async def follow(index: int, request: pb.SampleRequest) -> None:
         try:
             stream = call.service.stream_sample(call.principal, pb.StreamSampleRequest(request=request))
             async with aclosing(stream) as responses:
                 async for response in responses:
-                    queue.put_nowait((index, response))
+                    await queue.put((index, response))
         except Exception as error:  # noqa: BLE001  # raised again by the reader of the queue
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     unfinished = dict(enumerate(requests))
     following = [asyncio.create_task(follow(index, request)) for index, request in unfinished.items()]

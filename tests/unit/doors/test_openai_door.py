@@ -385,6 +385,18 @@ async def test_a_stream_is_the_whole_response_in_pieces(door: Door, logprobs: in
                 assert [value for piece in pieces for value in piece] == (values_of or [])
 
 
+async def test_a_stream_that_gets_its_last_tokens_with_the_finished_sample_has_the_whole_text(door: Door) -> None:
+    whole = fake(sequence("abcd", is_stop=True))
+
+    async def streamed(*arguments: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
+        events = [event async for event in whole.stream_sample(*arguments)]
+        for event in (*events[:2], events[-1]):
+            yield event
+
+    chunks = await door.chunks(fake(stream_sample=streamed), "/v1/completions", prompt="And")
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
+
+
 async def test_a_streamed_conversation_begins_with_the_role(door: Door) -> None:
     messages = [{"role": "user", "content": "Who?"}]
     chunks = await door.chunks(fake(sequence("ax", is_stop=True)), "/v1/chat/completions", messages=messages)
