@@ -7,6 +7,7 @@ samplers. Main invariant: a session leaves the table only once its end is durabl
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
 from tinkerpool import names
+
+DOOR = "tinkerpool:door"
+"""Metadata of sessions that a door keeps for its clients. These send no heartbeats between requests, and may repeat one
+as long as its result is kept."""
 
 
 @dataclass(slots=True)
@@ -31,6 +36,8 @@ class Session:
     next_sampler: int
     num_samplers: int
     """Its samplers with a row, and those that are being written."""
+    is_of_door: bool
+    """Whether it has the metadata `DOOR`."""
     creating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while an adapter or sampler is created in it, so that a concurrent repeat finds the first call's row."""
     taken: dict[int, str] = field(default_factory=dict)
@@ -137,10 +144,18 @@ class SessionTable:
         session.taken[index] = operation
         return index
 
-    def expired(self, timeout_s: float) -> list[Session]:
-        """Return the sessions without a call for `timeout_s` that are not being ended."""
-        limit = self._monotonic() - timeout_s
-        return [s for s in self._live.values() if s.last_seen < limit and not s.num_endings]
+    def expired(self, timeout_s: float, door_timeout_s: float) -> list[Session]:
+        """Return the sessions without a call for `timeout_s`, or those of doors for `door_timeout_s`.
+
+        Without those that are being ended.
+        """
+        now = self._monotonic()
+        return [
+            session
+            for session in self._live.values()
+            if session.last_seen < now - (door_timeout_s if session.is_of_door else timeout_s)
+            and not session.num_endings
+        ]
 
     @contextmanager
     def ending(self, session_id: str) -> Iterator[None]:
@@ -174,6 +189,7 @@ class SessionTable:
             max(row.adapters_gone, _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True))),
             _next_index(sampler_ids),
             len(sampler_ids),
+            DOOR in json.loads(row.user_metadata),
         )
 
 

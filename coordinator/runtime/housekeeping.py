@@ -59,7 +59,8 @@ class Housekeeping:
                 self._expire_gap(log)
             try:
                 await self._store.database.regain_room()
-                for session in self._sessions.expired(self._config.session_timeout_s):
+                timeout_s = self._config.session_timeout_s
+                for session in self._sessions.expired(timeout_s, max(timeout_s, self._config.fetched_retention_s)):
                     if self._accounts.is_held(session.tenant_id):
                         continue  # its heartbeats are refused
                     logger.info("session %s expired", session.session_id)

@@ -7,8 +7,8 @@ training client.
 
 A tenant's samplers are in one session. A sampler is identified by its request id and the session by its metadata. So
 both are found again after a restart of the coordinator, and all requests for the same weights share a sampler.
-Requests keep the session alive; an unused session expires like any other, with its samplers, and the next request
-creates a new one.
+Requests keep the session alive. An unused one expires, with its samplers, once no result of it is kept for a repeated
+request, and the next request creates a new one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
 from coordinator.doors.openai.errors import no_model, refused
+from coordinator.operations.sessions import DOOR
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1.adapters_pb2 import GetAdapterRequest
 
-METADATA = {"tinkerpool:door": "openai"}
+METADATA = {DOOR: "openai"}
 """Metadata of the door's own sessions."""
 HEARTBEAT_S = 10.0
 LISTED_MAX = 1000

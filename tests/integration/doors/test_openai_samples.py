@@ -191,6 +191,31 @@ def test_a_request_with_an_idempotency_key_runs_once_across_a_restart(tmp_path: 
             )
 
 
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_request_with_an_idempotency_key_can_be_repeated_as_long_as_results_are_kept(
+    tmp_path: Path, is_queued: bool
+) -> None:
+    settings: dict[str, Any] = {"session_timeout_s": 0.3, "sweep_interval_s": 0.05}
+    with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
+        ask: Any = lambda timeout: client.completions.create(  # noqa: E731
+            model="toy", prompt="w1", max_tokens=8, extra_headers={"Idempotency-Key": "mine"}, timeout=timeout
+        )
+        texts = list[str]()
+        if is_queued:
+            pool.pool.hold()
+            with pytest.raises(openai.APITimeoutError):
+                ask(0.2)
+        else:
+            texts.append(ask(WAIT_S).choices[0].text)
+        idle = pool.run(pool.pool.session("bob"))
+        ended = f"SELECT * FROM sessions WHERE session_id = '{idle}' AND ended_at IS NOT NULL"
+        wait_until(lambda: rows(pool, ended))
+        pool.release()
+        texts.append(ask(WAIT_S).choices[0].text)
+        assert len(set(texts)) == 1
+        assert len(rows(pool, "SELECT * FROM operations WHERE kind = 'sample'")) == 1
+
+
 def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
     with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
         pool.pool.hold()
@@ -207,7 +232,7 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_session_of_the_door_stays_live_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "HEARTBEAT_S", 0.1)
-    settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
+    settings: dict[str, Any] = {"session_timeout_s": 0.6, "fetched_retention_s": 0.6, "sweep_interval_s": 0.1}
     with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
         pool.pool.hold()
         threading.Timer(2.0, pool.release).start()

@@ -33,15 +33,15 @@ async def test_a_session_without_heartbeats_expires_after_the_time_allowed(store
     table.add("s2")
     table.keep_alive("s1")
     time.now += 9
-    assert [session.session_id for session in table.expired(10)] == []
+    assert [session.session_id for session in table.expired(10, 10)] == []
     table.keep_alive("s2")
     time.now += 2
-    assert [session.session_id for session in table.expired(10)] == ["s1"]
+    assert [session.session_id for session in table.expired(10, 10)] == ["s1"]
     with table.ending("s1"):
         assert table.get("s1") is None
-        assert table.expired(10) == []
+        assert table.expired(10, 10) == []
     assert table.get("s1") is None
-    assert table.expired(10) == []
+    assert table.expired(10, 10) == []
 
 
 async def test_a_session_stays_live_if_the_call_that_would_end_it_fails(store: Store) -> None:
@@ -105,7 +105,7 @@ async def test_downtime_ages_no_session_and_its_numbering_continues(store: Store
     time = FakeTime(now=1e9)
     table = SessionTable(store, time)
     table.load()
-    assert table.expired(1) == []
+    assert table.expired(1, 1) == []
     assert table.get("ended") is None
     assert [table.take_sampler_index("live", f"op{i}", None) for i in range(2)] == [12, 13]
 
