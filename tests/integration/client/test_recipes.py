@@ -114,6 +114,7 @@ def test_supervised_learns_and_a_run_that_was_interrupted_takes_the_same_steps(
         assert service.create_sampling_client(path).get_base_model() == "kjv-2m"
 
 
+@pytest.mark.long
 def test_dpo_learns_to_prefer(pool: ServedPool, pairs: list[dict[str, str]], tmp_path: Path) -> None:
     preferences = [
         {"prompt": words[0], "chosen": " " + " ".join(pair["completion"].split(" ")[1:]), "rejected": " " + words[1]}

@@ -11,7 +11,7 @@ import pytest
 from tests.support.doors import node
 from tests.support.served_pool import shipped_pool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # `make clients` runs such programs, also in CI
 
 
 def test_a_program_that_has_only_the_protos_prints_the_same_bits_as_python(tmp_path: Path) -> None:

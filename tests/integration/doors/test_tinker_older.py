@@ -16,7 +16,7 @@ import pytest
 from tests.support.doors import older_sdk
 from tests.support.served_pool import restartable_pool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # `make sdk-versions` runs more with it, also in CI
 
 ROOT = Path(__file__).resolve().parents[3]
 OLDER = Path(sys.prefix) / "beside" / "tinker-0.18.2"

@@ -240,6 +240,7 @@ def engine_of_some_nodes(settings: EngineSettings) -> EngineFactory:
     return make
 
 
+@pytest.mark.long
 async def test_a_coordinator_whose_workers_were_taken_over_ends_none_of_them(cluster: Cluster) -> None:
     pool = new_pool(cluster, num_workers=1)
     try:

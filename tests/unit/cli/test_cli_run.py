@@ -279,6 +279,7 @@ def test_up_says_each_stage_with_its_time_also_in_a_pipe(terminal: Terminal) -> 
     assert "\x1b" not in up.stdout + up.stderr
 
 
+@pytest.mark.long
 def test_after_the_second_pool_goes_down_commands_and_programs_use_the_first_until_it_comes_back(
     terminal: Terminal, here: Here
 ) -> None:

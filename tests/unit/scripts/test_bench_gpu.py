@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_decode_steps_are_measured_for_the_base_model_and_one_and_eight_adapters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
