@@ -169,8 +169,12 @@ class ResponseWriter:
 
     async def whole(self, operations: Sequence[ops_pb.Operation]) -> bytes:
         """Return the body, from the prompts' finished samples."""
-        size = sum(self._size(index, operation) for index, operation in enumerate(operations))
-        return await self._in_turn(size, lambda: self._whole(operations))
+        size = sum(
+            self._size(prompt_index, sequence)
+            for prompt_index, operation in enumerate(operations)
+            for sequence in operation.sample.sequences
+        )
+        return await self._in_turn(size, size, lambda: self._whole(operations))
 
     async def stream(
         self, first: Event, events: AsyncGenerator[Event], while_valid: AbstractContextManager[None]
@@ -218,13 +222,13 @@ class ResponseWriter:
         self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]
     ) -> AsyncGenerator[bytes]:
         """Yield the last chunks of a prompt's choices, made choice by choice."""
-        is_late = self.options.is_streamed_late
-        size = self._size(prompt_index, operation) if is_late else 0
-        echo = await self._in_turn(size, lambda: self._echo(prompt_index, operation)) if is_late else None
-        for number, sequence in enumerate(operation.sample.sequences):
-            index = prompt_index * self.options.num_choices + number
-            make = partial(self._last_chunks, index, sequence, growing[index], echo)
-            yield await self._in_turn(size, make)
+        first, echo = prompt_index * self.options.num_choices, None
+        choices = [(each, growing[first + number]) for number, each in enumerate(operation.sample.sequences)]
+        sizes = [self._size(prompt_index, sequence, each.num_pushed) for sequence, each in choices]
+        if self.options.is_streamed_late:
+            echo = await self._in_turn(sizes[0], sum(sizes), lambda: self._echo(prompt_index, operation))
+        for index, ((sequence, each), size) in enumerate(zip(choices, sizes, strict=True), first):
+            yield await self._in_turn(size, sum(sizes), partial(self._last_chunks, index, sequence, each, echo))
 
     def _last_chunks(
         self, index: int, sequence: ops_pb.SampledSequence, growing: _Growing, echo: Piece | None
@@ -251,15 +255,19 @@ class ResponseWriter:
         body = self._frame(self.style.whole_object, choices, self._usage(operations, num_tokens))
         return encode_json(body)
 
-    def _size(self, prompt_index: int, operation: ops_pb.Operation) -> int:
-        """Return how much the choices of a prompt have, in tokens and log-probabilities."""
+    def _size(self, prompt_index: int, sequence: ops_pb.SampledSequence, num_pushed: int = 0) -> int:
+        """Return how much a choice has, in tokens and log-probabilities, without its first tokens."""
         num_echoed = len(self.options.prompts[prompt_index]) if self.options.echoes is not None else 0
-        num_tokens = sum(num_echoed + math.prod(each.tokens.shape) for each in operation.sample.sequences)
+        num_tokens = num_echoed + math.prod(sequence.tokens.shape) - num_pushed
         return num_tokens * (2 + self.options.num_top if self.options.num_top is not None else 1)
 
-    async def _in_turn(self, size: int, make: Callable[[], Made]) -> Made:
-        """Return what `make` makes of so many tokens and log-probabilities: of many on a thread, in a turn."""
-        return await self.call.in_turn(size * _ENTRY_BYTES, make, inline_bytes_max=INLINE_JSON_BYTES_MAX)
+    async def _in_turn(self, size: int, size_of_all: int, make: Callable[[], Made]) -> Made:
+        """Return what `make` makes of so many tokens and log-probabilities.
+
+        On a thread, in a turn, if all that is made without a pause has many.
+        """
+        inline_bytes_max = INLINE_JSON_BYTES_MAX if size_of_all * _ENTRY_BYTES <= INLINE_JSON_BYTES_MAX else -1
+        return await self.call.in_turn(size * _ENTRY_BYTES, make, inline_bytes_max=inline_bytes_max)
 
     def _choice(self, prompt_index: int) -> Choice:
         echoes = self.options.echoes
