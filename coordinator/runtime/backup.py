@@ -190,9 +190,10 @@ def _collect(data_dir: Path, workplace: Path, on_progress: Progress) -> tuple[li
                 _link(folder, workplace / root / folder.name)
     num_bytes = (data_dir / DATABASE).stat().st_size
     check_room(workplace, num_bytes)
-    report = Reporter(on_progress, "Copying the database", num_bytes)
 
     def copy(source: Connection) -> tuple[list[NamedState], list[NamedState]]:
+        (workplace / DATABASE).unlink(missing_ok=True)  # pages of a copy that was not of one moment
+        report = Reporter(on_progress, "Copying the database", num_bytes)
         missing: set[NamedState] = set()
         for _ in range(MOMENTS_MAX):
             with one_moment(source), closing(open_target(workplace / DATABASE)) as target:

@@ -11,18 +11,21 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from coordinator.storage.disk import PRIVATE_FOLDER, open_private, sync_path
 from coordinator.storage.identity import DATABASE, DataDirError, Identity
 from coordinator.storage.operations import drop_payloads
-from coordinator.storage.sqlite import Connection, open_read_only, read_closed
+from coordinator.storage.sqlite import Connection, closed_at, open_read_only, read_closed
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 PAGES_AT_ONCE = 4096
 """Pages of a database between two reports of progress."""
+READS_MAX = 10
+"""Most attempts to read a database. Each failed one needs a coordinator that started meanwhile."""
 LISTED_MAX = 20
 """Most items that a message lists."""
 _SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
@@ -51,11 +54,24 @@ class NamedState:
 
 
 def read_database(data_dir: Path, read: Callable[[Connection], T]) -> T | None:
-    """Return what `read` returns for a directory's database; None if it is missing or empty. Raises DataDirError."""
-    try:
-        return read_closed(data_dir / DATABASE, read, open_read_only)
-    except ValueError as error:
-        raise DataDirError(str(error)) from None
+    """Return what `read` returns for a directory's database; None if it is missing or empty. Raises DataDirError.
+
+    `read` runs again if a coordinator started while it read the database of a stopped pool, which nothing locks.
+    """
+    path = data_dir / DATABASE
+    for _ in range(READS_MAX):
+        before = closed_at(path)
+        found: T | None = None
+        failure: ValueError | None = None
+        try:
+            found = read_closed(path, read, partial(open_read_only, has_log=before is None))
+        except ValueError as error:
+            failure = error
+        if before is None or before == closed_at(path):
+            if failure is not None:
+                raise DataDirError(str(failure))
+            return found
+    raise DataDirError(f"{path} was changed during each of {READS_MAX} reads: try again")
 
 
 def named_states(db: Connection) -> list[NamedState]:
