@@ -18,7 +18,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.storage.copies import NamedState, copy_database, copy_state, named_states, one_moment, read_database
+from coordinator.storage.copies import (
+    NamedState,
+    UnreadableError,
+    copy_database,
+    copy_state,
+    named_states,
+    one_moment,
+    read_database,
+)
 from coordinator.storage.disk import PRIVATE_FOLDER, RealDisk, open_private, sync_path
 from coordinator.storage.identity import (
     DATABASE,
@@ -53,7 +61,7 @@ class Backup:
     num_states: int
     num_bytes: int
     damaged: list[str]
-    """States that the pool itself has lost, or that do not match their checksum."""
+    """States that the pool itself has lost, that cannot be read, or that do not match their checksum."""
 
 
 def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
@@ -70,11 +78,16 @@ def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
         for root in ROOTS:
             (target / root).mkdir(mode=PRIVATE_FOLDER)
         damaged = [f"{state.label} (its folder is missing)" for state in missing]
-        damaged += [
-            f"{state.label} (it does not match its checksum)"
-            for state in states
-            if copy_state(workplace / state.path, target / state.path, report.add) != state.sha256
-        ]
+        num_states = 0
+        for state in states:
+            try:
+                if copy_state(workplace / state.path, target / state.path, report.add) != state.sha256:
+                    damaged.append(f"{state.label} (it does not match its checksum)")
+            except UnreadableError:
+                damaged.append(f"{state.label} (it cannot be read)")
+                shutil.rmtree(target / state.path)
+            else:
+                num_states += 1
         copy_file(workplace / DATABASE, target / UNFINISHED, report.add)
     for root in ROOTS:
         sync_path(target / root)
@@ -83,7 +96,7 @@ def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
     assert identity is not None
     write_side_file(target, replace(identity, is_backup=True), RealDisk())
     sync_path(target.parent)
-    return Backup(identity=identity, num_states=len(states), num_bytes=num_bytes, damaged=damaged)
+    return Backup(identity=identity, num_states=num_states, num_bytes=num_bytes, damaged=damaged)
 
 
 def remove_leftovers(data_dir: Path) -> None:

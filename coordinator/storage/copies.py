@@ -6,6 +6,7 @@ on locks or on the order of a backup. Main invariant: what is read is not change
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,6 +31,14 @@ LISTED_MAX = 20
 """Most items that a message lists."""
 _SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
 """The service time of the copy."""
+
+
+_LOST = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+"""Errors of a read that tell of the disk's content. After others, as of rights or memory, the state may be sound."""
+
+
+class UnreadableError(Exception):
+    """A state folder, or a file in it, is missing or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +129,16 @@ def copy_database(source: Connection, target: Connection, on_bytes: Callable[[in
 
 
 def copy_state(source: Path, target: Path, on_bytes: Callable[[int], None]) -> str:
-    """Copy a state folder, durably, and return the checksum of what was copied. Raises OSError."""
-    target.mkdir(mode=PRIVATE_FOLDER)
+    """Copy a state folder, durably, and return the checksum of what was copied.
+
+    Raises UnreadableError, also after a part was copied, and OSError.
+    """
     digest = hashlib.sha256()
-    for name in sorted(path.name for path in source.iterdir()):
-        with (source / name).open("rb") as file, open_private(target / name) as copy:
-            for piece in _digested(digest, name, file.fileno(), on_bytes):
+    target.mkdir(mode=PRIVATE_FOLDER)
+    for path in _files_of(source):
+        with open_private(target / path.name) as copy:
+            for piece in _digested(digest, path):
+                on_bytes(len(piece))
                 copy.write(piece)
             copy.flush()
             os.fsync(copy.fileno())
@@ -134,22 +147,37 @@ def copy_state(source: Path, target: Path, on_bytes: Callable[[int], None]) -> s
 
 
 def checksum(folder: Path, on_bytes: Callable[[int], None]) -> str:
-    """Return the checksum of a state folder. Raises OSError."""
+    """Return the checksum of a state folder. Raises UnreadableError and OSError."""
     digest = hashlib.sha256()
-    for name in sorted(path.name for path in folder.iterdir()):
-        with (folder / name).open("rb") as file:
-            for _ in _digested(digest, name, file.fileno(), on_bytes):
-                pass
+    for path in _files_of(folder):
+        for piece in _digested(digest, path):
+            on_bytes(len(piece))
     return digest.hexdigest()
 
 
-def _digested(digest: hashlib._Hash, name: str, file: int, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+def _files_of(folder: Path) -> list[Path]:
+    with _reading():
+        return sorted(folder.iterdir())
+
+
+def _digested(digest: hashlib._Hash, path: Path) -> Iterator[bytes]:
     """Yield a file in pieces, and add it to the checksum of its folder as `folders` does."""
-    digest.update(f"{name}\0{os.fstat(file).st_size}\0".encode())
-    while piece := os.read(file, PIECE_BYTES):
-        digest.update(piece)
-        on_bytes(len(piece))
-        yield piece
+    with _reading(), path.open("rb") as file:
+        digest.update(f"{path.name}\0{os.fstat(file.fileno()).st_size}\0".encode())
+        while piece := os.read(file.fileno(), PIECE_BYTES):
+            digest.update(piece)
+            yield piece
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise UnreadableError if a read in the block finds that the content is gone or damaged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise UnreadableError(str(error)) from error
 
 
 def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedState, str]], wall: float) -> None:

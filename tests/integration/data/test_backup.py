@@ -19,7 +19,7 @@ from coordinator.storage.copies import NamedState, named_states, read_database
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, identity_of, read_side_file
 from coordinator.storage.sqlite import Connection, open_read_only, open_target, problems_of
-from tests.support.disk.backups import flip_a_byte, folder_of, lost, quiet, trained
+from tests.support.disk.backups import flip_a_byte, folder_of, lost, quiet, trained, unreadable
 from tests.support.toy_pool import running_pool
 
 
@@ -156,6 +156,18 @@ async def test_states_that_the_pool_has_lost_are_reported_and_the_rest_is_backed
     assert [text.rpartition(" (")[2] for text in made.damaged] == ["its folder is missing)"]
     assert "/weights/kept" in made.damaged[0]
     assert made.num_states == 2
+
+
+async def test_a_state_that_the_disk_cannot_read_is_reported_and_the_rest_is_backed_up(tmp_path: Path) -> None:
+    async with running_pool(tmp_path / "pool") as pool:
+        adapter = await trained(pool)
+    bad = folder_of(tmp_path / "pool", "/kept")
+    with unreadable(bad):
+        made = back_up(tmp_path / "pool", tmp_path / "backup", quiet)
+    assert made.damaged == [f"checkpoint tinker://{adapter}/weights/kept (it cannot be read)"]
+    assert made.num_states == 2
+    assert lost(tmp_path / "backup") == [f"checkpoint tinker://{adapter}/weights/kept"]
+    assert not (tmp_path / "backup" / "checkpoints" / bad.name).exists()
 
 
 async def test_a_backup_goes_only_into_an_empty_folder_outside_of_the_pool(tmp_path: Path) -> None:
