@@ -33,6 +33,8 @@ _SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
 """The service time of the copy."""
 
 
+SAMPLERS_COUNTED = 8
+"""The schema since which the files of samplers count among a tenant's bytes. A backup may be of an older one."""
 _LOST = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
 """Errors of a read that tell of the disk's content. After others, as of rights or memory, the state may be sound."""
 
@@ -195,6 +197,8 @@ def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedS
         (wall,),
     )
     db.execute("UPDATE samplers SET folder = '', sha256 = ''")
+    if db.execute("PRAGMA user_version").fetchone()[0] >= SAMPLERS_COUNTED:
+        db.execute("UPDATE samplers SET file_bytes = 0 WHERE file_bytes != 0")
     db.execute("UPDATE adapters SET is_restored = 1 WHERE deleted_at IS NULL")
     for state, folder in renamed:
         column = {"checkpoints": "path", "snapshots": "adapter_id"}[state.root]

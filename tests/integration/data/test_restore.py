@@ -156,6 +156,19 @@ async def test_damaged_states_are_refused_with_a_list_and_left_out_only_if_asked
         assert [each.path.rpartition("/")[2] for each in listed.checkpoints] == ["named"]
 
 
+async def test_a_restored_tenant_stores_what_it_stores_in_the_source_after_its_sessions_ended(tmp_path: Path) -> None:
+    async with running_pool(tmp_path / "pool") as pool:
+        adapter = await trained(pool)
+        before = pool.store.tenants.row_bytes(pool.tenant_id())
+        await asyncio.to_thread(back_up, tmp_path / "pool", tmp_path / "backup", quiet)
+        await pool.finish_session(adapter)
+        after = pool.store.tenants.row_bytes(pool.tenant_id())
+    assert after < before
+    restore(tmp_path / "backup", tmp_path / "new", skip_damaged=False, on_progress=quiet)
+    async with running_pool(tmp_path / "new") as pool:
+        assert pool.store.tenants.row_bytes(pool.tenant_id()) == after
+
+
 async def test_a_state_that_the_disk_cannot_read_is_damaged(tmp_path: Path) -> None:
     backup, adapter = await backed_up(tmp_path)
     with unreadable(folder_of(backup, "/kept")):
