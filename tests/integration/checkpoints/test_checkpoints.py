@@ -10,9 +10,10 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
-from tests.support.faults import DISK_FULL, failing
+from tests.support.faults import DISK_FULL, failing, held
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -216,6 +217,41 @@ async def test_a_damaged_checkpoint_is_never_loaded_and_affects_no_other_adapter
     assert step.error.reason == "GRADIENT_WINDOW_CLOSED", "a step after a failed load would change other weights"
     assert fine.state == SUCCEEDED
     assert str(tmp_path) not in loaded.error.message
+
+
+async def test_a_checkpoint_that_goes_before_its_files_are_read_is_gone_and_not_damaged(
+    tmp_path: Path, pool: ToyPool
+) -> None:
+    """It is overwritten, or deleted, after its row was read."""
+    adapter, other, principal = await pool.adapter(), await pool.adapter(), await pool.principal()
+    path = (await pool.save(adapter, 1, "latest")).save_state.path
+    creation = adapters_pb2.CreateAdapterRequest(
+        session_id=await pool.session(), index=0, from_path=path, with_optimizer=True
+    )
+    files = pool.folders.checkpoints
+
+    async def overwrite(seq: int) -> None:
+        [folder] = (tmp_path / "checkpoints").iterdir()
+        await pool.save(adapter, seq, "latest", overwrite=True)
+        await until(lambda: not folder.exists())
+
+    with held(files, "read") as reading:
+        creating = asyncio.create_task(refusal(pool.service.create_adapter(principal, creation)))
+        await reading.until_begun()
+        await overwrite(2)
+    assert (await creating).reason == "NOT_FOUND"
+
+    async with pool.core.file_turns.turn("other"), pool.core.file_turns.turn("another"):  # all of them
+        exporting = asyncio.create_task(refusal(pool.export(path)))
+        await asyncio.sleep(0.05)
+        await overwrite(3)
+    assert (await exporting).reason == "CHECKPOINT_GONE"
+
+    with held(files, "read") as reading:
+        load = await pool.load_state(other, 1, path)
+        await reading.until_begun()
+        await pool.delete_checkpoint(path)
+    assert (await pool.wait(load))[0].error.reason == "NOT_FOUND"
 
 
 async def test_an_adapter_whose_snapshot_is_damaged_fails_with_data_loss_and_others_continue(tmp_path: Path) -> None:
