@@ -4,12 +4,14 @@ import asyncio
 import errno
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
+from coordinator.storage.sqlite import StoreBrokenError
 from tests.support.faults import DISK_FULL, failing, held
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
@@ -170,6 +172,26 @@ async def test_an_adapter_from_a_checkpoint_has_its_state_and_outlives_it(tmp_pa
     path = (await pool.save(adapter, 4, "next")).save_state.path
     with pytest.raises(ServiceError, match="rank"):
         await pool.adapter(from_path=path, rank=16)
+
+
+async def test_an_adapter_whose_commit_is_unknown_keeps_the_state_that_it_starts_from(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        await train(pool, adapter, 1)
+        path = (await pool.save(adapter, 3, "kept")).save_state.path
+        insert = pool.store.adapters.insert
+
+        async def insert_and_fail(*args: Any) -> None:
+            await insert(*args)
+            raise StoreBrokenError("the sync of the commit failed")
+
+        with mock.patch.object(pool.store.adapters, "insert", insert_and_fail):
+            refused = await refusal(pool.adapter(base_model="", rank=0, from_path=path, with_optimizer=True))
+        assert refused.reason == "STORAGE_BROKEN"
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        [copy] = [row.adapter_id for row in pool.store.adapters.not_deleted() if row.adapter_id != adapter]
+        assert (await pool.wait(await pool.forward_backward(copy, 1, 5)))[0].state == SUCCEEDED
 
 
 async def test_concurrent_creations_of_one_index_from_different_states_make_one_adapter(
