@@ -63,6 +63,19 @@ async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPo
     assert checkpoint.size_bytes > 0
 
 
+async def test_an_adapters_newest_checkpoint_is_that_of_its_last_save_after_a_step_of_the_wall_clock(
+    tmp_path: Path,
+) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, linger_s=0.0) as pool:
+        adapter = await pool.adapter()
+        await pool.save(adapter, 1, "old")
+        time.wall_offset -= 600
+        await pool.save(adapter, 2, "new")
+        [newest] = (await pool.service.newest_checkpoints(await pool.principal(), [adapter])).values()
+    assert newest.path.endswith("/new")
+
+
 async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(pool: ToyPool) -> None:
     adapter = await pool.adapter()
     first = await pool.save(adapter, 1, "same")
