@@ -17,6 +17,8 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
 CHECKPOINT_KINDS = (TRAINING, SAMPLER, EXTERNAL)
+INDEX_MAX = 999_999_999
+"""The highest number of an adapter or sampler in a session, and of a sequence in a sample."""
 
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")

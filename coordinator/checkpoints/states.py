@@ -100,7 +100,12 @@ class States:
             if (state := self.publishing.held(version_of(row))) is not None:
                 return state
             row = self._again(row)
-        return await asyncio.to_thread(self.folders.checkpoints.read, row.folder, row.sha256)
+        try:
+            return await asyncio.to_thread(self.folders.checkpoints.read, row.folder, row.sha256)
+        except ServiceError as error:
+            if error.code is Code.DATA_LOSS:
+                self._again(row)  # rows are deleted before folders: a folder that is gone was not lost
+            raise
 
     async def with_file(self, row: CheckpointRow) -> CheckpointRow:
         """Return a checkpoint's row once its file exists.

@@ -219,12 +219,15 @@ class ItemBuilder:
             return None
         path = training_pb2.LoadStateRequest.FromString(self._payload(operation)).path
         row = self._store.checkpoints.by_path(path)
+        gone = ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {path!r} any more")
         if row is None or not (row.tenant_id == operation.tenant_id or row.is_public):
-            return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {path!r} any more")
+            return gone
         try:
             return await asyncio.to_thread(self._folders.checkpoints.read, row.folder, row.sha256)
         except ServiceError as error:
-            return error
+            # Rows are deleted before folders: a folder whose row is gone was not lost.
+            was_deleted = error.code is Code.DATA_LOSS and self._store.checkpoints.of_save(path, row.seq) is None
+            return gone if was_deleted else error
 
     def state_items(
         self, log: AdapterLog, ahead: Ahead, num_operations: int, loaded: AdapterState | ServiceError | None

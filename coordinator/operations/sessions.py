@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import sampler_exists, unmet
+from coordinator.base.errors import invalid, sampler_exists, unmet
 from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
@@ -47,14 +47,16 @@ class Session:
     """Calls that are ending it: it accepts no new work meanwhile."""
 
     def take_adapter_index(self, wanted: int | None) -> int:
-        """Return the number of a new adapter: the wanted one, or the next free one."""
+        """Return the number of a new adapter: the wanted one, or the next free one. Raises ServiceError."""
         index = self.next_adapter if wanted is None else wanted
+        _check_index(index)
         self.next_adapter = max(self.next_adapter, index + 1)
         return index
 
     @contextmanager
     def reserving(self, index: int) -> Iterator[None]:
-        """Reserve this sampler number while the block writes its row. Raises ServiceError if it is taken."""
+        """Reserve a sampler number while the block writes its row. Raises ServiceError if it is taken or too high."""
+        _check_index(index)
         sampler_id = names.sampler_id(self.session_id, index)
         if index in self.taken:
             raise sampler_exists(sampler_id)
@@ -128,7 +130,7 @@ class SessionTable:
         """Reserve a number for a sampler whose row is stored with a cycle's commit, and return it.
 
         `operation` is the save that makes the sampler. `wanted` is the number to reserve; None: the next free one.
-        Raises ServiceError if the session has ended or another sampler has the number.
+        Raises ServiceError if the session has ended, the number is too high or another sampler has it.
         """
         session = self.get(session_id)
         if session is None:
@@ -138,6 +140,7 @@ class SessionTable:
                 "save a checkpoint",
             )
         index = session.next_sampler if wanted is None else wanted
+        _check_index(index)
         if session.taken.get(index, operation) != operation or self._has_sampler(session_id, index):
             raise sampler_exists(names.sampler_id(session_id, index))
         session.next_sampler = max(session.next_sampler, index + 1)
@@ -190,6 +193,15 @@ class SessionTable:
             _next_index(sampler_ids),
             len(sampler_ids),
             DOOR in json.loads(row.user_metadata),
+        )
+
+
+def _check_index(index: int) -> None:
+    """Refuse a number that no id can hold: it follows the highest one, which a client has given."""
+    if index > names.INDEX_MAX:
+        raise invalid(
+            f"{names.INDEX_MAX} is the highest number in a session, and is given: choose a lower index, or create "
+            "another session"
         )
 
 

@@ -18,7 +18,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.storage.copies import NamedState, copy_database, copy_state, named_states, one_moment, read_database
+from coordinator.storage.copies import (
+    NamedState,
+    UnreadableError,
+    copy_database,
+    copy_state,
+    named_states,
+    one_moment,
+    read_database,
+)
 from coordinator.storage.disk import PRIVATE_FOLDER, RealDisk, open_private, sync_path
 from coordinator.storage.identity import (
     DATABASE,
@@ -53,7 +61,7 @@ class Backup:
     num_states: int
     num_bytes: int
     damaged: list[str]
-    """States that the pool itself has lost, or that do not match their checksum."""
+    """States that the pool itself has lost, that cannot be read, or that do not match their checksum."""
 
 
 def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
@@ -70,11 +78,16 @@ def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
         for root in ROOTS:
             (target / root).mkdir(mode=PRIVATE_FOLDER)
         damaged = [f"{state.label} (its folder is missing)" for state in missing]
-        damaged += [
-            f"{state.label} (it does not match its checksum)"
-            for state in states
-            if copy_state(workplace / state.path, target / state.path, report.add) != state.sha256
-        ]
+        num_states = 0
+        for state in states:
+            try:
+                if copy_state(workplace / state.path, target / state.path, report.add) != state.sha256:
+                    damaged.append(f"{state.label} (it does not match its checksum)")
+            except UnreadableError:
+                damaged.append(f"{state.label} (it cannot be read)")
+                shutil.rmtree(target / state.path)
+            else:
+                num_states += 1
         copy_file(workplace / DATABASE, target / UNFINISHED, report.add)
     for root in ROOTS:
         sync_path(target / root)
@@ -83,7 +96,7 @@ def back_up(data_dir: Path, target: Path, on_progress: Progress) -> Backup:
     assert identity is not None
     write_side_file(target, replace(identity, is_backup=True), RealDisk())
     sync_path(target.parent)
-    return Backup(identity=identity, num_states=len(states), num_bytes=num_bytes, damaged=damaged)
+    return Backup(identity=identity, num_states=num_states, num_bytes=num_bytes, damaged=damaged)
 
 
 def remove_leftovers(data_dir: Path) -> None:
@@ -190,9 +203,10 @@ def _collect(data_dir: Path, workplace: Path, on_progress: Progress) -> tuple[li
                 _link(folder, workplace / root / folder.name)
     num_bytes = (data_dir / DATABASE).stat().st_size
     check_room(workplace, num_bytes)
-    report = Reporter(on_progress, "Copying the database", num_bytes)
 
     def copy(source: Connection) -> tuple[list[NamedState], list[NamedState]]:
+        (workplace / DATABASE).unlink(missing_ok=True)  # pages of a copy that was not of one moment
+        report = Reporter(on_progress, "Copying the database", num_bytes)
         missing: set[NamedState] = set()
         for _ in range(MOMENTS_MAX):
             with one_moment(source), closing(open_target(workplace / DATABASE)) as target:

@@ -16,7 +16,7 @@ from coordinator.base.config import DISK_FREE_BYTES_MIN
 from coordinator.runtime.backup import NOT_BACKED_UP, WORKPLACE, Progress, Reporter
 from coordinator.runtime.data_dir import FAILED_SYNC, RESERVE
 from coordinator.runtime.mounts import check_local, mount_of, mount_table
-from coordinator.storage.copies import NamedState, checksum, listed, named_states, read_database
+from coordinator.storage.copies import NamedState, UnreadableError, checksum, listed, named_states, read_database
 from coordinator.storage.disk import OTHERS, RESERVE_BYTES, FailedSync, RealDisk, Reserve
 from coordinator.storage.folders import QUARANTINE_S, QuarantinedFolders
 from coordinator.storage.identity import (
@@ -162,7 +162,7 @@ def _examine_states(
     # A running pool may have deleted a state since its row was read: rows first, then folders.
     still_named = set(named()) if missing or damaged else set()
     report.damage(_labels(missing, still_named), "states are lost: their folders are missing")
-    report.damage(_labels(damaged, still_named), "states do not match their checksums")
+    report.damage(_labels(damaged, still_named), "states cannot be read, or do not match their checksums")
     counts = ", ".join(f"{sum(state.root == root for state in states)} {root}" for root in roots)
     report.facts.append(("states", counts + (", all read and compared" if is_verified else "")))
     known = {state.path.as_posix() for state in states}
@@ -171,14 +171,14 @@ def _examine_states(
 
 
 def _damaged(data_dir: Path, states: Sequence[NamedState], on_progress: Progress) -> list[NamedState]:
-    """Return the states that do not match their checksums."""
+    """Return the states that cannot be read, or do not match their checksums."""
     sizes = [sum(file.stat().st_size for file in _files(data_dir / state.path)) for state in states]
     progress = Reporter(on_progress, "Comparing checksums", sum(sizes))
 
     def is_sound(state: NamedState) -> bool:
         try:
             return checksum(data_dir / state.path, progress.add) == state.sha256
-        except FileNotFoundError:
+        except UnreadableError:
             return False
 
     return [state for state in states if not is_sound(state)]

@@ -22,6 +22,7 @@ from coordinator.runtime.backup import NOT_BACKED_UP, UNFINISHED, Progress, Repo
 from coordinator.runtime.mounts import check_local, mount_table
 from coordinator.storage.copies import (
     NamedState,
+    UnreadableError,
     copy_database,
     copy_state,
     drop_states,
@@ -147,7 +148,7 @@ def _copy_states(
         target = data_dir / state.root / folder
         try:
             is_sound = copy_state(source / state.path, target, report.add) == state.sha256
-        except FileNotFoundError:
+        except UnreadableError:
             is_sound = False
         if is_sound:
             renamed.append((state, folder))

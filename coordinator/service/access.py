@@ -36,7 +36,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-INDEX_MAX = 999_999_999
 TTL_SECONDS_MAX = 100 * 365 * 86_400
 """A hundred years, so that the expiry fits into a Timestamp, whose last year is 9999."""
 
@@ -192,8 +191,8 @@ def check_index(request: CreateAdapterRequest | CreateSamplerRequest | ImportChe
 
 def check_number(name: str, index: int) -> None:
     """Refuse a number outside the range of an index; `name` is its field."""
-    if not 0 <= index <= INDEX_MAX:
-        raise invalid(f"{name} must be 0 to {INDEX_MAX}, not {index}")
+    if not 0 <= index <= names.INDEX_MAX:
+        raise invalid(f"{name} must be 0 to {names.INDEX_MAX}, not {index}")
 
 
 def check_adapter_name(name: str) -> None:

@@ -32,7 +32,7 @@ from coordinator.service.access import (
 )
 from coordinator.service.listings import SLICE_ROWS, Listed
 from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
-from coordinator.storage.sqlite import ConflictError, StorageError
+from coordinator.storage.sqlite import ConflictError, StorageError, StoreBrokenError
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
@@ -136,6 +136,8 @@ class AdapterUseCases(UseCases):
             start, use = (None, None) if write_start is None else await write_start(adapter)
             try:
                 await self._core.store.adapters.insert(row, start, use)
+            except StoreBrokenError:
+                raise  # the row may be durable: the next start moves the folder aside if it is an orphan
             except StorageError as error:
                 if start is not None:
                     self._core.states.folders.snapshots.remove(start.folder)

@@ -154,7 +154,7 @@ class CheckpointUseCases(UseCases):
         try:
             return await asyncio.to_thread(self._core.states.folders.checkpoints.exported, row.folder)
         except OSError as error:
-            raise _gone(row, error) from None
+            raise _gone(row, error.strerror) from None
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
@@ -181,7 +181,11 @@ class CheckpointUseCases(UseCases):
                 if piece.data:
                     yield piece.data
         except OSError as error:
-            raise _gone(row, error) from None
+            raise _gone(row, error.strerror) from None
+        except ServiceError as error:
+            if error.code is Code.DATA_LOSS and self._core.store.checkpoints.of_save(row.path, row.seq) is None:
+                raise _gone(row) from None  # rows are deleted before folders: its folder was not lost
+            raise
         finally:
             use = FileUse(
                 adapter_id=row.adapter_id,
@@ -274,12 +278,9 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         return path
 
 
-def _gone(row: CheckpointRow, error: OSError) -> ServiceError:
-    return ServiceError(
-        Code.ABORTED,
-        "CHECKPOINT_GONE",
-        f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
-    )
+def _gone(row: CheckpointRow, problem: str | None = None) -> ServiceError:
+    or_else = f", or cannot be read: {problem}" if problem else ""
+    return ServiceError(Code.ABORTED, "CHECKPOINT_GONE", f"{row.path} was deleted during the download{or_else}")
 
 
 def _save_like(principal: Principal, source: CheckpointRow, ttl_seconds: int) -> SaveRequest:

@@ -74,13 +74,13 @@ class Checkpoints(Table[CheckpointRow]):
         return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:
-        """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant.
+        """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant: of the last save.
 
         Older ones, which may have much metadata, are not read.
         """
         newest = (
             "SELECT path FROM checkpoints AS older WHERE older.adapter_id = a.value AND older.kind = k.value"
-            " AND older.tenant_id = ? ORDER BY older.created_at DESC LIMIT 1"
+            " AND older.tenant_id = ? ORDER BY older.seq DESC LIMIT 1"
         )
         condition = f"WHERE path IN (SELECT ({newest}) FROM json_each(?) AS a, json_each(?) AS k)"  # noqa: S608
         return self._all(condition, (tenant_id, json.dumps(list(adapter_ids)), json.dumps(list(kinds))))

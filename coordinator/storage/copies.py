@@ -6,27 +6,41 @@ on locks or on the order of a backup. Main invariant: what is read is not change
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from coordinator.storage.disk import PRIVATE_FOLDER, open_private, sync_path
 from coordinator.storage.identity import DATABASE, DataDirError, Identity
 from coordinator.storage.operations import drop_payloads
-from coordinator.storage.sqlite import Connection, open_read_only, read_closed
+from coordinator.storage.sqlite import Connection, closed_at, open_read_only, read_closed
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 PAGES_AT_ONCE = 4096
 """Pages of a database between two reports of progress."""
+READS_MAX = 10
+"""Most attempts to read a database. Each failed one needs a coordinator that started meanwhile."""
 LISTED_MAX = 20
 """Most items that a message lists."""
 _SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
 """The service time of the copy."""
+
+
+SAMPLERS_COUNTED = 8
+"""The schema since which the files of samplers count among a tenant's bytes. A backup may be of an older one."""
+_LOST = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+"""Errors of a read that tell of the disk's content. After others, as of rights or memory, the state may be sound."""
+
+
+class UnreadableError(Exception):
+    """A state folder, or a file in it, is missing or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +65,24 @@ class NamedState:
 
 
 def read_database(data_dir: Path, read: Callable[[Connection], T]) -> T | None:
-    """Return what `read` returns for a directory's database; None if it is missing or empty. Raises DataDirError."""
-    try:
-        return read_closed(data_dir / DATABASE, read, open_read_only)
-    except ValueError as error:
-        raise DataDirError(str(error)) from None
+    """Return what `read` returns for a directory's database; None if it is missing or empty. Raises DataDirError.
+
+    `read` runs again if a coordinator started while it read the database of a stopped pool, which nothing locks.
+    """
+    path = data_dir / DATABASE
+    for _ in range(READS_MAX):
+        before = closed_at(path)
+        found: T | None = None
+        failure: ValueError | None = None
+        try:
+            found = read_closed(path, read, partial(open_read_only, has_log=before is None))
+        except ValueError as error:
+            failure = error
+        if before is None or before == closed_at(path):
+            if failure is not None:
+                raise DataDirError(str(failure))
+            return found
+    raise DataDirError(f"{path} was changed during each of {READS_MAX} reads: try again")
 
 
 def named_states(db: Connection) -> list[NamedState]:
@@ -104,12 +131,16 @@ def copy_database(source: Connection, target: Connection, on_bytes: Callable[[in
 
 
 def copy_state(source: Path, target: Path, on_bytes: Callable[[int], None]) -> str:
-    """Copy a state folder, durably, and return the checksum of what was copied. Raises OSError."""
-    target.mkdir(mode=PRIVATE_FOLDER)
+    """Copy a state folder, durably, and return the checksum of what was copied.
+
+    Raises UnreadableError, also after a part was copied, and OSError.
+    """
     digest = hashlib.sha256()
-    for name in sorted(path.name for path in source.iterdir()):
-        with (source / name).open("rb") as file, open_private(target / name) as copy:
-            for piece in _digested(digest, name, file.fileno(), on_bytes):
+    target.mkdir(mode=PRIVATE_FOLDER)
+    for path in _files_of(source):
+        with open_private(target / path.name) as copy:
+            for piece in _digested(digest, path):
+                on_bytes(len(piece))
                 copy.write(piece)
             copy.flush()
             os.fsync(copy.fileno())
@@ -118,22 +149,37 @@ def copy_state(source: Path, target: Path, on_bytes: Callable[[int], None]) -> s
 
 
 def checksum(folder: Path, on_bytes: Callable[[int], None]) -> str:
-    """Return the checksum of a state folder. Raises OSError."""
+    """Return the checksum of a state folder. Raises UnreadableError and OSError."""
     digest = hashlib.sha256()
-    for name in sorted(path.name for path in folder.iterdir()):
-        with (folder / name).open("rb") as file:
-            for _ in _digested(digest, name, file.fileno(), on_bytes):
-                pass
+    for path in _files_of(folder):
+        for piece in _digested(digest, path):
+            on_bytes(len(piece))
     return digest.hexdigest()
 
 
-def _digested(digest: hashlib._Hash, name: str, file: int, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+def _files_of(folder: Path) -> list[Path]:
+    with _reading():
+        return sorted(folder.iterdir())
+
+
+def _digested(digest: hashlib._Hash, path: Path) -> Iterator[bytes]:
     """Yield a file in pieces, and add it to the checksum of its folder as `folders` does."""
-    digest.update(f"{name}\0{os.fstat(file).st_size}\0".encode())
-    while piece := os.read(file, PIECE_BYTES):
-        digest.update(piece)
-        on_bytes(len(piece))
-        yield piece
+    with _reading(), path.open("rb") as file:
+        digest.update(f"{path.name}\0{os.fstat(file.fileno()).st_size}\0".encode())
+        while piece := os.read(file.fileno(), PIECE_BYTES):
+            digest.update(piece)
+            yield piece
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise UnreadableError if a read in the block finds that the content is gone or damaged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise UnreadableError(str(error)) from error
 
 
 def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedState, str]], wall: float) -> None:
@@ -151,6 +197,8 @@ def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedS
         (wall,),
     )
     db.execute("UPDATE samplers SET folder = '', sha256 = ''")
+    if db.execute("PRAGMA user_version").fetchone()[0] >= SAMPLERS_COUNTED:
+        db.execute("UPDATE samplers SET file_bytes = 0 WHERE file_bytes != 0")
     db.execute("UPDATE adapters SET is_restored = 1 WHERE deleted_at IS NULL")
     for state, folder in renamed:
         column = {"checkpoints": "path", "snapshots": "adapter_id"}[state.root]

@@ -32,6 +32,9 @@ RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk, or in a locked database."""
 CYCLES_KEPT = 10_000
 """Summaries of the last cycles that stay in the database."""
+_UNCOUNT_FILE = """UPDATE samplers SET file_bytes = 0 WHERE sampler_id = ?
+    AND EXISTS (SELECT 1 FROM sessions WHERE sessions.session_id = samplers.session_id AND ended_at IS NOT NULL)"""
+"""The end of a session frees the files of its samplers, also those of a save that was running."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,6 +193,7 @@ def _store_states(db: Connection, states: StagedStates, lost: frozenset[str]) ->
     for sampler in states.samplers:
         if sampler.adapter_id not in lost:
             insert(db, "samplers", sampler)
+            db.execute(_UNCOUNT_FILE, (sampler.sampler_id,))
     for snapshot in states.snapshots:
         if snapshot.adapter_id not in lost:
             put_snapshot(db, snapshot)

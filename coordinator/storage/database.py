@@ -95,7 +95,7 @@ class Database:
 
         On a full disk it opens, and then takes deletions alone until there is room, see `regain_room`. Raises
         ValueError if another version of tinkerpool wrote it, LockedError if another process locks it, and DiskFullError
-        if it has to be migrated, or repaired after a failed sync, and the disk has no room for that.
+        if it has to be made, migrated, or repaired after a failed sync, and the disk has no room for that.
 
         If the disk fails, that is reported to `failure`, and later writes are refused. `connect` opens a connection; a
         simulation passes one with a disk that it controls.
@@ -113,7 +113,15 @@ class Database:
             reserve.make_room(0)  # to open it: SQLite keeps an index of the log in a file
         self._writer = opened(path, connect or open_connection)
         try:
-            until_unlocked(path, self._prepare)
+            try:
+                until_unlocked(path, self._prepare)
+            except SqlError as error:
+                if not is_full(error):
+                    raise
+                raise DiskFullError(
+                    f"the disk has no room for the tables of {path}, which this start makes or migrates: free some, "
+                    "then start again"
+                ) from None
             self._is_log_left = not self._empty_log()
             """Whether the log of the last incarnation is to be copied into the database once the disk has room."""
             self._service_s = self._service_s_kept = read_meta(self._writer, "service_ms") / 1000

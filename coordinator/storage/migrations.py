@@ -11,6 +11,7 @@ from coordinator.storage.schema import (
     HISTORY,
     LISTED,
     NAMED,
+    NEWEST,
     OPERATIONS,
     PROBATIONS,
     RECORDS,
@@ -94,5 +95,6 @@ MIGRATIONS = {
     9: "ALTER TABLE tenants ADD COLUMN history_rows INTEGER NOT NULL DEFAULT 0;\n" + HISTORY,
     10: _NAMES,
     11: _USAGE_DAYS,
+    12: "DROP INDEX checkpoints_by_adapter;\n" + NEWEST,
 }
 """Schema version to the statements that make the next version of it."""

@@ -37,7 +37,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -211,6 +211,10 @@ CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id
 CREATE INDEX adapters_named ON adapters (tenant_id, name) WHERE name != '';
 """
 """List and find adapters without reading rows, as `LISTED`; the second index has deleted adapters, too."""
+
+NEWEST = """CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, seq);
+"""
+"""Find the newest of an adapter's checkpoints: the order of the saves, which steps of the wall clock do not change."""
 
 OPERATIONS = """CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
@@ -399,8 +403,7 @@ CREATE TABLE checkpoints (
     is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
-CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
-CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';
+{NEWEST}CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';
 CREATE TABLE usage (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     kind TEXT NOT NULL,

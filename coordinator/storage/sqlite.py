@@ -71,10 +71,22 @@ def open_connection(path: Path) -> Connection:
     return db
 
 
-def open_read_only(path: Path) -> Connection:
-    """Open a connection that changes neither database nor write-ahead log, while a coordinator may run."""
+def closed_at(path: Path) -> tuple[int, int] | None:
+    """Return when a database was last changed, in ns, and its size; None if it is missing or a process has it open."""
+    if _log_of(path).exists() or not path.exists():
+        return None
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def open_read_only(path: Path, *, has_log: bool | None = None) -> Connection:
+    """Open a connection that changes neither database nor write-ahead log, while a coordinator may run.
+
+    Without a log nothing is locked: what is read is one moment only if `closed_at` is the same afterwards. `has_log`:
+    whether the caller found a log; None: look for it.
+    """
     # Without a log no process has the database open. SQLite would make a log, and leave it there.
-    mode = "mode=ro" if _log_of(path).exists() else "immutable=1"
+    mode = "mode=ro" if (_log_of(path).exists() if has_log is None else has_log) else "immutable=1"
     db = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=10.0)
     db.row_factory = sqlite3.Row
     return db

@@ -4,15 +4,18 @@ import asyncio
 import errno
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
-from tests.support.faults import DISK_FULL, failing
+from coordinator.storage.sqlite import StoreBrokenError
+from tests.support.faults import DISK_FULL, failing, held
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -58,6 +61,19 @@ async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPo
     assert (checkpoint.adapter_id, checkpoint.fingerprint) == (adapter, "toy")
     assert dict(checkpoint.user_metadata) == {"note": "x"}
     assert checkpoint.size_bytes > 0
+
+
+async def test_an_adapters_newest_checkpoint_is_that_of_its_last_save_after_a_step_of_the_wall_clock(
+    tmp_path: Path,
+) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, linger_s=0.0) as pool:
+        adapter = await pool.adapter()
+        await pool.save(adapter, 1, "old")
+        time.wall_offset -= 600
+        await pool.save(adapter, 2, "new")
+        [newest] = (await pool.service.newest_checkpoints(await pool.principal(), [adapter])).values()
+    assert newest.path.endswith("/new")
 
 
 async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(pool: ToyPool) -> None:
@@ -171,6 +187,26 @@ async def test_an_adapter_from_a_checkpoint_has_its_state_and_outlives_it(tmp_pa
         await pool.adapter(from_path=path, rank=16)
 
 
+async def test_an_adapter_whose_commit_is_unknown_keeps_the_state_that_it_starts_from(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        await train(pool, adapter, 1)
+        path = (await pool.save(adapter, 3, "kept")).save_state.path
+        insert = pool.store.adapters.insert
+
+        async def insert_and_fail(*args: Any) -> None:
+            await insert(*args)
+            raise StoreBrokenError("the sync of the commit failed")
+
+        with mock.patch.object(pool.store.adapters, "insert", insert_and_fail):
+            refused = await refusal(pool.adapter(base_model="", rank=0, from_path=path, with_optimizer=True))
+        assert refused.reason == "STORAGE_BROKEN"
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        [copy] = [row.adapter_id for row in pool.store.adapters.not_deleted() if row.adapter_id != adapter]
+        assert (await pool.wait(await pool.forward_backward(copy, 1, 5)))[0].state == SUCCEEDED
+
+
 async def test_concurrent_creations_of_one_index_from_different_states_make_one_adapter(
     tmp_path: Path, pool: ToyPool
 ) -> None:
@@ -216,6 +252,41 @@ async def test_a_damaged_checkpoint_is_never_loaded_and_affects_no_other_adapter
     assert step.error.reason == "GRADIENT_WINDOW_CLOSED", "a step after a failed load would change other weights"
     assert fine.state == SUCCEEDED
     assert str(tmp_path) not in loaded.error.message
+
+
+async def test_a_checkpoint_that_goes_before_its_files_are_read_is_gone_and_not_damaged(
+    tmp_path: Path, pool: ToyPool
+) -> None:
+    """It is overwritten, or deleted, after its row was read."""
+    adapter, other, principal = await pool.adapter(), await pool.adapter(), await pool.principal()
+    path = (await pool.save(adapter, 1, "latest")).save_state.path
+    creation = adapters_pb2.CreateAdapterRequest(
+        session_id=await pool.session(), index=0, from_path=path, with_optimizer=True
+    )
+    files = pool.folders.checkpoints
+
+    async def overwrite(seq: int) -> None:
+        [folder] = (tmp_path / "checkpoints").iterdir()
+        await pool.save(adapter, seq, "latest", overwrite=True)
+        await until(lambda: not folder.exists())
+
+    with held(files, "read") as reading:
+        creating = asyncio.create_task(refusal(pool.service.create_adapter(principal, creation)))
+        await reading.until_begun()
+        await overwrite(2)
+    assert (await creating).reason == "NOT_FOUND"
+
+    async with pool.core.file_turns.turn("other"), pool.core.file_turns.turn("another"):  # all of them
+        exporting = asyncio.create_task(refusal(pool.export(path)))
+        await asyncio.sleep(0.05)
+        await overwrite(3)
+    assert (await exporting).reason == "CHECKPOINT_GONE"
+
+    with held(files, "read") as reading:
+        load = await pool.load_state(other, 1, path)
+        await reading.until_begun()
+        await pool.delete_checkpoint(path)
+    assert (await pool.wait(load))[0].error.reason == "NOT_FOUND"
 
 
 async def test_an_adapter_whose_snapshot_is_damaged_fails_with_data_loss_and_others_continue(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.sqlite import StorageError
-from tests.support.faults import held_task
+from tests.support.faults import held, held_task
 from tests.support.publishing import (
     ROUND,
     begin_to_publish,
@@ -313,6 +313,20 @@ async def test_a_session_that_ends_before_the_file_is_written_leaves_none_and_fr
             may_write.set()
         await pool.written()
         assert list((tmp_path / "samplers").iterdir()) == []
+
+
+async def test_a_save_whose_file_is_written_while_its_session_ends_leaves_no_bytes_with_its_tenant(
+    pool: ToyPool,
+) -> None:
+    models = pool.core.fleet.models
+    models["toy"] = replace(models["toy"], is_exact=False)  # files are written before their saves are committed
+    adapter = await pool.adapter()
+    with held(pool.folders.samplers, "write") as writing:
+        operation = await pool.submit_publish(adapter, 1)
+        await writing.until_begun()
+        await pool.finish_session(adapter)
+    assert (await pool.wait(operation))[0].state == SUCCEEDED
+    assert [row["file_bytes"] for row in pool.store.database.read("SELECT file_bytes FROM samplers")] == [0]
 
 
 async def test_an_inflight_sampler_has_the_newest_weights_after_a_crash(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from coordinator.base.errors import Code, ServiceError
 from tests.support.faults import held_task
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
 from tests.support.waiting import until
+from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -144,6 +145,23 @@ async def test_the_number_of_an_adapter_whose_row_is_deleted_is_never_given_agai
         principal = await pool.principal()
         assert (await refusal(create_adapter(index=3))).reason == "ADAPTER_DELETED"
         assert await create_adapter(request_id="a") == f"{session}:train:4"
+
+
+async def test_nothing_gets_a_number_behind_the_highest_that_an_id_can_hold(pool: ToyPool) -> None:
+    session_id = await pool.session()
+
+    async def create(**values: Any) -> str:
+        request = adapters_pb2.CreateAdapterRequest(session_id=session_id, base_model="toy", rank=8, **values)
+        return str((await pool.service.create_adapter(await pool.principal(), request)).adapter.adapter_id)
+
+    adapter = await create(index=names.INDEX_MAX)
+    await pool.sampler(session_id, index=names.INDEX_MAX)
+    refused = [await refusal(call) for call in (create(), pool.sampler(session_id))]
+    assert [each.code for each in refused] == [Code.INVALID_ARGUMENT] * 2
+    assert ["is the highest number" in each.message for each in refused] == [True, True]
+    saved = await pool.publish(adapter, 1)
+    assert (saved.state, "is the highest number" in saved.error.message) == (ops_pb.OPERATION_STATE_FAILED, True)
+    assert await pool.sampler(session_id, index=7) == names.sampler_id(session_id, 7)
 
 
 async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path) -> None:

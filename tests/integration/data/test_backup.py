@@ -15,11 +15,11 @@ import pytest
 from coordinator.runtime import backup as backups
 from coordinator.runtime.backup import Backup, Progress, back_up, remove_leftovers
 from coordinator.storage import copies
-from coordinator.storage.copies import NamedState, named_states
+from coordinator.storage.copies import NamedState, named_states, read_database
 from coordinator.storage.disk import RealDisk
-from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, read_side_file
+from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, identity_of, read_side_file
 from coordinator.storage.sqlite import Connection, open_read_only, open_target, problems_of
-from tests.support.disk.backups import flip_a_byte, folder_of, lost, quiet, trained
+from tests.support.disk.backups import flip_a_byte, folder_of, lost, quiet, trained, unreadable
 from tests.support.toy_pool import running_pool
 
 
@@ -66,6 +66,36 @@ async def test_a_backup_while_states_are_written_and_deleted_at_each_of_its_step
     assert len(saved) > 10
     assert made.damaged == []
     assert lost(tmp_path / "backup") == []
+
+
+async def test_a_backup_of_a_stopped_pool_that_starts_while_its_database_is_copied_has_one_moment_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PAGES_AT_ONCE", 8)
+    async with running_pool(tmp_path / "pool") as pool:
+        await trained(pool)
+        for _ in range(10):
+            await pool.adapter(user_metadata={"k": "x" * 16_000})
+    loop = asyncio.get_running_loop()
+    has_started = False
+
+    async def start_and_work() -> None:
+        async with running_pool(tmp_path / "pool") as pool:
+            await pool.take_over()
+            for name in ("a", "b"):
+                await pool.save(await pool.adapter(user_metadata={"k": "y" * 16_000}), 1, name)
+
+    def on_progress(step: str, done: int, _all: int) -> None:
+        nonlocal has_started
+        if step == "Copying the database" and done and not has_started:
+            has_started = True
+            asyncio.run_coroutine_threadsafe(start_and_work(), loop).result(60)
+
+    made = await asyncio.to_thread(back_up, tmp_path / "pool", tmp_path / "backup", on_progress)
+    assert has_started
+    assert read_database(tmp_path / "backup", problems_of) == []
+    assert (lost(tmp_path / "backup"), made.damaged) == ([], [])
+    assert made.identity == read_database(tmp_path / "pool", identity_of)
 
 
 async def test_a_state_that_is_deleted_before_it_is_linked_makes_a_later_moment_be_read(
@@ -126,6 +156,18 @@ async def test_states_that_the_pool_has_lost_are_reported_and_the_rest_is_backed
     assert [text.rpartition(" (")[2] for text in made.damaged] == ["its folder is missing)"]
     assert "/weights/kept" in made.damaged[0]
     assert made.num_states == 2
+
+
+async def test_a_state_that_the_disk_cannot_read_is_reported_and_the_rest_is_backed_up(tmp_path: Path) -> None:
+    async with running_pool(tmp_path / "pool") as pool:
+        adapter = await trained(pool)
+    bad = folder_of(tmp_path / "pool", "/kept")
+    with unreadable(bad):
+        made = back_up(tmp_path / "pool", tmp_path / "backup", quiet)
+    assert made.damaged == [f"checkpoint tinker://{adapter}/weights/kept (it cannot be read)"]
+    assert made.num_states == 2
+    assert lost(tmp_path / "backup") == [f"checkpoint tinker://{adapter}/weights/kept"]
+    assert not (tmp_path / "backup" / "checkpoints" / bad.name).exists()
 
 
 async def test_a_backup_goes_only_into_an_empty_folder_outside_of_the_pool(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from coordinator.runtime.doctor import Report, examine
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
 from coordinator.storage.identity import DATABASE, SIDE_FILE
-from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained
+from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained, unreadable
 from tests.support.toy_pool import running_pool
 
 
@@ -56,10 +56,21 @@ async def test_lost_and_damaged_states_are_problems_and_damage_inside_only_with_
     flip_a_byte(folder_of(tmp_path, "/named"))
     assert report_on(tmp_path, is_verified=False).problems == []
     [problem] = report_on(tmp_path).problems
-    assert problem == f"1 states do not match their checksums: checkpoint tinker://{adapter}/sampler_weights/named"
+    assert (
+        problem
+        == f"1 states cannot be read, or do not match their checksums: checkpoint tinker://{adapter}/sampler_weights/named"
+    )
     shutil.rmtree(folder_of(tmp_path, "/kept"))
     [problem] = report_on(tmp_path, is_verified=False).problems
     assert problem == f"1 states are lost: their folders are missing: checkpoint tinker://{adapter}/weights/kept"
+
+
+async def test_a_state_that_the_disk_cannot_read_is_a_problem_with_verify(tmp_path: Path) -> None:
+    adapter = await pool_at(tmp_path)
+    with unreadable(folder_of(tmp_path, "/kept")):
+        [problem] = report_on(tmp_path).problems
+    assert problem.startswith("1 states cannot be read")
+    assert problem.endswith(f": checkpoint tinker://{adapter}/weights/kept")
 
 
 async def test_orphans_and_quarantined_folders_are_notes_with_dates(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import sqlite3
 import time
@@ -21,7 +22,7 @@ from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import StateFiles
 from coordinator.storage.identity import DATABASE, SIDE_FILE, DataDirError, identity_in, identity_of, read_side_file
 from tests.support.database import query
-from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained
+from tests.support.disk.backups import flip_a_byte, folder_of, quiet, trained, unreadable
 from tests.support.faults import failing
 from tests.support.served_pool import restartable_pool
 from tests.support.toy_pool import LENGTHS, expected_chain, pass_request, refusal, running_pool
@@ -153,6 +154,37 @@ async def test_damaged_states_are_refused_with_a_list_and_left_out_only_if_asked
         await pool.take_over()
         listed = await pool.service.list_checkpoints(await pool.principal(), checkpoints_pb2.ListCheckpointsRequest())
         assert [each.path.rpartition("/")[2] for each in listed.checkpoints] == ["named"]
+
+
+async def test_a_restored_tenant_stores_what_it_stores_in_the_source_after_its_sessions_ended(tmp_path: Path) -> None:
+    async with running_pool(tmp_path / "pool") as pool:
+        adapter = await trained(pool)
+        before = pool.store.tenants.row_bytes(pool.tenant_id())
+        await asyncio.to_thread(back_up, tmp_path / "pool", tmp_path / "backup", quiet)
+        await pool.finish_session(adapter)
+        after = pool.store.tenants.row_bytes(pool.tenant_id())
+    assert after < before
+    restore(tmp_path / "backup", tmp_path / "new", skip_damaged=False, on_progress=quiet)
+    async with running_pool(tmp_path / "new") as pool:
+        assert pool.store.tenants.row_bytes(pool.tenant_id()) == after
+
+
+async def test_a_state_that_the_disk_cannot_read_is_damaged(tmp_path: Path) -> None:
+    backup, adapter = await backed_up(tmp_path)
+    with unreadable(folder_of(backup, "/kept")):
+        with pytest.raises(DataDirError, match=r"1 of 3 states .* damaged: checkpoint .*/weights/kept\. .*--skip"):
+            restore(backup, tmp_path / "new", skip_damaged=False, on_progress=quiet)
+        made = restore(backup, tmp_path / "new", skip_damaged=True, on_progress=quiet)
+    assert made.lost == [f"checkpoint tinker://{adapter}/weights/kept"]
+    assert problems(tmp_path / "new") == []
+
+
+async def test_a_state_that_may_not_be_read_is_not_counted_as_damaged(tmp_path: Path) -> None:
+    """Left out with `skip_damaged` it would be lost, although another user could read it."""
+    backup, _ = await backed_up(tmp_path)
+    with unreadable(folder_of(backup, "/kept"), errno.EACCES), pytest.raises(PermissionError):
+        restore(backup, tmp_path / "new", skip_damaged=True, on_progress=quiet)
+    assert not (tmp_path / "new").exists()
 
 
 async def test_an_adapter_whose_snapshot_is_lost_is_deleted_with_what_it_had_not_run(tmp_path: Path) -> None:

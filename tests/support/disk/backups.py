@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from coordinator.storage.copies import checksum, named_states, read_database
 from tests.support.toy_pool import ToyPool
@@ -46,3 +51,17 @@ def flip_a_byte(folder: Path) -> None:
     content = bytearray((folder / "state.json").read_bytes())
     content[3] ^= 1
     (folder / "state.json").write_bytes(content)
+
+
+@contextmanager
+def unreadable(folder: Path, error: int = errno.EIO) -> Iterator[None]:
+    """Make reads of a file in a state folder fail, by default as those of a bad sector."""
+    bad, real = (folder / "state.json").stat().st_ino, os.read
+
+    def read(file: int, num_bytes: int) -> bytes:
+        if os.fstat(file).st_ino == bad:
+            raise OSError(error, os.strerror(error))
+        return real(file, num_bytes)
+
+    with mock.patch.object(os, "read", read):
+        yield

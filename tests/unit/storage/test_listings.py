@@ -56,6 +56,25 @@ async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_it
     assert not any("tenant_id=?" in line for line in plan)
 
 
+async def test_the_newest_checkpoints_of_adapters_are_found_in_an_index_whatever_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    statements: list[str] = []
+
+    def connect(path: Path) -> Connection:
+        db = open_connection(path)
+        db.set_trace_callback(statements.append)
+        return db
+
+    store = Store(path, FakeTime(), Failure(), connect=connect)
+    statements.clear()
+    store.checkpoints.newest(TENANT, ["s:train:1", "s:train:2"], ["weights", "sampler_weights"])
+    [found] = statements
+    await store.close()
+    [plan] = plans(path, [found])
+    assert "SEARCH older USING INDEX checkpoints_by_adapter (adapter_id=? AND kind=?)" in plan
+    assert not any("TEMP B-TREE" in line for line in plan), plan
+
+
 async def test_the_entries_of_a_session_are_found_in_the_order_of_their_commits_by_slices_of_the_tenants_entries(
     tmp_path: Path,
 ) -> None:

@@ -3,14 +3,17 @@
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from coordinator.base.errors import Failure
+from coordinator.storage.copies import take_over
 from coordinator.storage.database import Database
+from coordinator.storage.identity import Identity
 from coordinator.storage.schema import APPLICATION_ID, ROW_BYTES, SCHEMA_VERSION
-from coordinator.storage.sqlite import Connection, open_read_only, read_closed
+from coordinator.storage.sqlite import Connection, DiskFullError, open_connection, open_read_only, read_closed
 from coordinator.storage.store import Store
 from tests.support.database import query
 from tests.support.toy_pool import FakeTime
@@ -54,6 +57,22 @@ def test_a_migrated_database_has_the_tables_indexes_and_triggers_of_a_new_one(ol
     asyncio.run(Database(old, FakeTime(), Failure()).close())
     asyncio.run(Database(tmp_path / "new.db", FakeTime(), Failure()).close())
     assert layout(old) == layout(tmp_path / "new.db")
+    assert query(old, "PRAGMA user_version")[0][0] == SCHEMA_VERSION
+
+
+def test_a_migration_without_room_says_so_and_is_made_once_there_is_room(old: Path) -> None:
+    before = layout(old)
+
+    def connect(path: Path) -> Connection:
+        db = open_connection(path)
+        [num_pages] = db.execute("PRAGMA page_count").fetchone()
+        db.execute(f"PRAGMA max_page_count = {num_pages}")  # of this connection: a full disk
+        return db
+
+    with pytest.raises(DiskFullError, match=r"no room for the tables of .* free some, then start again"):
+        Database(old, FakeTime(), Failure(), connect=connect)
+    assert layout(old) == before
+    asyncio.run(Database(old, FakeTime(), Failure()).close())
     assert query(old, "PRAGMA user_version")[0][0] == SCHEMA_VERSION
 
 
@@ -159,3 +178,9 @@ def test_an_older_database_is_read_without_migrating_it(old: Path) -> None:
 
     assert read_closed(old, version, open_read_only) == OLDEST
     assert query(old, "SELECT name FROM sqlite_master WHERE name = 'audit'") == []
+
+
+def test_a_copy_of_an_older_schema_becomes_another_pools(old: Path) -> None:
+    with closing(open_connection(old)) as db:
+        take_over(db, Identity(pool_id=78, epoch=9), [], 1.0)
+    assert [row["value"] for row in query(old, "SELECT value FROM meta WHERE key IN ('pool_id', 'epoch')")] == [9, 78]
