@@ -31,8 +31,6 @@ LISTED_MAX = 20
 """Most items that a message lists."""
 _SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
 """The service time of the copy."""
-
-
 SAMPLERS_COUNTED = 8
 """The schema since which the files of samplers count among a tenant's bytes. A backup may be of an older one."""
 _LOST = {errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
