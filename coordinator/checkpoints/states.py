@@ -16,6 +16,7 @@ from coordinator.checkpoints.uploads import Uploads
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.holdings import Holdings
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.windows import Window, window_bytes
 from coordinator.storage.folders import Saved, StateFiles, StateFolders
 from coordinator.storage.rows import CheckpointRow, SnapshotRow
@@ -34,13 +35,22 @@ of which there are as few as five."""
 class States:
     """The state folders of a data directory, and what has none yet: published weights, and uploads."""
 
-    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure, holdings: Holdings) -> None:
+    def __init__(
+        self,
+        folders: StateFolders,
+        store: Store,
+        fleet: Fleet,
+        failure: Failure,
+        holdings: Holdings,
+        in_flight: InFlightTable,
+    ) -> None:
         self.folders = folders
         self.publishing = Publishing(folders, store, fleet, failure, holdings)
         self.uploads = Uploads(folders.snapshots, holdings)
         self.holdings = holdings
         self._store = store
         self._fleet = fleet
+        self._in_flight = in_flight
         self._snapshot_writers = asyncio.Semaphore(SNAPSHOT_WRITERS)
 
     # ---- writing
@@ -121,6 +131,7 @@ class States:
         self.publishing.deleted(version_of(row))
         if deleted is not None:
             self.holdings.remove(deleted)
+            self._in_flight.deleted(deleted)
             if deleted.folder:
                 await asyncio.to_thread(self.folders.checkpoints.remove, deleted.folder)
 

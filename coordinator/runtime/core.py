@@ -88,7 +88,9 @@ class Core:
         )
         self.accounts = Accounts(self.store, self.time.wall)
         registers = open_registers(context, self.store, self.fleet)
-        self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
+        self.states = States(
+            self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings, registers.in_flight
+        )
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         owner = Owner(pool_id=self.store.identity().name, epoch=self.epoch)

@@ -185,6 +185,29 @@ async def test_saves_that_are_queued_together_never_exceed_the_ceiling_of_checkp
         assert (await used(pool))["checkpoints_max"] == 0
 
 
+async def test_a_save_whose_overwritten_checkpoint_is_deleted_while_it_waits_takes_its_place_itself(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        saved = [(await pool.save(adapter, seq, name)).save_state for seq, name in ((1, "a"), (2, "b"))]
+        await set_limits(pool, "alice", checkpoints_max=2)
+        pool.hold()
+        names = [await pool.submit_save(adapter, seq, name, overwrite=True) for seq, name in ((3, "a"), (4, "b"))]
+        assert (await used(pool))["checkpoints_max"] == 2, "what will be overwritten does not count twice"
+        for each in saved:
+            await pool.delete_checkpoint(each.path)
+        assert ((await used(pool))["checkpoints_max"], stored(pool)) == (2, 2 * RESERVED)
+        await refused_outcome_at(pool, pool.submit_save(adapter, 5, "c"), "CHECKPOINT_QUOTA")
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        pool.hold()
+        assert (await used(pool))["checkpoints_max"] == 2, "the claims are the same after a crash"
+        await pool.release()
+        assert not any(operation.HasField("error") for operation in await pool.wait(*names))
+        assert (await used(pool))["checkpoints_max"] == len(pool.store.checkpoints.of_tenant(pool.tenant_id())) == 2
+
+
 async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool: ToyPool) -> None:
     source = (await pool.save(await pool.adapter("bob"), 1, "shared", tenant="bob")).save_state.path
     await pool.set_access(source, is_public=True, tenant="bob")
