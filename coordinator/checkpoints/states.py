@@ -52,6 +52,9 @@ class States:
         self._fleet = fleet
         self._in_flight = in_flight
         self._snapshot_writers = asyncio.Semaphore(SNAPSHOT_WRITERS)
+        self._removing: set[asyncio.Task[None]] = set()
+        self._remover = asyncio.Semaphore()
+        """One folder at a time: cycles, saves and loads need asyncio's threads."""
 
     # ---- writing
 
@@ -87,16 +90,33 @@ class States:
         except StoreBrokenError:
             raise  # the row may be durable: the next start moves the folder aside if it is an orphan
         except StorageError:
-            self.folders.snapshots.remove(saved.folder)
+            self.remove_soon(self.folders.snapshots, saved.folder)
             raise
         if replaced is None:
-            self.folders.snapshots.remove(saved.folder)
+            self.remove_soon(self.folders.snapshots, saved.folder)
         return replaced
 
     async def write_start(self, log: AdapterLog, state: AdapterState) -> SnapshotRow:
         """Write the state that a new adapter starts from, if that is not its seed. Raises ServiceError."""
         saved = await self.write(self.folders.snapshots, log, state)
         return SnapshotRow(adapter_id=log.adapter_id, seq=0, folder=saved.folder, sha256=saved.sha256)
+
+    # ---- removing
+
+    def remove_soon(self, files: StateFiles, folder: str) -> None:
+        """Begin to remove a folder that no row names any more, on a thread: a file system takes 0.8 s for a GiB."""
+        removing = asyncio.get_running_loop().create_task(self._remove(files, folder))
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
+
+    async def until_removed(self) -> None:
+        """Wait until the folders of all calls of `remove_soon` are removed."""
+        while self._removing:
+            await asyncio.gather(*self._removing)
+
+    async def _remove(self, files: StateFiles, folder: str) -> None:
+        async with self._remover:
+            await asyncio.to_thread(files.remove, folder)
 
     # ---- checkpoints
 

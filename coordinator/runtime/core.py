@@ -184,3 +184,4 @@ class Core:
             if not self.failure.is_reported:
                 await loop.snapshot_all()
         await self.states.publishing.finish()
+        await self.states.until_removed()

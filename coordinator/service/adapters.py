@@ -138,7 +138,7 @@ class AdapterUseCases(UseCases):
                 await self._core.store.adapters.insert(row, start, use)
             except StorageError as error:
                 if start is not None:
-                    self._core.states.folders.snapshots.remove(start.folder)
+                    self._core.states.remove_soon(self._core.states.folders.snapshots, start.folder)
                 if not isinstance(error, ConflictError):
                     raise
                 existing = self._existing_adapter(request)

@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from coordinator.storage.folders import QUARANTINE_S
 from tests.support.faults import DISK_FULL, failing
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
+from tests.support.waiting import WAIT_S
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -34,6 +37,33 @@ async def train(pool: ToyPool, adapter: str, first: int) -> int:
 async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Checkpoint]:
     request = checkpoints_pb2.ListCheckpointsRequest(**values)
     return list((await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints)
+
+
+async def test_cycles_go_on_while_folders_that_were_replaced_or_deleted_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, removed, remove = threading.Event(), list[Path](), RealDisk.remove
+
+    def slow_remove(disk: RealDisk, path: Path) -> None:
+        may_remove.wait(WAIT_S)
+        time.sleep(0.1)
+        remove(disk, path)
+        removed.append(path)
+
+    async with running_pool(tmp_path, replay_s_max=1e-6) as pool:  # a snapshot after each step
+        adapter, other = await pool.adapter(), await pool.adapter()
+        seq = await train(pool, adapter, 1)
+        path = (await pool.save(adapter, seq, "latest")).save_state.path
+        await pool.wait(await pool.load_state(other, 1, path))
+        monkeypatch.setattr(RealDisk, "remove", slow_remove)
+        await pool.save(adapter, seq + 1, "latest", overwrite=True)
+        await pool.wait(await pool.load_state(other, 2, path))
+        await pool.delete_adapter(other)
+        await train(pool, adapter, seq + 2)
+        assert removed == []
+        may_remove.set()
+    assert {folder.parent.name for folder in removed} == {"checkpoints", "snapshots"}
+    assert len(removed) >= 3, "a stop waits for them"
 
 
 async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPool) -> None:
