@@ -66,6 +66,34 @@ async def test_cycles_go_on_while_folders_that_were_replaced_or_deleted_are_remo
     assert len(removed) >= 3, "a stop waits for them"
 
 
+async def copied(pool: ToyPool, path: str) -> checkpoints_pb2.Checkpoint:
+    request = checkpoints_pb2.CopyCheckpointRequest(path=path, request_id="copy")
+    response: checkpoints_pb2.CopyCheckpointResponse = await pool.service.copy_checkpoint(
+        await pool.principal(), request
+    )
+    return response.checkpoint
+
+
+async def test_a_copy_that_a_full_disk_refused_succeeds_when_it_is_repeated_with_room(pool: ToyPool) -> None:
+    path = (await pool.save(await pool.adapter(), 1, "source")).save_state.path
+    with failing(pool.folders.checkpoints, "write", DISK_FULL):
+        assert (await refusal(copied(pool, path))).reason == "DISK", "its adapter was made"
+    first, *others = await asyncio.gather(*(copied(pool, path) for _ in range(3)))
+    assert others == [first] * 2
+    assert (first.seq, len(pool.core.registry.logs), len(await checkpoints(pool))) == (2, 2, 2)
+
+
+async def test_a_copy_is_returned_to_a_repeat_after_its_source_and_its_session_are_gone(pool: ToyPool) -> None:
+    path = (await pool.save(await pool.adapter(), 1, "source", user_metadata={"note": "x"})).save_state.path
+    copy = await copied(pool, path)
+    await pool.delete_checkpoint(path)
+    await pool.finish_session(copy.adapter_id)
+    assert await copied(pool, path) == copy
+    assert (await refusal(copied(pool, path.replace("source", "other")))).reason == "ADAPTER_EXISTS"
+    await pool.delete_checkpoint(copy.path)
+    assert (await refusal(copied(pool, path))).reason == "NOT_FOUND"
+
+
 async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPool) -> None:
     adapter, other = await pool.adapter(), await pool.adapter()
     await train(pool, adapter, 1)

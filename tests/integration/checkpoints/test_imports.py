@@ -278,7 +278,11 @@ async def test_a_full_disk_refuses_the_part_and_the_import_and_both_can_be_repea
         assert (await refusal(finish(pool, session))).reason == "DISK"
     with failing(TemporaryFile, "read", OSError(5, "Input/output error")):
         assert (await refusal(finish(pool, session))).reason == "DISK"
-    await finish(pool, session)
+    with failing(pool.folders.checkpoints, "write", DISK_FULL):
+        assert (await refusal(finish(pool, session))).reason == "DISK", "its adapter was made"
+    checkpoint = await finish(pool, session)
+    await pool.finish_session(session)
+    assert await finish(pool, session) == checkpoint
 
 
 async def test_the_end_of_a_session_waits_for_a_write_and_removes_its_uploads(tmp_path: Path, pool: ToyPool) -> None:
