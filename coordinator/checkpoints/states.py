@@ -142,14 +142,14 @@ class States:
         await self.publishing.until_file(version_of(row))
         return self._again(row)
 
-    async def delete_checkpoint(self, row: CheckpointRow) -> None:
+    async def delete_checkpoint(self, row: CheckpointRow, *, is_expiry: bool = False) -> None:
         """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint.
 
-        Raises StorageError.
+        `is_expiry`: only if its time to live has passed. Raises StorageError.
         """
-        deleted = await self._store.checkpoints.delete(row.path, row.seq)
-        self.publishing.deleted(version_of(row))
+        deleted = await self._store.checkpoints.delete(row.path, row.seq, is_expiry=is_expiry)
         if deleted is not None:
+            self.publishing.deleted(version_of(row))
             self.holdings.remove(deleted)
             self._in_flight.deleted(deleted)
             if deleted.folder:
@@ -158,7 +158,7 @@ class States:
     async def remove_expired(self) -> None:
         """Delete checkpoints past their time to live, and old orphans. Raises StorageError."""
         for row in self._store.checkpoints.expired():
-            await self.delete_checkpoint(row)
+            await self.delete_checkpoint(row, is_expiry=True)
         try:
             await asyncio.to_thread(self.folders.quarantined.remove_expired, self._store.service_time())
         except OSError as error:

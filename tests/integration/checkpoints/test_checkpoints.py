@@ -12,7 +12,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
-from tests.support.faults import DISK_FULL, failing
+from tests.support.faults import DISK_FULL, failing, held
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
 from tests.support.waiting import WAIT_S
@@ -116,6 +116,26 @@ async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPo
     assert (checkpoint.adapter_id, checkpoint.fingerprint) == (adapter, "toy")
     assert dict(checkpoint.user_metadata) == {"note": "x"}
     assert checkpoint.size_bytes > 0
+
+
+async def test_a_checkpoint_whose_owner_extends_it_while_others_expire_is_kept(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    saves = [await pool.save(adapter, seq, f"{seq}", ttl_seconds=3600) for seq in (1, 2)]
+    paths = [each.save_state.path for each in saves]
+    for path in paths:
+        row = pool.store.checkpoints.by_path(path)
+        assert row is not None
+        await pool.store.checkpoints.set_expiry(path, row.expires_at, pool.store.service_time())
+    with held(pool.folders.checkpoints, "remove") as removing:
+        sweep = asyncio.create_task(pool.core.states.remove_expired())
+        await removing.until_begun()
+        [left] = await checkpoints(pool)
+        request = checkpoints_pb2.SetCheckpointTtlRequest(path=left.path, ttl_seconds=0)
+        await pool.service.set_checkpoint_ttl(await pool.principal(), request)
+    await sweep
+    assert [each.path for each in await checkpoints(pool)] == [left.path]
+    assert pool.core.holdings.num_checkpoints(pool.tenant_id()) == 1
+    await pool.export(left.path)
 
 
 async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(pool: ToyPool) -> None:
