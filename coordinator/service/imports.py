@@ -74,6 +74,7 @@ class ImportUseCases(CopyUseCases):
     @uninterrupted
     async def upload_part(self, principal: Principal, request: pb.UploadPartRequest) -> pb.UploadPartResponse:
         """Write the next bytes of an upload."""
+        self._core.admission.check_open()
         self._live_session(principal, request.session_id)
         uploads = self._core.states.uploads
         upload = uploads.get(request.session_id, request.upload_id)
