@@ -9,10 +9,13 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
-from coordinator.operations.holdings import Claim, SaveRequest, save_path
+from coordinator.operations.holdings import SaveRequest, save_path
+from coordinator.payloads.canonical import serialize
+from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_ttl, metadata_of, streamed, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.listings import Listed
@@ -22,6 +25,7 @@ from coordinator.service.training import TrainingUseCases
 from coordinator.storage.folders import Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
 from coordinator.storage.sqlite import StorageError
+from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
@@ -216,6 +220,13 @@ class CheckpointUseCases(UseCases):
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
     """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
 
+    _copying: WeakValueDictionary[tuple[str, bytes], asyncio.Lock]
+    """The lock of the running calls with one request, by tenant and request."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._copying = WeakValueDictionary()
+
     async def copy_checkpoint(
         self, principal: Principal, request: pb.CopyCheckpointRequest
     ) -> pb.CopyCheckpointResponse:
@@ -229,55 +240,66 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 "request_id is empty: set it, or session_id and index, so that the call is safe to repeat (over HTTP: "
                 "the header X-Idempotency-Key, or session_id and model_seq_id)"
             )
-        session_id = request.session_id
-        if not session_id and (row := self._core.store.sessions.of_request(principal.tenant_id, request.request_id)):
-            session_id = row.session_id
-        create = adapters_pb2.CreateAdapterRequest(
-            session_id=session_id,
-            index=request.index if request.HasField("index") else None,
-            request_id=request.request_id,
-            from_path=request.path,
-            with_optimizer=_parsed(request.path).kind == names.TRAINING,
-        )
-        made = self._made_before(principal, create) if session_id else None
-        source = self._core.store.checkpoints.readable(principal.tenant_id, request.path, is_public_enough=True)
-        save = _save_like(principal, request, source)
-        if made is not None:
-            save.adapter_id = self._message(made).adapter_id
-        if made is None or not self._is_accepted(save):
-            if source is None:
-                raise not_found("checkpoint", request.path)
-            await self._make_copy(principal, create, source, save)
+        save = await self._begin_copy(principal, request)
         return pb.CopyCheckpointResponse(checkpoint=await self._saved(principal, save))
 
-    async def _make_copy(
+    @uninterrupted
+    async def _begin_copy(self, principal: Principal, request: pb.CopyCheckpointRequest) -> SaveRequest:
+        """Make the adapter of a copy and begin its save, unless an earlier call has; return the save.
+
+        Calls of one request follow each other: a repeat at the tenant's last place is not refused for the first call.
+        """
+        async with self._copying.setdefault((principal.tenant_id, serialize(request)), asyncio.Lock()):
+            session_id = request.session_id
+            if not session_id and (
+                row := self._core.store.sessions.of_request(principal.tenant_id, request.request_id)
+            ):
+                session_id = row.session_id
+            create = adapters_pb2.CreateAdapterRequest(
+                session_id=session_id,
+                index=request.index if request.HasField("index") else None,
+                request_id=request.request_id,
+                from_path=request.path,
+                with_optimizer=_parsed(request.path).kind == names.TRAINING,
+            )
+            made = self._made_before(principal, create) if session_id else None
+            source = self._core.store.checkpoints.readable(principal.tenant_id, request.path, is_public_enough=True)
+            save = _save_like(principal, request, source)
+            if made is not None:
+                save.adapter_id = self._message(made).adapter_id
+                if self._is_accepted(save):
+                    return save
+            if source is None:
+                raise not_found("checkpoint", request.path)
+            if made is None:
+                save.adapter_id = await self._adapter_of_copy(principal, create, source, save)
+            if not self._is_accepted(save):
+                await self._save_copy(principal, save)
+            return save
+
+    async def _adapter_of_copy(
         self,
         principal: Principal,
         create: adapters_pb2.CreateAdapterRequest,
         source: CheckpointRow,
         save: SaveRequest,
-    ) -> None:
-        """Make the adapter of a copy, if there is none, and begin its save; complete both requests."""
-        if not create.session_id:
-            session = sessions_pb2.CreateSessionRequest(request_id=create.request_id)
-            create.session_id = (await self.create_session(principal, session)).session.session_id
-        if not save.adapter_id:
-            if self._existing_adapter(create) is None:
-                self._check_copy_fits(principal.tenant_id, create, source, save)
-            save.adapter_id = (await self.create_adapter(principal, create)).adapter.adapter_id
-        if not self._is_accepted(save):
-            await self._save_copy(principal, save)
+    ) -> str:
+        """Make the adapter of a copy, in a new session if it has none, and return its id. Raises ServiceError.
 
-    def _check_copy_fits(
-        self, tenant_id: str, create: adapters_pb2.CreateAdapterRequest, source: CheckpointRow, save: SaveRequest
-    ) -> None:
-        """Raise ServiceError if the tenant lacks room for a copy: a refused save would leave the new adapter behind."""
-        holdings = self._core.holdings
+        The save counts from the start, because a refused one would leave the adapter behind. Accept it before anything
+        else is awaited: it claims its room itself.
+        """
+        core, tenant_id = self._core, principal.tenant_id
         model, spec = self._spec(create, source)
-        of_adapter = Claim(num_bytes=holdings.state_bytes(spec, model.name))
-        claim = holdings.claim_of_save(spec, model.name, save).plus(of_adapter)
-        if (refusal := self._core.ceilings.refusal(tenant_id, claim)) is not None:
-            raise refusal
+        claim = core.holdings.claim_of_save(spec, model.name, save)
+        with (
+            core.ceilings.checkpoints.holding(tenant_id, claim.num_checkpoints),
+            core.ceilings.stored_bytes.holding(tenant_id, claim.num_bytes),
+        ):
+            if not create.session_id:
+                session = sessions_pb2.CreateSessionRequest(request_id=create.request_id)
+                create.session_id = (await self.create_session(principal, session)).session.session_id
+            return (await self.create_adapter(principal, create)).adapter.adapter_id
 
     async def _save_copy(self, principal: Principal, save: SaveRequest) -> None:
         if isinstance(save, pb.SaveStateRequest):
