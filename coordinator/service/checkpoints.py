@@ -297,6 +297,10 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
             core.ceilings.stored_bytes.holding(tenant_id, claim.num_bytes),
         ):
             if not create.session_id:
+                # What the creation of the adapter will check: its refusal would leave an empty session behind.
+                core.quotas.check_permitted(tenant_id, model.name, spec.rank)
+                core.ceilings.adapters.check(tenant_id)
+                core.ceilings.stored_bytes.check(tenant_id, core.holdings.state_bytes(spec, model.name))
                 session = sessions_pb2.CreateSessionRequest(request_id=create.request_id)
                 create.session_id = (await self.create_session(principal, session)).session.session_id
             return (await self.create_adapter(principal, create)).adapter.adapter_id

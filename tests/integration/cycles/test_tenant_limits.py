@@ -235,6 +235,22 @@ async def test_copies_at_the_same_time_never_exceed_a_ceiling_and_a_repeat_of_on
     assert (now["sessions_max"], now["adapters_max"], now["checkpoints_max"]) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"checkpoints_max": 0}, "CHECKPOINT_QUOTA"),
+        ({"adapters_max": 0}, "ADAPTER_QUOTA"),
+        ({"stored_bytes_max": RESERVED + RESERVED // 2}, "STORAGE_QUOTA"),
+        ({"ranks": "16"}, "RANK_NOT_PERMITTED"),
+    ],
+)
+async def test_a_copy_that_is_refused_leaves_no_session(limits: dict[str, object], reason: str, pool: ToyPool) -> None:
+    source = await shared(pool)
+    await set_limits(pool, "alice", **limits)
+    assert (await refusal(copy_of(pool, source))).reason == reason
+    assert (await used(pool))["sessions_max"] == 0
+
+
 async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool: ToyPool) -> None:
     source = await shared(pool)
     own = (await pool.save(await pool.adapter(), 1, "own")).save_state.path
