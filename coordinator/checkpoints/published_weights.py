@@ -321,10 +321,10 @@ class Publishing:
         except StoreBrokenError:
             raise  # the row may be durable: the next start finds out whether the folder is an orphan
         except StorageError:
-            files.remove(saved.folder)
+            await asyncio.to_thread(files.remove, saved.folder)
             raise
         if not is_stored or version.name not in self._versions:  # its session has ended meanwhile, or it was deleted
-            files.remove(saved.folder)
+            await asyncio.to_thread(files.remove, saved.folder)
 
     async def _commit(self, version: Version, saved: Saved) -> bool:
         """Give the version's row the folder; return whether there is such a row."""

@@ -160,7 +160,7 @@ class Saver:
                 is_live = self._sessions.count_samplers(row.session_id, 1)
                 self.states.publishing.committed(row.version)
                 if row.folder and not is_live:  # its session ended, with its folders, before the row was there
-                    self.states.folders.samplers.remove(row.folder)
+                    self.states.remove_soon(self.states.folders.samplers, row.folder)
         for checkpoint in staged.checkpoints:
             if checkpoint.adapter_id not in lost:
                 self.states.holdings.add(checkpoint)
@@ -173,15 +173,15 @@ class Saver:
             self.states.holdings.remove(deleted)
             self.states.publishing.deleted(version_of(deleted))
             if deleted.folder:
-                self.states.folders.checkpoints.remove(deleted.folder)
+                self.states.remove_soon(self.states.folders.checkpoints, deleted.folder)
         for adapter_id, folder in staged.replaced_snapshots:
             if adapter_id not in lost:
-                self.states.folders.snapshots.remove(folder)
+                self.states.remove_soon(self.states.folders.snapshots, folder)
 
     def _discard_checkpoint(self, row: CheckpointRow) -> None:
         """Drop the weights of a checkpoint whose row was not stored."""
         if row.folder:
-            self.states.folders.checkpoints.remove(row.folder)
+            self.states.remove_soon(self.states.folders.checkpoints, row.folder)
         else:
             self.states.publishing.drop(version_of(row))
 
@@ -189,7 +189,7 @@ class Saver:
         """Drop the weights of an unnamed sampler whose row was not stored."""
         self.states.publishing.drop(row.version)
         if row.folder:
-            self.states.folders.samplers.remove(row.folder)
+            self.states.remove_soon(self.states.folders.samplers, row.folder)
 
     def _check_free(self, staged: StagedStates, path: str) -> None:
         """Raise ServiceError if a checkpoint has this path."""

@@ -63,8 +63,6 @@ class Snapshots:
         self._writing: dict[str, asyncio.Task[None]] = {}
         self._bytes: dict[str, int] = {}
         """Adapter to the bytes of its state that is being written."""
-        self._removing: set[asyncio.Task[None]] = set()
-        """Of folders that were replaced: a file system takes milliseconds for each while others are written."""
         self._durable: list[_Durable] = []
         self._cost_s: dict[str, float] = {}
         """Adapter to seconds that its last snapshot took to write."""
@@ -180,20 +178,13 @@ class Snapshots:
         for each in durable:
             if adapters.get(each.adapter.adapter_id) is each.adapter:
                 each.adapter.cover(each.seq, each.window, each.replay_s)
-        if replaced := [each.replaced for each in durable if each.replaced]:
-            removing = asyncio.get_running_loop().create_task(asyncio.to_thread(self._remove, replaced))
-            self._removing.add(removing)
-            removing.add_done_callback(self._removing.discard)
+            if each.replaced:
+                self._states.remove_soon(self._states.folders.snapshots, each.replaced)
 
     async def finish(self) -> None:
         """Wait until every snapshot that is being written is durable or has failed."""
         while self._writing:
             await asyncio.gather(*self._writing.values())
-
-    async def until_removed(self) -> None:
-        """Wait until the folders of the snapshots that were replaced are removed."""
-        while self._removing:
-            await asyncio.gather(*self._removing)
 
     def forget(self, adapter_id: str) -> None:
         """Drop the measurements of a deleted adapter."""
@@ -201,10 +192,6 @@ class Snapshots:
         self._failed_at.pop(adapter_id, None)
         self._num_failures.pop(adapter_id, None)
         self._readable_at.pop(adapter_id, None)
-
-    def _remove(self, folders: Sequence[str]) -> None:
-        for folder in folders:
-            self._states.folders.snapshots.remove(folder)
 
     def _due_on_worker(self, resident: list[AdapterLog]) -> list[AdapterLog]:
         due = []

@@ -215,4 +215,3 @@ class CycleLoop:
         await self._take_snapshots(cycle, due)
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
-        await self._snapshots.until_removed()

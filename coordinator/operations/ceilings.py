@@ -4,7 +4,7 @@ What an operation or a sampler adds is checked when it is accepted: a check coun
 operations have claimed. Operations that were accepted are not checked again: not when they run, and not by recovery.
 
 Depends on the counts of the other registers; not on the order of operations. Main invariant: as long as its limits
-stay, a tenant never holds and claims more than they say.
+stay, a tenant never holds more than they say, whatever is deleted while its operations wait.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A ceiling counts what is stored and what was claimed, so that operations that are accepted together never exceed it
 together. An operation's claim ends in the moment in which its outcome becomes visible; what it stored counts from the
-same moment. A claim is a function of the request and of the adapter, so that recovery makes it again.
+same moment. A claim is a function of the request, of the adapter and of the checkpoint that the request overwrites, so
+that recovery makes it again. When that checkpoint is deleted, the claim grows by its place and bytes.
 
 Uploads count what they will become. Rows (metadata, requests, results, records of samples, samplers with their files)
 are counted by the database itself. An adapter counts the state that it will have as soon as it exists, because a
@@ -47,6 +48,10 @@ class Claim:
     """Continuations that are not finished."""
     num_tokens: int = 0
     """The most tokens that it can compute."""
+    overwrites: str = ""
+    """The path of the stored checkpoint whose place a save takes. Sums have none."""
+    num_overwritten_bytes: int = 0
+    """Bytes of that checkpoint that the save reuses: they are not in `num_bytes`."""
 
     def plus(self, other: Claim, sign: int = 1) -> Claim:
         """Return the sum of both; with `sign` -1 the difference."""
@@ -57,6 +62,10 @@ class Claim:
             num_samples=self.num_samples + sign * other.num_samples,
             num_tokens=self.num_tokens + sign * other.num_tokens,
         )
+
+    def without_overwritten(self) -> Claim:
+        """Return the claim of the same save once the checkpoint that it overwrites is deleted."""
+        return Claim(num_checkpoints=1, num_bytes=self.num_bytes + self.num_overwritten_bytes)
 
 
 NO_CLAIM = Claim()
@@ -82,17 +91,16 @@ class Holdings:
         return self._num_bytes[tenant_id] + self._store.tenants.row_bytes(tenant_id)
 
     def claim_of_save(self, spec: AdapterSpec, base_model: str, request: SaveRequest) -> Claim:
-        """Return the claim of a save. One that overwrites a checkpoint claims the bytes that it adds."""
+        """Return the claim of a save. One that overwrites a checkpoint claims what it adds."""
         num_bytes = self.weights_bytes(spec, base_model)
         if not request.name:
             return Claim(num_samplers=1, num_bytes=num_bytes)
         if isinstance(request, checkpoints_pb2.SaveStateRequest):
             num_bytes *= _TRAINING_COPIES
-        if (
-            request.overwrite
-            and (old := self._store.checkpoints.by_path(str(save_path(spec.adapter_id, request)))) is not None
-        ):
-            return Claim(num_bytes=max(0, num_bytes - old.size_bytes))
+        path = str(save_path(spec.adapter_id, request))
+        if request.overwrite and (old := self._store.checkpoints.by_path(path)) is not None:
+            num_reused = min(num_bytes, old.size_bytes)
+            return Claim(num_bytes=num_bytes - num_reused, overwrites=path, num_overwritten_bytes=num_reused)
         return Claim(num_checkpoints=1, num_bytes=num_bytes)
 
     def weights_bytes(self, spec: AdapterSpec, base_model: str) -> int:

@@ -27,6 +27,7 @@ from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
 from coordinator.payloads.passes import DecodedPass
+from coordinator.storage.rows import CheckpointRow
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -263,6 +264,16 @@ class InFlightTable:
     def claimed(self, tenant_id: str) -> Claim:
         """Return the sum of what a tenant's operations in flight may add to what it holds."""
         return self._claims.get(tenant_id, NO_CLAIM)
+
+    def deleted(self, row: CheckpointRow) -> None:
+        """Let the saves that overwrite a checkpoint claim its place and bytes themselves: its row was deleted."""
+        if not self.num_of_target(row.adapter_id):
+            return
+        for operation in self._operations.values():
+            if operation.claim.overwrites == row.path:
+                claim = operation.claim.without_overwritten()
+                self._claims[row.tenant_id] = self.claimed(row.tenant_id).plus(claim).plus(operation.claim, -1)
+                operation.claim = claim
 
     def num_tokens_of(self, tenant_id: str) -> int:
         """Return the tokens of a tenant's outcomes that became visible in this epoch."""

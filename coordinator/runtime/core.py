@@ -88,7 +88,9 @@ class Core:
         )
         self.accounts = Accounts(self.store, self.time.wall)
         registers = open_registers(context, self.store, self.fleet)
-        self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings)
+        self.states = States(
+            self._data_dir.folders, self.store, self.fleet, self.failure, registers.holdings, registers.in_flight
+        )
         self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         owner = Owner(pool_id=self.store.identity().name, epoch=self.epoch)
@@ -182,3 +184,4 @@ class Core:
             if not self.failure.is_reported:
                 await loop.snapshot_all()
         await self.states.publishing.finish()
+        await self.states.until_removed()

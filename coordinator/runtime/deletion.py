@@ -78,7 +78,7 @@ class Deletions:
                 self._entries.committed(operation)
                 operation.retire()
         if folder is not None:
-            self._states.folders.snapshots.remove(folder)
+            self._states.remove_soon(self._states.folders.snapshots, folder)
 
     async def _leave_cycles(self, log: AdapterLog) -> None:
         """Return when no cycle has the adapter any more."""

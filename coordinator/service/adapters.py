@@ -6,6 +6,7 @@ Does not depend on how an adapter runs. Main invariant: a repeated creation retu
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import json
 import math
@@ -68,12 +69,8 @@ class AdapterUseCases(UseCases):
         check_metadata(request.user_metadata, self._core.config.limits)
         check_index(request)
         check_adapter_name(request.name)
-        canonical = pb.CreateAdapterRequest()
-        canonical.CopyFrom(request)
-        canonical.ClearField("request_id")
-        payload = serialize(canonical)
         async with session.creating:
-            return await self._create_adapter(principal, request, session, payload)
+            return await self._create_adapter(principal, request, session, creation_payload(request))
 
     async def _create_adapter(
         self, principal: Principal, request: pb.CreateAdapterRequest, session: Session, payload: bytes
@@ -140,7 +137,7 @@ class AdapterUseCases(UseCases):
                 raise  # the row may be durable: the next start moves the folder aside if it is an orphan
             except StorageError as error:
                 if start is not None:
-                    self._core.states.folders.snapshots.remove(start.folder)
+                    self._core.states.remove_soon(self._core.states.folders.snapshots, start.folder)
                 if not isinstance(error, ConflictError):
                     raise
                 existing = self._existing_adapter(request)
@@ -236,6 +233,12 @@ class AdapterUseCases(UseCases):
         if not request.request_id:
             return None
         return self._core.store.adapters.of_request(request.session_id, request.request_id)
+
+    def _made_before(self, principal: Principal, request: CreateRequest) -> AdapterRow | None:
+        """Return the adapter that an earlier call made, also if its session has ended. Raises ServiceError."""
+        self._session_row(principal, request.session_id, "SESSION_UNKNOWN")
+        existing = self._existing_adapter(request)
+        return self._same(existing, creation_payload(request)) if existing is not None else None
 
     def _check_unused(self, request: CreateRequest) -> None:
         """Refuse an index without a row that may have had an adapter, so that no id is given twice."""
@@ -375,6 +378,13 @@ class AdapterUseCases(UseCases):
             name=row.name,
             last_use_time=timestamp(adapter.used_at),
         )
+
+
+def creation_payload(request: CreateRequest) -> bytes:
+    """Return the bytes that tell a repeated creation from another one."""
+    canonical = copy.deepcopy(request)
+    canonical.ClearField("request_id")
+    return serialize(canonical)
 
 
 def _check_unused_since(adapter: AdapterLog, moment: Timestamp) -> None:

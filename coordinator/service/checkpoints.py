@@ -9,10 +9,13 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
-from coordinator.operations.holdings import Claim, SaveRequest
+from coordinator.operations.holdings import SaveRequest, save_path
+from coordinator.payloads.canonical import serialize
+from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_ttl, metadata_of, streamed, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.listings import Listed
@@ -22,6 +25,7 @@ from coordinator.service.training import TrainingUseCases
 from coordinator.storage.folders import Piece
 from coordinator.storage.rows import CheckpointRow, FileUse
 from coordinator.storage.sqlite import StorageError
+from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
@@ -220,62 +224,119 @@ class CheckpointUseCases(UseCases):
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
     """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
 
+    _copying: WeakValueDictionary[tuple[str, bytes], asyncio.Lock]
+    """The lock of the running calls with one request, by tenant and request."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._copying = WeakValueDictionary()
+
     async def copy_checkpoint(
         self, principal: Principal, request: pb.CopyCheckpointRequest
     ) -> pb.CopyCheckpointResponse:
-        """Copy a checkpoint to one of the tenant, of the same kind. Every step is safe to repeat, so the call is."""
+        """Copy a checkpoint to one of the tenant, of the same kind. Every step is safe to repeat, so the call is.
+
+        A repeat of a copy that was saved needs neither its source nor a live session.
+        """
         check_ttl(request.ttl_seconds)
         if not request.request_id and not (request.session_id and request.HasField("index")):
             raise invalid(
                 "request_id is empty: set it, or session_id and index, so that the call is safe to repeat (over HTTP: "
                 "the header X-Idempotency-Key, or session_id and model_seq_id)"
             )
-        source = self._readable_checkpoint(principal, request.path)
-        session_id = request.session_id
-        if not session_id:
-            session = sessions_pb2.CreateSessionRequest(request_id=request.request_id)
-            session_id = (await self.create_session(principal, session)).session.session_id
-        create = adapters_pb2.CreateAdapterRequest(
-            session_id=session_id,
-            index=request.index if request.HasField("index") else None,
-            request_id=request.request_id,
-            from_path=request.path,
-            with_optimizer=source.kind == names.TRAINING,
-        )
-        save = _save_like(principal, source, request.ttl_seconds)
-        if self._existing_adapter(create) is None:
-            self._check_copy_fits(principal.tenant_id, create, source, save)
-        save.adapter_id = (await self.create_adapter(principal, create)).adapter.adapter_id
-        saving = await self._save_copy(principal, save)
-        path = await self._saved_path(principal, saving.name)
-        found = await self.get_checkpoint(principal, pb.GetCheckpointRequest(path=path))
-        return pb.CopyCheckpointResponse(checkpoint=found.checkpoint)
+        save = await self._begin_copy(principal, request)
+        return pb.CopyCheckpointResponse(checkpoint=await self._saved(principal, save))
 
-    def _check_copy_fits(
-        self, tenant_id: str, create: adapters_pb2.CreateAdapterRequest, source: CheckpointRow, save: SaveRequest
-    ) -> None:
-        """Raise ServiceError if the tenant lacks room for a copy: a refused save would leave the new adapter behind."""
-        holdings = self._core.holdings
+    @uninterrupted
+    async def _begin_copy(self, principal: Principal, request: pb.CopyCheckpointRequest) -> SaveRequest:
+        """Make the adapter of a copy and begin its save, unless an earlier call has; return the save.
+
+        Calls of one request follow each other: a repeat at the tenant's last place is not refused for the first call.
+        """
+        async with self._copying.setdefault((principal.tenant_id, serialize(request)), asyncio.Lock()):
+            session_id = request.session_id
+            if not session_id and (
+                row := self._core.store.sessions.of_request(principal.tenant_id, request.request_id)
+            ):
+                session_id = row.session_id
+            create = adapters_pb2.CreateAdapterRequest(
+                session_id=session_id,
+                index=request.index if request.HasField("index") else None,
+                request_id=request.request_id,
+                from_path=request.path,
+                with_optimizer=_parsed(request.path).kind == names.TRAINING,
+            )
+            made = self._made_before(principal, create) if session_id else None
+            source = self._core.store.checkpoints.readable(principal.tenant_id, request.path, is_public_enough=True)
+            save = _save_like(principal, request, source)
+            if made is not None:
+                save.adapter_id = self._message(made).adapter_id
+                if self._is_accepted(save):
+                    return save
+            if source is None:
+                raise not_found("checkpoint", request.path)
+            if made is None:
+                save.adapter_id = await self._adapter_of_copy(principal, create, source, save)
+            if not self._is_accepted(save):
+                await self._save_copy(principal, save)
+            return save
+
+    async def _adapter_of_copy(
+        self,
+        principal: Principal,
+        create: adapters_pb2.CreateAdapterRequest,
+        source: CheckpointRow,
+        save: SaveRequest,
+    ) -> str:
+        """Make the adapter of a copy, in a new session if it has none, and return its id. Raises ServiceError.
+
+        The save counts from the start, because a refused one would leave the adapter behind. Accept it before anything
+        else is awaited: it claims its room itself.
+        """
+        core, tenant_id = self._core, principal.tenant_id
         model, spec = self._spec(create, source)
-        of_adapter = Claim(num_bytes=holdings.state_bytes(spec, model.name))
-        claim = holdings.claim_of_save(spec, model.name, save).plus(of_adapter)
-        if (refusal := self._core.ceilings.refusal(tenant_id, claim)) is not None:
-            raise refusal
+        claim = core.holdings.claim_of_save(spec, model.name, save)
+        with (
+            core.ceilings.checkpoints.holding(tenant_id, claim.num_checkpoints),
+            core.ceilings.stored_bytes.holding(tenant_id, claim.num_bytes),
+        ):
+            if not create.session_id:
+                # What the creation of the adapter will check: its refusal would leave an empty session behind.
+                core.quotas.check_permitted(tenant_id, model.name, spec.rank)
+                core.ceilings.adapters.check(tenant_id)
+                core.ceilings.stored_bytes.check(tenant_id, core.holdings.state_bytes(spec, model.name))
+                session = sessions_pb2.CreateSessionRequest(request_id=create.request_id)
+                create.session_id = (await self.create_session(principal, session)).session.session_id
+            return (await self.create_adapter(principal, create)).adapter.adapter_id
 
-    async def _save_copy(self, principal: Principal, save: SaveRequest) -> ops_pb.Operation:
+    async def _save_copy(self, principal: Principal, save: SaveRequest) -> None:
         if isinstance(save, pb.SaveStateRequest):
-            return (await self.save_state(principal, save)).operation
-        return (await self.save_weights_for_sampler(principal, save)).operation
+            await self.save_state(principal, save)
+        else:
+            await self.save_weights_for_sampler(principal, save)
 
-    async def _saved_path(self, principal: Principal, name: str) -> str:
-        """Wait for a save; return its checkpoint's path. Raises ServiceError if it fails."""
-        path = ""
-        async for response in self.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[name])):
-            saving = response.operation
-            if saving.state == ops_pb.OPERATION_STATE_FAILED:
-                raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
-            path = saving.save_state.path or saving.save_weights_for_sampler.path
-        return path
+    def _is_accepted(self, save: SaveRequest) -> bool:
+        """Return whether the save of an adapter that was made for it is in the log; set its seq.
+
+        A save that failed, say on a full disk, is followed by another attempt at the next seq.
+        """
+        save.seq = 1
+        while (found := self._core.admission.find(save.adapter_id, save.seq)) is not None and found.kind.is_save:
+            if not found.is_failed:
+                return found.is_durable
+            save.seq += 1
+        return False
+
+    async def _saved(self, principal: Principal, save: SaveRequest) -> pb.Checkpoint:
+        """Wait for an accepted save; return its checkpoint. Raises ServiceError if it fails."""
+        found = self._core.admission.find(save.adapter_id, save.seq)
+        if found is not None and not found.is_dropped:
+            async for response in self.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[found.name])):
+                saving = response.operation
+                if saving.state == ops_pb.OPERATION_STATE_FAILED:
+                    raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
+        path = save_path(save.adapter_id, save)
+        return (await self.get_checkpoint(principal, pb.GetCheckpointRequest(path=str(path)))).checkpoint
 
 
 def _gone(row: CheckpointRow, problem: str | None = None) -> ServiceError:
@@ -283,14 +344,23 @@ def _gone(row: CheckpointRow, problem: str | None = None) -> ServiceError:
     return ServiceError(Code.ABORTED, "CHECKPOINT_GONE", f"{row.path} was deleted during the download{or_else}")
 
 
-def _save_like(principal: Principal, source: CheckpointRow, ttl_seconds: int) -> SaveRequest:
-    """Return the save of a checkpoint's copy, with its name, kind and, if own, metadata; without the adapter's id."""
-    name, metadata = names.CheckpointPath.parse(source.path).name, _metadata(principal, source)
-    if source.kind == names.TRAINING:
-        return pb.SaveStateRequest(seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds)
-    for_export = source.kind == names.EXTERNAL
+def _parsed(path: str) -> names.CheckpointPath:
+    """Parse the path of a checkpoint. Raises ServiceError if no checkpoint can have it."""
+    try:
+        return names.CheckpointPath.parse(path)
+    except ValueError:
+        raise not_found("checkpoint", path) from None
+
+
+def _save_like(principal: Principal, request: pb.CopyCheckpointRequest, source: CheckpointRow | None) -> SaveRequest:
+    """Return the save of a checkpoint's copy, with its name, kind and, if own, metadata; without adapter and seq."""
+    path, ttl_seconds = _parsed(request.path), request.ttl_seconds
+    metadata = _metadata(principal, source) if source is not None else {}
+    if path.kind == names.TRAINING:
+        return pb.SaveStateRequest(name=path.name, user_metadata=metadata, ttl_seconds=ttl_seconds)
+    for_export = path.kind == names.EXTERNAL
     return pb.SaveWeightsForSamplerRequest(
-        seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds, for_export=for_export
+        name=path.name, user_metadata=metadata, ttl_seconds=ttl_seconds, for_export=for_export
     )
 
 

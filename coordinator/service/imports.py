@@ -21,7 +21,7 @@ from coordinator.payloads.passes import check_metadata
 from coordinator.payloads.peft_config import read_config
 from coordinator.payloads.peft_weights import ImportPlan, is_same_model, plan_import, state_weights
 from coordinator.service.access import check_adapter_name, check_index, check_ttl, uninterrupted
-from coordinator.service.adapters import Start
+from coordinator.service.adapters import Start, creation_payload
 from coordinator.service.checkpoints import CopyUseCases
 from coordinator.storage.folders import TemporaryFile
 from coordinator.storage.rows import AdapterRow, FileUse
@@ -74,6 +74,7 @@ class ImportUseCases(CopyUseCases):
     @uninterrupted
     async def upload_part(self, principal: Principal, request: pb.UploadPartRequest) -> pb.UploadPartResponse:
         """Write the next bytes of an upload."""
+        self._core.admission.check_open()
         self._live_session(principal, request.session_id)
         uploads = self._core.states.uploads
         upload = uploads.get(request.session_id, request.upload_id)
@@ -89,7 +90,6 @@ class ImportUseCases(CopyUseCases):
         """Make an adapter of a complete upload, and save it as a checkpoint."""
         core, uploads = self._core, self._core.states.uploads
         core.admission.check_open()
-        self._live_session(principal, request.session_id)
         check_ttl(request.ttl_seconds)
         check_index(request)
         check_metadata(request.user_metadata, core.config.limits)
@@ -98,31 +98,27 @@ class ImportUseCases(CopyUseCases):
             raise invalid(f"name {request.name[:80]!r} is not allowed: take letters, digits, '-', '_' and '.'")
         if not request.request_id and not request.HasField("index"):
             raise invalid("request_id is empty: set it, or index, so that the call is safe to repeat")
-        adapter = self._message(await self._imported(principal, request))
+        made = self._made_before(principal, request)
+        adapter = self._message(made if made is not None else await self._imported(principal, request))
         upload = uploads.find(request.session_id, request.upload_id)
         if upload is not None:
             uploads.uncount(upload)  # the save claims the same, before another call of the tenant can
         save = checkpoints_pb.SaveStateRequest(
             adapter_id=adapter.adapter_id,
-            seq=1,
             name=request.name,
             user_metadata=dict(request.user_metadata),
             ttl_seconds=request.ttl_seconds,
         )
-        saving = (await self.save_state(principal, save)).operation
+        if not self._is_accepted(save):
+            await self.save_state(principal, save)
         if upload is not None:
             await uploads.remove(upload)
-        path = await self._saved_path(principal, saving.name)
-        found = await self.get_checkpoint(principal, checkpoints_pb.GetCheckpointRequest(path=path))
-        return pb.ImportCheckpointResponse(checkpoint=found.checkpoint)
+        return pb.ImportCheckpointResponse(checkpoint=await self._saved(principal, save))
 
     @uninterrupted
     async def _imported(self, principal: Principal, request: pb.ImportCheckpointRequest) -> AdapterRow:
         """Return the adapter of an import: of an earlier call, or a new one."""
-        canonical = pb.ImportCheckpointRequest()
-        canonical.CopyFrom(request)
-        canonical.ClearField("request_id")
-        payload = serialize(canonical)
+        payload = creation_payload(request)
         session = self._live_session(principal, request.session_id)
         async with session.creating:
             if existing := self._existing_adapter(request):

@@ -135,16 +135,24 @@ class Checkpoints(Table[CheckpointRow]):
 
         return self._database.write(write, "publish")
 
-    def delete(self, path: str, seq: int) -> asyncio.Future[CheckpointRow | None]:
-        """Delete the checkpoint of the save `seq`. The future has its row as it was; None if it is missing."""
-        return self._database.write(lambda db: delete_checkpoint(db, path, seq), is_deletion=True)
+    def delete(self, path: str, seq: int, *, is_expiry: bool = False) -> asyncio.Future[CheckpointRow | None]:
+        """Delete the checkpoint of the save `seq`. The future has its row as it was; None if it is missing.
+
+        `is_expiry`: only if its time to live has passed in this transaction; its owner may have changed it meanwhile.
+        """
+        expired_by = self._database.service_time() if is_expiry else None
+        return self._database.write(lambda db: delete_checkpoint(db, path, seq, expired_by), is_deletion=True)
 
 
-def delete_checkpoint(db: Connection, path: str, seq: int) -> CheckpointRow | None:
-    """Delete the checkpoint of the save `seq`, in a transaction; return its row as it was, None if it is missing."""
-    condition = "FROM checkpoints WHERE path = ? AND seq = ?"
-    row = db.execute(f"SELECT {columns(CheckpointRow)} {condition}", (path, seq)).fetchone()
-    db.execute(f"DELETE {condition}", (path, seq))
+def delete_checkpoint(db: Connection, path: str, seq: int, expired_by: float | None = None) -> CheckpointRow | None:
+    """Delete the checkpoint of the save `seq`, in a transaction; return its row as it was, None if it is missing.
+
+    `expired_by`: only if its time to live has passed at this service time; None: in any case.
+    """
+    condition = "FROM checkpoints WHERE path = ? AND seq = ? AND (? IS NULL OR expires_service_s <= ?)"
+    parameters = (path, seq, expired_by, expired_by)
+    row = db.execute(f"SELECT {columns(CheckpointRow)} {condition}", parameters).fetchone()
+    db.execute(f"DELETE {condition}", parameters)
     return typed(CheckpointRow, row) if row is not None else None
 
 

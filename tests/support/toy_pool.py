@@ -360,6 +360,7 @@ async def running_pool(
     try:
         yield toys
         if is_crash:
+            await toys.core.states.until_removed()  # the copy must not find half a folder
             shutil.copytree(data_dir, data_dir.with_name(f"{data_dir.name}-crashed"))
     finally:
         for engine in itertools.chain(*engines.values()):

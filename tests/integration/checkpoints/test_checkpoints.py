@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ from coordinator.storage.sqlite import StoreBrokenError
 from tests.support.faults import DISK_FULL, failing, held
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -37,6 +39,61 @@ async def train(pool: ToyPool, adapter: str, first: int) -> int:
 async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Checkpoint]:
     request = checkpoints_pb2.ListCheckpointsRequest(**values)
     return list((await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints)
+
+
+async def test_cycles_go_on_while_folders_that_were_replaced_or_deleted_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, removed, remove = threading.Event(), list[Path](), RealDisk.remove
+
+    def slow_remove(disk: RealDisk, path: Path) -> None:
+        may_remove.wait(WAIT_S)
+        time.sleep(0.1)
+        remove(disk, path)
+        removed.append(path)
+
+    async with running_pool(tmp_path, replay_s_max=1e-6) as pool:  # a snapshot after each step
+        adapter, other = await pool.adapter(), await pool.adapter()
+        seq = await train(pool, adapter, 1)
+        path = (await pool.save(adapter, seq, "latest")).save_state.path
+        await pool.wait(await pool.load_state(other, 1, path))
+        monkeypatch.setattr(RealDisk, "remove", slow_remove)
+        await pool.save(adapter, seq + 1, "latest", overwrite=True)
+        await pool.wait(await pool.load_state(other, 2, path))
+        await pool.delete_adapter(other)
+        await train(pool, adapter, seq + 2)
+        assert removed == []
+        may_remove.set()
+    assert {folder.parent.name for folder in removed} == {"checkpoints", "snapshots"}
+    assert len(removed) >= 3, "a stop waits for them"
+
+
+async def copied(pool: ToyPool, path: str) -> checkpoints_pb2.Checkpoint:
+    request = checkpoints_pb2.CopyCheckpointRequest(path=path, request_id="copy")
+    response: checkpoints_pb2.CopyCheckpointResponse = await pool.service.copy_checkpoint(
+        await pool.principal(), request
+    )
+    return response.checkpoint
+
+
+async def test_a_copy_that_a_full_disk_refused_succeeds_when_it_is_repeated_with_room(pool: ToyPool) -> None:
+    path = (await pool.save(await pool.adapter(), 1, "source")).save_state.path
+    with failing(pool.folders.checkpoints, "write", DISK_FULL):
+        assert (await refusal(copied(pool, path))).reason == "DISK", "its adapter was made"
+    first, *others = await asyncio.gather(*(copied(pool, path) for _ in range(3)))
+    assert others == [first] * 2
+    assert (first.seq, len(pool.core.registry.logs), len(await checkpoints(pool))) == (2, 2, 2)
+
+
+async def test_a_copy_is_returned_to_a_repeat_after_its_source_and_its_session_are_gone(pool: ToyPool) -> None:
+    path = (await pool.save(await pool.adapter(), 1, "source", user_metadata={"note": "x"})).save_state.path
+    copy = await copied(pool, path)
+    await pool.delete_checkpoint(path)
+    await pool.finish_session(copy.adapter_id)
+    assert await copied(pool, path) == copy
+    assert (await refusal(copied(pool, path.replace("source", "other")))).reason == "ADAPTER_EXISTS"
+    await pool.delete_checkpoint(copy.path)
+    assert (await refusal(copied(pool, path))).reason == "NOT_FOUND"
 
 
 async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(pool: ToyPool) -> None:
@@ -74,6 +131,26 @@ async def test_an_adapters_newest_checkpoint_is_that_of_its_last_save_after_a_st
         await pool.save(adapter, 2, "new")
         [newest] = (await pool.service.newest_checkpoints(await pool.principal(), [adapter])).values()
     assert newest.path.endswith("/new")
+
+
+async def test_a_checkpoint_whose_owner_extends_it_while_others_expire_is_kept(pool: ToyPool) -> None:
+    adapter = await pool.adapter()
+    saves = [await pool.save(adapter, seq, f"{seq}", ttl_seconds=3600) for seq in (1, 2)]
+    paths = [each.save_state.path for each in saves]
+    for path in paths:
+        row = pool.store.checkpoints.by_path(path)
+        assert row is not None
+        await pool.store.checkpoints.set_expiry(path, row.expires_at, pool.store.service_time())
+    with held(pool.folders.checkpoints, "remove") as removing:
+        sweep = asyncio.create_task(pool.core.states.remove_expired())
+        await removing.until_begun()
+        [left] = await checkpoints(pool)
+        request = checkpoints_pb2.SetCheckpointTtlRequest(path=left.path, ttl_seconds=0)
+        await pool.service.set_checkpoint_ttl(await pool.principal(), request)
+    await sweep
+    assert [each.path for each in await checkpoints(pool)] == [left.path]
+    assert pool.core.holdings.num_checkpoints(pool.tenant_id()) == 1
+    await pool.export(left.path)
 
 
 async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(pool: ToyPool) -> None:

@@ -278,7 +278,23 @@ async def test_a_full_disk_refuses_the_part_and_the_import_and_both_can_be_repea
         assert (await refusal(finish(pool, session))).reason == "DISK"
     with failing(TemporaryFile, "read", OSError(5, "Input/output error")):
         assert (await refusal(finish(pool, session))).reason == "DISK"
-    await finish(pool, session)
+    with failing(pool.folders.checkpoints, "write", DISK_FULL):
+        assert (await refusal(finish(pool, session))).reason == "DISK", "its adapter was made"
+    checkpoint = await finish(pool, session)
+    await pool.finish_session(session)
+    assert await finish(pool, session) == checkpoint
+
+
+async def test_a_part_is_refused_with_a_delay_below_the_floor_of_free_space(
+    pool: ToyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await pool.session()
+    await create(pool, session)
+    with monkeypatch.context() as patch:
+        patch.setattr(RealDisk, "free", lambda _disk, _folder: 0)  # the disk of the tests has room
+        refused = await refusal(send(pool, session))
+    assert (refused.reason, refused.code, refused.retry_delay_s) == ("STORAGE", Code.RESOURCE_EXHAUSTED, 10.0)
+    assert await send(pool, session) == len(FILES.data)
 
 
 async def test_the_end_of_a_session_waits_for_a_write_and_removes_its_uploads(tmp_path: Path, pool: ToyPool) -> None:

@@ -185,18 +185,79 @@ async def test_saves_that_are_queued_together_never_exceed_the_ceiling_of_checkp
         assert (await used(pool))["checkpoints_max"] == 0
 
 
-async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool: ToyPool) -> None:
-    source = (await pool.save(await pool.adapter("bob"), 1, "shared", tenant="bob")).save_state.path
+async def test_a_save_whose_overwritten_checkpoint_is_deleted_while_it_waits_takes_its_place_itself(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        saved = [(await pool.save(adapter, seq, name)).save_state for seq, name in ((1, "a"), (2, "b"))]
+        await set_limits(pool, "alice", checkpoints_max=2)
+        pool.hold()
+        names = [await pool.submit_save(adapter, seq, name, overwrite=True) for seq, name in ((3, "a"), (4, "b"))]
+        assert (await used(pool))["checkpoints_max"] == 2, "what will be overwritten does not count twice"
+        for each in saved:
+            await pool.delete_checkpoint(each.path)
+        assert ((await used(pool))["checkpoints_max"], stored(pool)) == (2, 2 * RESERVED)
+        await refused_outcome_at(pool, pool.submit_save(adapter, 5, "c"), "CHECKPOINT_QUOTA")
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        pool.hold()
+        assert (await used(pool))["checkpoints_max"] == 2, "the claims are the same after a crash"
+        await pool.release()
+        assert not any(operation.HasField("error") for operation in await pool.wait(*names))
+        assert (await used(pool))["checkpoints_max"] == len(pool.store.checkpoints.of_tenant(pool.tenant_id())) == 2
+
+
+async def shared(pool: ToyPool) -> str:
+    """Return the path of a public checkpoint of bob."""
+    source: str = (await pool.save(await pool.adapter("bob"), 1, "shared", tenant="bob")).save_state.path
     await pool.set_access(source, is_public=True, tenant="bob")
+    return source
+
+
+async def copy_of(pool: ToyPool, source: str, request_id: str = "copy") -> checkpoints_pb2.Checkpoint:
+    request = checkpoints_pb2.CopyCheckpointRequest(path=source, request_id=request_id)
+    response: checkpoints_pb2.CopyCheckpointResponse = await pool.service.copy_checkpoint(
+        await pool.principal(), request
+    )
+    return response.checkpoint
+
+
+async def test_copies_at_the_same_time_never_exceed_a_ceiling_and_a_repeat_of_one_is_not_refused(pool: ToyPool) -> None:
+    source = await shared(pool)
+    await set_limits(pool, "alice", checkpoints_max=1)
+    calls = (copy_of(pool, source, request_id) for request_id in ("a", "a", "b", "b"))
+    first, again, *refused = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, checkpoints_pb2.Checkpoint)
+    assert again == first
+    assert [each.reason for each in refused if isinstance(each, ServiceError)] == ["CHECKPOINT_QUOTA"] * 2
+    now = await used(pool)
+    assert (now["sessions_max"], now["adapters_max"], now["checkpoints_max"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"checkpoints_max": 0}, "CHECKPOINT_QUOTA"),
+        ({"adapters_max": 0}, "ADAPTER_QUOTA"),
+        ({"stored_bytes_max": RESERVED + RESERVED // 2}, "STORAGE_QUOTA"),
+        ({"ranks": "16"}, "RANK_NOT_PERMITTED"),
+    ],
+)
+async def test_a_copy_that_is_refused_leaves_no_session(limits: dict[str, object], reason: str, pool: ToyPool) -> None:
+    source = await shared(pool)
+    await set_limits(pool, "alice", **limits)
+    assert (await refusal(copy_of(pool, source))).reason == reason
+    assert (await used(pool))["sessions_max"] == 0
+
+
+async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool: ToyPool) -> None:
+    source = await shared(pool)
     own = (await pool.save(await pool.adapter(), 1, "own")).save_state.path
     adapters = list(pool.core.registry.logs)
 
     async def copy() -> checkpoints_pb2.Checkpoint:
-        request = checkpoints_pb2.CopyCheckpointRequest(path=source, request_id="copy")
-        response: checkpoints_pb2.CopyCheckpointResponse = await pool.service.copy_checkpoint(
-            await pool.principal(), request
-        )
-        return response.checkpoint
+        return await copy_of(pool, source)
 
     await set_limits(pool, "alice", checkpoints_max=1)
     assert (await refusal(copy())).reason == "CHECKPOINT_QUOTA"

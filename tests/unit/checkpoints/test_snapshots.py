@@ -1,9 +1,8 @@
 """When adapters are snapshotted: writing takes a tenth of the time at most, except to keep the bound on a replay."""
 
 import asyncio
-import threading
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -13,39 +12,23 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.windows import Window
 from tests.support.adapter_logs import DISCARD, ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
-from tests.support.waiting import WAIT_S
 from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemResult
 
 
 @dataclass
 class SlowSaver:
-    """Writes a snapshot when `may_end` is set, and removes the one that it replaces when `may_remove` is."""
+    """Writes a snapshot when `may_end` is set."""
 
     time: FakeTime
     seconds: float = 1.0
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
-    may_remove: threading.Event = field(default_factory=threading.Event)
     written: list[int] = field(default_factory=list)
-    replaced: str = ""
-    removed: list[str] = field(default_factory=list)
-
-    @property
-    def folders(self) -> Any:
-        return self
-
-    @property
-    def snapshots(self) -> Any:
-        return self
 
     async def write_snapshot(self, adapter: AdapterLog, state: AdapterState, window: Window) -> str:
         await self.may_end.wait()
         self.time.now += self.seconds
         self.written.append(state.applied_seq)
-        return self.replaced
-
-    def remove(self, folder: str) -> None:
-        self.may_remove.wait(WAIT_S)
-        self.removed.append(folder)
+        return ""
 
 
 @pytest.fixture
@@ -123,17 +106,6 @@ async def test_slow_writes_take_at_most_a_tenth_of_the_time_until_the_bound_is_r
     await write(snapshots, saver, adapter)
     adapter = trained(10.1)
     assert snapshots.due([adapter], ()) == [adapter], "the bound on a replay takes precedence"
-
-
-async def test_cycles_go_on_while_snapshots_that_were_replaced_are_removed(
-    snapshots: Snapshots, saver: SlowSaver
-) -> None:
-    saver.replaced = "old"
-    await write(snapshots, saver, trained(6.0))
-    assert saver.removed == [], "settling has not waited"
-    saver.may_remove.set()
-    await snapshots.until_removed()
-    assert saver.removed == ["old"]
 
 
 async def test_an_adapter_has_one_snapshot_at_a_time_and_none_while_its_copy_is_ahead_of_the_log(
