@@ -224,12 +224,10 @@ class CheckpointUseCases(UseCases):
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
     """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
 
-    _copying: WeakValueDictionary[tuple[str, bytes], asyncio.Lock]
-    """The lock of the running calls with one request, by tenant and request."""
-
     def __init__(self, core: Core, authenticator: Authenticator) -> None:
         super().__init__(core, authenticator)
-        self._copying = WeakValueDictionary()
+        self._copying = WeakValueDictionary[tuple[str, bytes], asyncio.Lock]()
+        """The lock of the running calls with one request, by tenant and request."""
 
     async def copy_checkpoint(
         self, principal: Principal, request: pb.CopyCheckpointRequest
