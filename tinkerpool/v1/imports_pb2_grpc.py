@@ -84,7 +84,7 @@ class ImportServiceServicer(object):
 
         NOT_FOUND: no such session or upload: begin again with CreateUpload. FAILED_PRECONDITION: the session has ended, or
         the offset is not the upload's num_bytes (reason UPLOAD_OFFSET; `num_bytes` in the metadata). INVALID_ARGUMENT: no
-        data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full.
+        data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full, or nearly (RetryInfo: send it again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class ImportServiceStub:
 
     NOT_FOUND: no such session or upload: begin again with CreateUpload. FAILED_PRECONDITION: the session has ended, or
     the offset is not the upload's num_bytes (reason UPLOAD_OFFSET; `num_bytes` in the metadata). INVALID_ARGUMENT: no
-    data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full.
+    data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full, or nearly (RetryInfo: send it again).
     """
     ImportCheckpoint: _grpc.UnaryUnaryMultiCallable[_imports_pb2.ImportCheckpointRequest, _imports_pb2.ImportCheckpointResponse]
     """Makes an adapter of a complete upload, with fresh moments, and saves it as the training checkpoint
@@ -96,7 +96,7 @@ class ImportServiceAsyncStub(ImportServiceStub):
 
     NOT_FOUND: no such session or upload: begin again with CreateUpload. FAILED_PRECONDITION: the session has ended, or
     the offset is not the upload's num_bytes (reason UPLOAD_OFFSET; `num_bytes` in the metadata). INVALID_ARGUMENT: no
-    data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full.
+    data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full, or nearly (RetryInfo: send it again).
     """
     ImportCheckpoint: _aio.UnaryUnaryMultiCallable[_imports_pb2.ImportCheckpointRequest, _imports_pb2.ImportCheckpointResponse]  # type: ignore[assignment]
     """Makes an adapter of a complete upload, with fresh moments, and saves it as the training checkpoint
@@ -146,7 +146,7 @@ class ImportServiceServicer(metaclass=_abc_1.ABCMeta):
 
         NOT_FOUND: no such session or upload: begin again with CreateUpload. FAILED_PRECONDITION: the session has ended, or
         the offset is not the upload's num_bytes (reason UPLOAD_OFFSET; `num_bytes` in the metadata). INVALID_ARGUMENT: no
-        data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full.
+        data, or data beyond the upload's size. RESOURCE_EXHAUSTED: the disk is full, or nearly (RetryInfo: send it again).
         """
 
     @_abc_1.abstractmethod
