@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,3 +77,10 @@ def running_pid(data_dir: Path) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def is_stopped(data_dir: Path) -> bool:
+    """Return whether no coordinator runs on a data directory of this machine; False if this user cannot see that."""
+    lock = data_dir / LOCK_FILE
+    is_visible = os.access(data_dir, os.R_OK | os.X_OK) and (os.access(lock, os.R_OK) or not lock.exists())
+    return is_visible and running_pid(data_dir) is None

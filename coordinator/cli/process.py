@@ -74,19 +74,22 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_line: Callable[[str
 def stop(data_dir: Path, timeout_s: float) -> int | None:
     """Stop the pool on a data directory and wait until it has ended; return its process id. Raises CliError.
 
-    Returns None if no pool runs there.
+    Returns None if no pool runs there. One that is stopping already is only waited for.
     """
     pid = running_pid(data_dir)
     if pid is None:
         return None
-    try:
-        os.kill(pid, signal.SIGINT)  # SIGTERM may leave workers for the next coordinator
-    except PermissionError:
-        raise CliError(f"the pool on {data_dir} (process {pid}) belongs to another user") from None
-    except ProcessLookupError:
-        pass
+    must_signal = True
     deadline = time.monotonic() + timeout_s
     while running_pid(data_dir) == pid or _is_alive(pid):
+        if must_signal and _catches(pid, signal.SIGINT):
+            must_signal = False
+            try:
+                os.kill(pid, signal.SIGINT)  # SIGTERM may leave workers for the next coordinator
+            except PermissionError:
+                raise CliError(f"the pool on {data_dir} (process {pid}) belongs to another user") from None
+            except ProcessLookupError:
+                pass
         if time.monotonic() > deadline:
             raise CliError(
                 f"the pool (process {pid}) has not stopped after {timeout_s:.0f} s; it may still be finishing a cycle. "
@@ -144,6 +147,19 @@ def _text_from(path: Path, start: int) -> str:
         file.seek(start)
         return file.read().decode(errors="replace")
     return ""
+
+
+def _catches(pid: int, signum: signal.Signals) -> bool:
+    """Return whether a process handles a signal, or the system does not tell.
+
+    A pool that is stopping handles none, so that the next one ends it at once.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return True
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "")
+    return not caught or bool(int(caught, 16) >> (signum - 1) & 1)
 
 
 def _is_alive(pid: int) -> bool:

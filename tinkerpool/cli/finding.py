@@ -41,7 +41,7 @@ from tinkerpool.credentials import (
 )
 from tinkerpool.errors import ConfigurationError
 from tinkerpool.pools import credentials_at, credentials_of, find_service, meant_pool, ready_pools
-from tinkerpool.serving import READY_FILE, Serving
+from tinkerpool.serving import READY_FILE, Serving, is_stopped
 
 DataDirOption = Annotated[
     Path | None,
@@ -103,6 +103,8 @@ class Place:
     """None: it is not known on this machine."""
     url: str = ""
     """Empty: it is in the ready file of the data directory while the pool runs."""
+    in_use: Credentials | None = None
+    """Of the pool in use, if nothing else names the pool: it alone is called with them, whoever has its address now."""
 
     def folder(self) -> Path:
         """Return the data directory. Raises CliError if it is not known, does not exist or cannot be read."""
@@ -181,7 +183,8 @@ def find_place(data_dir: Path | None, url: str = "", *, falls_back: bool = False
         source = (
             "it runs on this machine" if meant.note else f"the pool in use on this machine, by {credentials_file()}"
         )
-        return Place(source=source, data_dir=_data_dir_in(meant.credentials), url=meant.credentials.url)
+        in_use = meant.credentials
+        return Place(source=source, data_dir=_data_dir_in(in_use), url=in_use.url, in_use=in_use)
     source = "the default data directory; no pool was started on this machine yet"
     return Place(source=source, data_dir=default_data_dir().absolute())
 
@@ -201,16 +204,19 @@ def find_target(
     """
     given = api_key or os.environ.get("TINKERPOOL_API_KEY", "")
     place = find_place(data_dir, url, falls_back=falls_back and not given)
+    is_at_url = bool(place.url) and place.in_use is None
+    if place.data_dir is not None and not is_at_url and is_stopped(place.data_dir):
+        raise place.no_pool()
     try:
         own = find_client_certificate(client_certificate, client_key)
-        found = find_service(place.url, given or None) if place.url else None
+        found = find_service(place.url, given or None) if is_at_url else place.in_use
     except ConfigurationError as error:
         raise CliError(str(error)) from None
     if found is not None:
         return Target(
             place=place,
             url=found.url,
-            api_key=found.api_key,
+            api_key=given or found.api_key,
             certificate=found.certificate,
             client_certificate=own,
             is_key_stored=not given,

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.support.command_line import Done
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import TOY, TOY_ON_RAY, Terminal
 from tinkerpool.cli.main import main
+from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import FILE_NAME
 from tinkerpool.serving import READY_FILE, running_pid
 from workers.contract.settings import SHIPPED_MODELS_DIR
@@ -193,6 +195,40 @@ def test_a_second_ctrl_c_ends_a_pool_that_does_not_stop(terminal: Terminal) -> N
         up.send_signal(signal.SIGINT)
         assert up.wait(process.STOP_TIMEOUT_S / 2) == 1
     assert not processes_of(terminal)
+
+
+STOPS_SLOWLY = """
+import asyncio, sys
+from pathlib import Path
+from coordinator.runtime.data_dir import DataDirLock
+from coordinator.server import _Stopping
+
+async def serve():
+    lock, stopping = DataDirLock(Path(sys.argv[1])), _Stopping()
+    with stopping.signals():
+        print("ready", flush=True)
+        await stopping.wait()
+        await asyncio.sleep(1.0)
+        print("clean", flush=True)
+    lock.release()
+
+asyncio.run(serve())
+"""
+"""A pool's process, as far as its signals and its lock go."""
+
+
+def test_a_repeated_down_waits_for_the_clean_stop_that_the_first_one_began(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STOPS_SLOWLY, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pool:
+        assert pool.stdout is not None
+        assert pool.stdout.readline() == "ready\n"
+        with pytest.raises(CliError, match="has not stopped after 0 s"):
+            process.stop(tmp_path, 0.3)
+        ended = threading.Thread(target=pool.wait)  # a zombie would look alive
+        ended.start()
+        assert process.stop(tmp_path, 60.0) == pool.pid
+        ended.join()
+        assert (pool.returncode, pool.stdout.read()) == (0, "clean\n")
 
 
 @pytest.mark.parametrize(

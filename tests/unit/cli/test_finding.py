@@ -160,9 +160,10 @@ def test_the_first_of_option_variable_memory_and_default_names_the_pool(
 
 
 def test_a_data_directory_has_its_own_address_and_key(
-    pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pools: tuple[Path, Path], run_pool: Holds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = pools
+    run_pool(first)
     monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://elsewhere:7600")
     found = find_target(first, "", "")
     assert (found.url, found.api_key, found.is_key_stored) == ("http://127.0.0.1:1", "tp_1", True)
@@ -173,9 +174,11 @@ def test_a_data_directory_has_its_own_address_and_key(
 
 
 def test_a_command_shows_a_clients_certificate_from_its_options_or_the_environment(
-    pools: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fail: Fail
+    pools: tuple[Path, Path], run_pool: Holds, monkeypatch: pytest.MonkeyPatch, fail: Fail
 ) -> None:
-    first, _ = pools
+    first, second = pools
+    run_pool(first)
+    run_pool(second)
     for data_dir in (first, None):
         assert find_target(data_dir, "", "").client_certificate is None
         given = find_target(data_dir, "", "", Path("me.pem"), Path("me.key")).client_certificate
@@ -201,9 +204,11 @@ def test_a_command_calls_a_pool_that_requires_a_certificate(tmp_path: Path, fail
 
 
 def test_the_key_of_another_pool_is_not_sent_to_a_data_directory_without_one(
-    pools: tuple[Path, Path], tmp_path: Path
+    pools: tuple[Path, Path], run_pool: Holds, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
+    other.mkdir()
+    run_pool(other)
     Serving(url="http://127.0.0.1:1", pid=1, data_dir=str(other), models=()).write(other / READY_FILE)
     with pytest.raises(CliError, match=r"no API key for the pool on .*other"):
         find_target(other, "", "")
@@ -257,7 +262,8 @@ def test_commands_call_another_pool_only_if_the_pool_in_use_does_not_run_and_say
     assert find_target(None, "", "", falls_back=True).api_key == "tp_2"
     held.release()
     (first / READY_FILE).unlink()  # it is still starting
-    assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
+    with pytest.raises(CliError, match=f"no pool is running at http://127.0.0.1:2 on {second}"):
+        find_target(None, "", "", falls_back=True)
 
 
 def test_a_pool_that_is_named_by_option_environment_or_key_is_never_replaced(
@@ -265,15 +271,38 @@ def test_a_pool_that_is_named_by_option_environment_or_key_is_never_replaced(
 ) -> None:
     first, second = pools
     run_pool(first)
-    assert find_target(second, "", "", falls_back=True).url == "http://127.0.0.1:2"
+    for data_dir, key, source in ((second, "", "--data-dir"), (None, "tp_given", "the pool in use")):
+        with pytest.raises(CliError, match=rf"on {second} \({source}"):
+            find_target(data_dir, "", key, falls_back=True)
     assert find_target(None, "http://127.0.0.1:2", "", falls_back=True).api_key == "tp_2"
-    assert find_target(None, "", "tp_given", falls_back=True).url == "http://127.0.0.1:2"
-    for name, value in (("TINKERPOOL_BASE_URL", "http://127.0.0.1:2"), ("TINKERPOOL_API_KEY", "tp_given")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
-    (second / READY_FILE).unlink()
+    with monkeypatch.context() as patch:
+        patch.setenv("TINKERPOOL_API_KEY", "tp_given")
+        with pytest.raises(CliError, match=rf"on {second} \(the pool in use"):
+            find_target(None, "", "", falls_back=True)
+    monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:2")
+    assert find_target(None, "", "", falls_back=True).url == "http://127.0.0.1:2"
     assert f"no pool is running on {second} (--data-dir)" in fail("status", "--data-dir", str(second))
+
+
+def test_no_command_sends_the_key_of_a_stopped_pool_to_who_has_its_address_now(
+    tmp_path: Path, run_pool: Holds, fail: Fail
+) -> None:
+    service = FakeService()
+    with open_door(service) as url:
+        for name in ("running", "stopped"):
+            (tmp_path / name).mkdir()
+            write_credentials(Credentials(url=url, api_key=KEY, data_dir=str(tmp_path / name)))
+            Serving(url=url, pid=os.getpid(), data_dir=str(tmp_path / name), models=()).write(
+                tmp_path / name / READY_FILE  # a killed pool leaves it
+            )
+        lock, stopped = run_pool(tmp_path / "running"), tmp_path / "stopped"
+        for taking_away in TAKE_AWAY:
+            assert f"no pool is running at {url} on {stopped} (the pool in use" in fail(*taking_away)
+        lock.release()
+        for calling in CALLS:
+            assert f"on {stopped} (the pool in use" in fail(*calling)
+            assert f"no pool is running on {stopped} (--data-dir)" in fail(*calling, "--data-dir", str(stopped))
+    assert service.calls == []
 
 
 @pytest.mark.parametrize("command", [("down",), *TAKE_AWAY])
@@ -337,7 +366,7 @@ def test_pools_lists_the_known_pools_and_use_chooses_one(
     assert find_place(None).data_dir == first
     out, err = say("use", "127.0.0.1:2")
     assert f"start it with `tinkerpool up --data-dir {second}`" in err
-    assert find_target(None, "", "").api_key == "tp_2"
+    assert find_place(None).data_dir == second
     assert f"know no pool elsewhere: give one of these: {second}" in fail("use", "elsewhere")
 
 
@@ -364,7 +393,9 @@ def test_the_data_directory_of_another_user_is_told_from_one_without_a_pool(
         assert "is another user's: run the command as that user" in fail(*command, "--data-dir", str(pools[0]))
 
 
-def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(tmp_path: Path, say: Say) -> None:
+def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(
+    tmp_path: Path, run_pool: Holds, say: Say
+) -> None:
     service = FakeService(
         rotate_api_key=admin_pb2.RotateApiKeyResponse(
             key="tp_111111111111_new", replaced=admin_pb2.ApiKey(key_id="000000000000", is_revoked=True)
@@ -372,6 +403,8 @@ def test_a_rotated_key_replaces_that_of_its_own_pool_and_not_of_the_last_one(tmp
     )
     with open_door(service) as url:
         data_dir = tmp_path / "pool"
+        data_dir.mkdir()
+        run_pool(data_dir)
         write_credentials(Credentials(url=url, api_key=KEY, data_dir=str(data_dir)))
         Serving(url=url, pid=os.getpid(), data_dir=str(data_dir), models=()).write(data_dir / READY_FILE)
         write_credentials(last := Credentials(url="http://elsewhere:1", api_key="tp_last"))

@@ -179,6 +179,7 @@ def test_the_pools_unit_starts_serve_and_waits_for_its_stop() -> None:
     assert (Path(program).name, command) == ("tinkerpool", "serve")
     assert serve_fault(arguments) == ""
     assert int(service["TimeoutStopSec"]) >= 2 * LONGEST_STOP_S
+    assert service["KillMode"] == "mixed", "workers would get the signal, too, and lose the running cycle"
     home = f"/var/lib/{service['StateDirectory']}"
     assert f"TINKERPOOL_HOME={home}" in service["Environment"].split()
     assert arguments[arguments.index("--data-dir") + 1].startswith(f"{home}/")
