@@ -84,8 +84,7 @@ class Supervisor:
             self._join(worker_id)
         for worker_id in self._pool.base_models():
             if worker_id not in self._fleet.worker_ids() and worker_id not in self._ending:
-                self._replacing.add(worker_id)
-                self._tasks.spawn(self._replace(worker_id, is_at_once=True))
+                self._begin_replace(worker_id, is_at_once=True)
         self._tasks.spawn(self._replace_lost())
         self._tasks.spawn(self._obey_notices())
 
@@ -128,9 +127,8 @@ class Supervisor:
             if worker is not None and worker.name in self._notices:
                 self._fleet.drain(worker_id, is_ending=False)  # it is replaced
             self._losses.drained(worker_id)
-        if worker is None and worker_id not in self._replacing:
-            self._replacing.add(worker_id)
-            self._tasks.spawn(self._replace(worker_id, is_at_once=True))
+        if worker is None:
+            self._begin_replace(worker_id, is_at_once=True)
 
     def is_drained(self, worker_id: str) -> bool:
         """Return whether a worker ends or has ended, and is not replaced."""
@@ -314,8 +312,13 @@ class Supervisor:
                 if loss.unproven:
                     self._tasks.spawn(self._check_others(loss))
                 if not self._is_stopping:
-                    self._replacing.add(loss.worker_id)
-                    self._tasks.spawn(self._replace(loss.worker_id, is_at_once=loss.is_blameless))
+                    self._begin_replace(loss.worker_id, is_at_once=loss.is_blameless)
+
+    def _begin_replace(self, worker_id: str, *, is_at_once: bool) -> None:
+        """Replace a worker in the background, as `_replace` does, unless that has begun: `undrain` may be first."""
+        if worker_id not in self._replacing:
+            self._replacing.add(worker_id)
+            self._tasks.spawn(self._replace(worker_id, is_at_once=is_at_once))
 
     async def _replace(self, worker_id: str, *, is_at_once: bool) -> None:
         """Start the next incarnation of a worker that is lost, missing since the start, or drained and ended.

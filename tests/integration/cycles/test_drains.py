@@ -262,6 +262,23 @@ async def test_a_worker_that_is_undrained_before_it_has_ended_goes_on(tmp_path: 
         assert len(pool.engines["w0"]) == 1
 
 
+async def test_a_drained_worker_that_is_undrained_as_soon_as_it_is_lost_is_replaced_once(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        sample = await pool.sample(sampler, 1)
+        await until(lambda: pool.samples_on("w0") == [sample])
+        pool.core.supervisor.drain("w0")
+        pool.lose_worker("w0")
+        pool.core.supervisor.undrain("w0")  # before the supervisor reads the loss
+        await pool.release()
+        await replaced(pool, "w0")
+        assert (await pool.wait(sample))[0].state == SUCCEEDED
+        await asyncio.sleep(3 * supervision.DRAIN_POLL_S)  # a second replacement would have started by now
+        assert len(pool.engines["w0"]) == 2
+        assert (await shown(pool, "w0")).state == pool_pb2.WORKER_STATE_READY
+
+
 async def test_the_last_worker_of_a_model_is_not_drained_and_the_remedy_is_named(tmp_path: Path) -> None:
     async with running_pool(tmp_path, num_workers=2) as pool:
         admin = await pool.administrator()
