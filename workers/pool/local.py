@@ -20,6 +20,8 @@ from workers.pool.loop import EngineLoop
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that a thread has to finish its batch or step before it is left behind."""
+MAKE_TIMEOUT_S = 60.0
+"""Seconds that a thread has to finish its engine, if the start is cancelled, before it is left behind."""
 
 
 class _EventQueue:
@@ -171,7 +173,12 @@ class LocalPool:
     async def _started(self, worker_id: str) -> _Incarnation:
         name, events = new_incarnation(worker_id), _EventQueue()
         loop = EngineLoop(self._factories[worker_id], name, events)
-        engine = await asyncio.wrap_future(loop.ready)
+        try:
+            engine = await asyncio.wrap_future(loop.ready)
+        except BaseException:
+            # After a cancellation the thread still makes the engine. An interpreter that ends meanwhile aborts.
+            await asyncio.to_thread(loop.stop, MAKE_TIMEOUT_S)
+            raise
         info = WorkerInfo(
             worker_id=worker_id,
             incarnation=name,

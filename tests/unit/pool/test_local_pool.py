@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests.support.batches import OWNER, batch, request
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
+from tests.support.waiting import until
 from workers.contract.messages import SampleEvent, SampleResult, TokenEvent
 from workers.contract.protocols import EngineFactory, Pool, PoolStartError, WorkerLost
 from workers.contract.settings import EngineSettings, PoolConfig, PoolModel
@@ -102,6 +105,24 @@ async def test_error_of_a_worker_that_cannot_start_names_it_and_the_cause() -> N
     with pytest.raises(PoolStartError, match=r"w1.*no model there"):
         await pool.start(OWNER)
     assert pool.workers() == ()
+
+
+async def test_an_interrupted_start_leaves_no_thread_that_makes_an_engine() -> None:
+    threads: list[threading.Thread] = []
+
+    def slow(incarnation: str) -> ToyEngine:
+        threads.append(threading.current_thread())
+        time.sleep(0.5)
+        return ToyEngine(incarnation)
+
+    pool = LocalPool({"w0": ToyEngine, "w1": slow})
+    start = asyncio.create_task(pool.start(OWNER))
+    await until(lambda: bool(threads))
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await pool.stop()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_unknown_worker_is_lost() -> None:
