@@ -37,10 +37,13 @@ class Coordinator:
         self.service: Service
 
     async def start(self) -> None:
-        """Recover and begin cycles. Raises DataDirError, or the error that keeps the pool from starting."""
+        """Recover and begin cycles. Raises DataDirError, or the error that keeps the pool from starting.
+
+        Call `stop` after a start that was cancelled: it decides whether workers are kept.
+        """
         try:
             await self.core.start()
-        except BaseException:
+        except Exception:
             await self.core.stop()
             raise
         self.authenticator = Authenticator(self.core.store, self.core.accounts, self.core.time.wall)

@@ -89,7 +89,7 @@ class Pool(Protocol):
         """Start the configured workers but the drained ones, or take over those that an earlier coordinator has left.
 
         Returns when each base model has a worker: `workers` lacks the others then, and `replace` waits for them. Raises
-        PoolStartError.
+        PoolStartError. Call `stop` after a start that was cancelled: it decides which workers stay.
         """
 
     async def stop(self, *, is_final: bool = False) -> None:

@@ -70,7 +70,7 @@ class RayPool:
                 start = self._starts.started(worker_id, adopted.get(worker_id))
                 self._prepared[worker_id] = asyncio.create_task(start)
             await self._until_served()
-        except BaseException as error:
+        except Exception as error:  # after a cancellation the caller stops the pool, who knows whether that is final
             await self.stop()
             if isinstance(error, WorkerLost):
                 raise PoolStartError(str(error)) from error
@@ -81,8 +81,13 @@ class RayPool:
         incarnations, self._incarnations = list(self._incarnations.values()), {}
         for incarnation in incarnations:
             incarnation.end("the pool was stopped")
-        await asyncio.gather(*(self._drop_prepared(worker_id) for worker_id in list(self._prepared)))
         is_kept = self._config.keep_workers and not is_final
+        if is_kept and self._prepared:
+            self._starts.leave_adopted()
+        for prepared in await asyncio.gather(*(self._take_prepared(worker_id) for worker_id in list(self._prepared))):
+            if prepared is not None:
+                prepared.end("the pool was stopped")
+                incarnations.append(prepared)
         if not is_kept and not any(incarnation.is_taken for incarnation in incarnations):
             await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
@@ -138,7 +143,9 @@ class RayPool:
         if (incarnation := self._incarnations.pop(worker_id, None)) is not None:
             incarnation.end("it was removed")
             await incarnation.kill()
-        await self._drop_prepared(worker_id)
+        if (prepared := await self._take_prepared(worker_id)) is not None:
+            prepared.end("it was removed")
+            await prepared.kill()
 
     async def prepare(self, worker_id: str) -> None:
         """Start a worker's next incarnation beside the present one. Raises WorkerLost."""
@@ -172,15 +179,13 @@ class RayPool:
         found = [(worker_id, each.info.node_id) for worker_id, each in self._incarnations.items()]
         return {worker_id: left_s[node_id] for worker_id, node_id in found if node_id in left_s}
 
-    async def _drop_prepared(self, worker_id: str) -> None:
-        """End the process of a prepared incarnation, also while it starts."""
+    async def _take_prepared(self, worker_id: str) -> Incarnation | None:
+        """Return a prepared incarnation, which no call has reached; end its start if it is not ready."""
         if (preparing := self._prepared.pop(worker_id, None)) is None:
-            return
+            return None
         preparing.cancel()
         [prepared] = await asyncio.gather(preparing, return_exceptions=True)
-        if isinstance(prepared, Incarnation):
-            prepared.end("it was removed")
-            await prepared.kill()
+        return prepared if isinstance(prepared, Incarnation) else None
 
     def _incarnation(self, worker_id: str) -> Incarnation:
         incarnation = self._incarnations.get(worker_id)

@@ -44,6 +44,8 @@ class Actor:
     incarnation: str
     node_id: str = ""
     """Ray's id of its node; empty: not known."""
+    is_adopted: bool = False
+    """Whether an earlier coordinator has started it."""
 
 
 class _Unfit(Exception):
@@ -65,6 +67,11 @@ class Starts:
         self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
         self.nodes = Nodes(host) if config.ray_address is not None else None
         """None: a private Ray, which has one."""
+        self._leaves_adopted = False
+
+    def leave_adopted(self) -> None:
+        """From now on leave adopted actors to the next coordinator when their starts are cancelled."""
+        self._leaves_adopted = True
 
     async def adopt_left(self, worker_ids: Collection[str]) -> dict[str, Actor]:
         """Adopt actors that an earlier coordinator has left for these workers, by worker id; end its others.
@@ -114,7 +121,7 @@ class Starts:
             raise WorkerLost(f"worker {worker_id} ({model}) cannot start: {', '.join(why)}") from error
 
     async def _ready(self, actor: Actor) -> Incarnation:
-        """Wait until an actor is ready. Raises _Unfit, RayError and Ended, and ends it then."""
+        """Wait until an actor is ready. Raises _Unfit, RayError and Ended, and ends it then; see `leave_adopted`."""
         try:
             start = actor.handle.start.options(concurrency_group="work")
             info: WorkerInfo = await reply(start.remote(actor.incarnation), unless=self._host.ended)
@@ -127,8 +134,10 @@ class Starts:
         except RayTaskError as error:
             kill(actor.handle, self._host)
             raise _Unfit(reason(error)) from error
-        except BaseException:
-            kill(actor.handle, self._host)
+        except BaseException as error:
+            is_left = actor.is_adopted and self._leaves_adopted and isinstance(error, asyncio.CancelledError)
+            if not is_left:
+                kill(actor.handle, self._host)
             raise
 
     async def _adopt(self, name: str, worker_ids: Collection[str]) -> Actor | None:
@@ -138,7 +147,7 @@ class Starts:
             handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
         except ValueError:  # it has died
             return None
-        actor = Actor(handle, worker_id, new_incarnation(worker_id))
+        actor = Actor(handle, worker_id, new_incarnation(worker_id), is_adopted=True)
         try:
             async with asyncio.timeout(ADOPT_TIMEOUT_S):
                 terms = self.terms(worker_id) if worker_id in worker_ids else None

@@ -1,20 +1,36 @@
-"""A private Ray's file is read back, or ignored if malformed; a Ray that cannot be had is a sentence, at once."""
+"""A private Ray's file is read back, or ignored if malformed; a Ray that cannot be had is a sentence, at once.
+
+What a start that is interrupted or fails leaves in a cluster.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
+import ray
 
+from tests.support.batches import OWNER
+from tests.support.toy_engine import toy_model_info
+from tests.support.waiting import until
+from workers.contract.messages import WorkerInfo
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool import ray_head, ray_host
+from workers.pool import ray_head, ray_host, ray_pool, ray_starts
 from workers.pool.factory import check_host
 from workers.pool.ray_host import Belongings, RayHost
+from workers.pool.ray_pool import RayPool
+from workers.pool.version import running_version
 
 MODELS = (PoolModel(name="m", path="m", num_workers=2),)
 
@@ -123,3 +139,100 @@ def test_the_models_and_gpus_of_a_cluster_are_not_looked_for_on_this_machine() -
     with pytest.raises(PoolStartError, match="nobody/nothing is not in this machine's hub cache"):
         check_host(config)
     check_host(replace(config, ray_address="head:6379"))
+
+
+@dataclass
+class LeftActor:
+    """The handle of a worker that an earlier coordinator has left in a cluster."""
+
+    worker_id: str
+    is_loaded: bool
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            self.calls.append(method)
+            if method == "events":
+                return self._no_events()
+            reply: Future[Any] = Future()
+            if method == "adopt":
+                reply.set_result(True)
+            elif method == "start" and self.is_loaded:
+                reply.set_result(self._info(*arguments))
+            return SimpleNamespace(future=lambda: reply)
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
+
+    def _info(self, incarnation: str) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=incarnation,
+            model=toy_model_info(),
+            pid=1,
+            node="",
+            num_slots=1,
+            device="cpu",
+            version=running_version(),
+        )
+
+    async def _no_events(self) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+
+class JoinedRay:
+    """Stands in for `RayHost`: a cluster that this process has joined."""
+
+    def __init__(self, *_: Any) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("end", "keeps", "ended"),
+    [
+        ("SIGTERM", True, set()),
+        ("SIGTERM", False, {"w0", "w1"}),
+        ("SIGINT", True, {"w0", "w1"}),
+        ("time-out", True, {"w1"}),
+        ("time-out", False, {"w0", "w1"}),
+    ],
+)
+async def test_a_start_that_does_not_end_keeps_the_workers_that_it_has_adopted_if_a_stop_would(
+    end: str, keeps: bool, ended: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {"w0-left": LeftActor("w0", is_loaded=True), "w1-left": LeftActor("w1", is_loaded=False)}
+    killed: list[str] = []
+
+    def list_named(*, all_namespaces: bool) -> list[dict[str, str]]:
+        return [{"name": name, "namespace": f"tinkerpool-{OWNER.pool_id}"} for name in left]
+
+    # Patched: a cluster takes seconds to start, and its workers cannot be stopped while they load.
+    monkeypatch.setattr(ray_pool, "RayHost", JoinedRay)
+    monkeypatch.setattr(ray_starts, "Nodes", Mock)
+    monkeypatch.setattr(ray_starts, "list_named_actors", list_named)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: left[name])
+    monkeypatch.setattr(ray, "kill", lambda actor, *, no_restart: killed.append(actor.worker_id))
+    config = PoolConfig(
+        models=(PoolModel(name="warm", path="m"), PoolModel(name="loading", path="m")),
+        ray_address="head:6379",
+        keep_workers=keeps,
+        start_timeout_s=0.1 if end == "time-out" else 600.0,
+    )
+    pool = RayPool(config)
+    start = asyncio.create_task(pool.start(OWNER))
+    await until(lambda: "events" in left["w0-left"].calls and "start" in left["w1-left"].calls)
+    if end == "time-out":
+        with pytest.raises(PoolStartError, match=r"w1 \(loading\) cannot start: it was not ready"):
+            await start
+    else:
+        start.cancel()
+        with suppress(asyncio.CancelledError):
+            await start
+    await pool.stop(is_final=end == "SIGINT")
+    assert set(killed) == ended

@@ -238,16 +238,25 @@ async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Pa
     assert not files_below(data_dir)
 
 
-async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_during_the_start_stops_the_pool_and_sigint_does_for_good(
+    data_dir: Path, signum: signal.Signals
+) -> None:
+    stops: list[bool] = []
+
     class SlowPool(LocalPool):
         async def start(self, owner: Owner, drained: Collection[str] = ()) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
             await asyncio.sleep(60)
+
+        async def stop(self, *, is_final: bool = False) -> None:
+            stops.append(is_final)
 
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
     async with asyncio.timeout(60):
         await Server(config, SlowPool({"w0": ToyEngine}), lambda line: None).run()
     assert running_pid(data_dir) is None
+    assert stops == [signum == signal.SIGINT]
 
 
 async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:
