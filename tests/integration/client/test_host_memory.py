@@ -11,8 +11,8 @@ from tests.support.served_pool import ServedPool, shipped_pool
 from workers.contract.messages import Batch, BatchResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-HOST_BYTES_MAX = 80_000_000
-NUM_ADAPTERS, NUM_ROUNDS = 16, 2
+HOST_BYTES_MAX = 50_000_000
+NUM_ADAPTERS, NUM_ROUNDS = 10, 2
 ADAM = tinkerpool.AdamParams(learning_rate=1e-3)
 
 

@@ -79,7 +79,7 @@ class World:
         return self.naive[wanted.op_id]
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5-moe", *long("gemma3", "gpt-oss", *RARER_ARCHITECTURES)])
+@pytest.fixture(params=["qwen3.5-moe", *long("qwen3", "gemma3", "gpt-oss", *RARER_ARCHITECTURES)])
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """Windows and sinks are compared with the naive sampler in `test_sampler.py` too."""
     return model_directories[request.param]
