@@ -163,7 +163,7 @@ class Listener:
     """A sample's events for one reader: tokens while few are unread, then the finished operation, which has all."""
 
     def __init__(self, tenant_id: str, unread: Counter[str]) -> None:
-        """`unread`: the tokens of each tenant that nobody has read yet, which this counts."""
+        """`unread`: numbers of unread tokens by tenant, over all listeners; this one adds its own."""
         self._tenant_id = tenant_id
         self._unread = unread
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -187,7 +187,7 @@ class Listener:
         self._events.put_nowait(event)
 
     def close(self) -> None:
-        """Forget what is unread: nobody will read it."""
+        """Take no more tokens, and count none: the reader has gone, perhaps before the sample was submitted."""
         self._is_cut = True
         self._count(-self._num_unread)
 
@@ -211,17 +211,18 @@ class TokenStreams:
         self._unread: Counter[str] = Counter()
         self._is_closed = False
 
-    def listen(self, name: str, tenant_id: str) -> Listener:
-        """Return a listener to a tenant's sample from now on. Call before the sample is submitted."""
-        listener = Listener(tenant_id, self._unread)
+    def listener(self, tenant_id: str) -> Listener:
+        """Return a listener for a tenant, which the caller closes."""
+        return Listener(tenant_id, self._unread)
+
+    def listen(self, name: str, listener: Listener) -> None:
+        """Let a listener follow a sample from now on. Call before the sample is submitted."""
         if self._is_closed:
             listener.put(None)
         self._listeners.setdefault(name, []).append(listener)
-        return listener
 
     def unlisten(self, name: str, listener: Listener) -> None:
         """Remove a listener."""
-        listener.close()
         listeners = self._listeners.get(name, [])
         if listener in listeners:
             listeners.remove(listener)

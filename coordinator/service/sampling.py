@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncGenerator
+from contextlib import closing
 
 from coordinator.base.errors import ServiceError, invalid, not_found, sampler_exists, unavailable, unmet
 from coordinator.operations.admission import Request
@@ -85,7 +86,7 @@ class SamplingUseCases(UseCases):
 
     async def sample(self, principal: Principal, request: pb.SampleRequest) -> pb.SampleResponse:
         """Queue a sample."""
-        operation, _ = await self._begin(principal, request, is_streamed=False)
+        operation, _ = await self._begin(principal, request, None)
         is_running = self._core.samples.is_running(operation.name)
         return pb.SampleResponse(operation=operation.as_message(is_running=is_running))
 
@@ -94,21 +95,24 @@ class SamplingUseCases(UseCases):
         self, principal: Principal, request: pb.StreamSampleRequest
     ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         """Queue a sample; stream its tokens, and at the end the finished operation."""
-        operation, events = await self._begin(principal, request.request, is_streamed=True)
-        if events is None:
-            yield pb.StreamSampleResponse(operation=operation.as_message())
-            return
-        try:
-            while True:
-                event = await self._next_event(events, operation)
-                if isinstance(event, ops_pb.Operation):
-                    yield pb.StreamSampleResponse(operation=event)
-                    if self._core.traces is not None:
-                        self._core.traces.deliver(operation.name)
-                    return
-                yield pb.StreamSampleResponse(token=event)
-        finally:
-            self._core.samples.streams.unlisten(operation.name, events)
+        streams = self._core.samples.streams
+        # Closed also if this call is cancelled in `_begin`, which then goes on and lets the listener follow the sample.
+        with closing(streams.listener(principal.tenant_id)) as listener:
+            operation, is_followed = await self._begin(principal, request.request, listener)
+            if not is_followed:
+                yield pb.StreamSampleResponse(operation=operation.as_message())
+                return
+            try:
+                while True:
+                    event = await self._next_event(listener, operation)
+                    if isinstance(event, ops_pb.Operation):
+                        yield pb.StreamSampleResponse(operation=event)
+                        if self._core.traces is not None:
+                            self._core.traces.deliver(operation.name)
+                        return
+                    yield pb.StreamSampleResponse(token=event)
+            finally:
+                streams.unlisten(operation.name, listener)
 
     async def join_sampler(self, principal: Principal, sampler_id: str) -> int:
         """Return the number of a new client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
@@ -127,9 +131,9 @@ class SamplingUseCases(UseCases):
 
     @uninterrupted
     async def _begin(
-        self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
-    ) -> tuple[Operation, Listener | None]:
-        """Accept and submit a sample; return it, with a listener to it if it is streamed and not finished."""
+        self, principal: Principal, request: pb.SampleRequest, listener: Listener | None
+    ) -> tuple[Operation, bool]:
+        """Accept and submit a sample; return it, and whether a listener follows it: not if it has finished."""
         sampler = self._sampler(principal, request.sampler_id)
         self._live_session(principal, sampler.session_id)
         model = self._model(sampler.base_model)
@@ -147,13 +151,14 @@ class SamplingUseCases(UseCases):
             principal.tenant_id, request.sampler_id, request.seq, request.request_id, accepted
         )
         [operation] = await acceptance.until_durable()
-        wants_events = is_streamed and not operation.is_committed
-        events = self._core.samples.streams.listen(operation.name, principal.tenant_id) if wants_events else None
+        is_followed = listener is not None and not operation.is_committed
+        if listener is not None and is_followed:
+            self._core.samples.streams.listen(operation.name, listener)
         if acceptance.is_new:
             if self._core.sessions.get(sampler.session_id) is None:
                 operation.cancel()  # it ended while the sample was being logged
             self._core.samples.submit(operation, sampler, decoded)
-        return operation, events
+        return operation, is_followed
 
     async def _next_event(self, events: Listener, operation: Operation) -> Event:
         event = await events.get()

@@ -104,7 +104,7 @@ class Place:
     url: str = ""
     """Empty: it is in the ready file of the data directory while the pool runs."""
     in_use: Credentials | None = None
-    """Of the pool in use, if nothing else names the pool: it alone is called with them, whoever has its address now."""
+    """Of the pool in use, if nothing else names the pool. Another pool may have its address by now."""
 
     def folder(self) -> Path:
         """Return the data directory. Raises CliError if it is not known, does not exist or cannot be read."""

@@ -288,6 +288,23 @@ async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(poo
     assert operation.state == SUCCEEDED
 
 
+async def test_a_stream_whose_call_is_cancelled_while_its_sample_is_logged_counts_no_unread_tokens(
+    pool: ToyPool,
+) -> None:
+    sampler, may_commit = await pool.sampler(await pool.session()), threading.Event()
+    pool.store.database.write(lambda db: may_commit.wait(HELD_S_MAX))
+    try:
+        call = asyncio.create_task(stream(pool, sample_request(sampler, 1, max_tokens=20)))
+        await until(lambda: pool.core.in_flight.get(f"{sampler}:1"))
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    finally:
+        may_commit.set()
+    [finished] = await asyncio.wait_for(pool.wait(f"{sampler}:1"), 60)
+    assert finished.state == SUCCEEDED
+    assert not pool.core.samples.streams._unread  # private: a count that is never given back is visible nowhere else
+
+
 async def test_a_sample_that_is_cancelled_while_it_is_logged_ends_once_it_is_durable(pool: ToyPool) -> None:
     sampler, may_commit = await pool.sampler(await pool.session()), threading.Event()
     pool.store.database.write(lambda db: may_commit.wait(HELD_S_MAX))

@@ -17,8 +17,9 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sent(streams: TokenStreams, *tenants: str) -> list[Listener]:
     """Send tokens and an operation to a new listener of each tenant; return the listeners."""
-    listeners = [streams.listen(str(number), tenant) for number, tenant in enumerate(tenants)]
-    for listener in listeners:
+    listeners = [streams.listener(tenant) for tenant in tenants]
+    for number, listener in enumerate(listeners):
+        streams.listen(str(number), listener)
         for token in TOKENS:
             listener.put(token)
     for number in range(len(tenants)):
@@ -43,7 +44,8 @@ async def test_unread_tokens_are_bounded_by_tenant_and_in_all_and_each_listener_
 
 async def test_no_token_is_sent_behind_one_that_was_left_out() -> None:
     streams = TokenStreams()
-    listener, events = streams.listen("0", "a"), list[Event | None]()
+    listener, events = streams.listener("a"), list[Event | None]()
+    streams.listen("0", listener)
     for token in TOKENS:
         listener.put(token)
     events += [await listener.get() for _ in range(3)]
@@ -57,7 +59,7 @@ async def test_what_was_read_or_belongs_to_a_reader_that_has_gone_makes_room(is_
     streams = TokenStreams()
     [first] = sent(streams, "a")
     if is_closed:
-        streams.unlisten("0", first)
+        first.close()
     else:
         await read(first)
     [second] = sent(streams, "a")
