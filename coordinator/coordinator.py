@@ -43,7 +43,7 @@ class Coordinator:
         """
         try:
             await self.core.start()
-        except Exception:
+        except Exception:  # whatever it is, it is raised again
             await self.core.stop()
             raise
         self.authenticator = Authenticator(self.core.store, self.core.accounts, self.core.time.wall)

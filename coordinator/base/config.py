@@ -90,7 +90,8 @@ class CoordinatorConfig:
     linger_s: float = 0.03
     """Longest wait, in seconds, for tenants of earlier cycles before the next cycle starts. 0: never wait."""
     session_timeout_s: float = 600.0
-    """Seconds of service time without a heartbeat after which a session expires."""
+    """Seconds of service time without a heartbeat after which a session expires. That of the OpenAI door has
+    `fetched_retention_s`, if that is longer."""
     gap_timeout_s: float = 300.0
     """Seconds of service time after which operations behind a missing sequence number fail, then it does."""
     sweep_interval_s: float = 5.0

@@ -23,19 +23,23 @@ def plans(path: Path, statements: list[str]) -> list[list[str]]:
         db.close()
 
 
-@pytest.mark.parametrize("wanted", [{}, {"name_prefix": "run"}, {"reference": "run"}, {"reference": "s:train:1"}])
-async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_its_page_only(
-    tmp_path: Path, wanted: dict[str, str]
-) -> None:
-    path = tmp_path / "log.db"
-    statements: list[str] = []
+def traced(path: Path, statements: list[str]) -> Store:
+    """Return a new store that adds each statement which SQLite runs for it."""
 
     def connect(path: Path) -> Connection:
         db = open_connection(path)
         db.set_trace_callback(statements.append)
         return db
 
-    store = Store(path, FakeTime(), Failure(), connect=connect)
+    return Store(path, FakeTime(), Failure(), connect=connect)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"name_prefix": "run"}, {"reference": "run"}, {"reference": "s:train:1"}])
+async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_its_page_only(
+    tmp_path: Path, wanted: dict[str, str]
+) -> None:
+    path, statements = tmp_path / "log.db", list[str]()
+    store = traced(path, statements)
     await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
     await store.sessions.insert(session_row("s"))
     for number in range(3):
@@ -57,15 +61,8 @@ async def test_a_list_of_adapters_is_walked_in_an_index_and_reads_the_rows_of_it
 
 
 async def test_the_newest_checkpoints_of_adapters_are_found_in_an_index_whatever_their_number(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    statements: list[str] = []
-
-    def connect(path: Path) -> Connection:
-        db = open_connection(path)
-        db.set_trace_callback(statements.append)
-        return db
-
-    store = Store(path, FakeTime(), Failure(), connect=connect)
+    path, statements = tmp_path / "log.db", list[str]()
+    store = traced(path, statements)
     statements.clear()
     store.checkpoints.newest(TENANT, ["s:train:1", "s:train:2"], ["weights", "sampler_weights"])
     [found] = statements
@@ -78,15 +75,8 @@ async def test_the_newest_checkpoints_of_adapters_are_found_in_an_index_whatever
 async def test_the_entries_of_a_session_are_found_in_the_order_of_their_commits_by_slices_of_the_tenants_entries(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "log.db"
-    statements: list[str] = []
-
-    def connect(path: Path) -> Connection:
-        db = open_connection(path)
-        db.set_trace_callback(statements.append)
-        return db
-
-    store = Store(path, FakeTime(), Failure(), connect=connect)
+    path, statements = tmp_path / "log.db", list[str]()
+    store = traced(path, statements)
     await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))
     targets = ["s:train:1", "s2:train:0", "s:sample:0", "r:train:0"] * (EXAMINED_MAX // 2)
     for target in targets[:-1]:
