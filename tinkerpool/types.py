@@ -736,6 +736,7 @@ class SupportedModel:
         num_workers: Number of live workers.
         has_tied_unembedding: Whether the unembedding has the weights of the embedding, so that merging a trained
             unembedding must untie them. None: the pool does not say.
+        weights_id: What tells its weights from others: a digest. Empty: the pool does not say.
     """
 
     model_name: str
@@ -747,6 +748,7 @@ class SupportedModel:
     num_params: int
     num_workers: int
     has_tied_unembedding: bool | None = None
+    weights_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

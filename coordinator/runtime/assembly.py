@@ -12,6 +12,7 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.assembly import CycleLoops, make_loops
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context, Registers
+from coordinator.runtime.base_weights import BaseWeights
 from coordinator.runtime.deletion import Deletions
 from coordinator.runtime.housekeeping import Housekeeping
 from coordinator.runtime.supervision import Supervisor
@@ -59,6 +60,7 @@ def make_runners(
     saver: Saver,
     scheduling: Scheduling,
     tasks: Tasks,
+    base_weights: BaseWeights,
 ) -> Runners:
     """Return the running parts for every base model that the pool serves."""
     time, quarantines, states = context.time, scheduling.quarantines, saver.states
@@ -71,7 +73,16 @@ def make_runners(
         cycles=cycles,
         samples=samples,
         supervisor=Supervisor(
-            context.config, pool, time, fleet, registers.registry, scheduling.losses, samples, tasks, drained
+            context.config,
+            pool,
+            time,
+            fleet,
+            registers.registry,
+            scheduling.losses,
+            samples,
+            tasks,
+            base_weights,
+            drained,
         ),
         deletions=deletions,
         housekeeping=housekeeping,

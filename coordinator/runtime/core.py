@@ -19,6 +19,7 @@ from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
 from coordinator.operations.epoch import Context, Registers, open_registers
 from coordinator.runtime.assembly import Runners, make_runners
+from coordinator.runtime.base_weights import BaseWeights
 from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.drains import keep_drained
 from coordinator.runtime.recovery import Recovery, load_fair_state
@@ -27,7 +28,8 @@ from coordinator.scheduling.probation import Probation
 from coordinator.scheduling.schedule import make_scheduling
 from coordinator.tenants.accounts import Accounts
 from tinkerpool.serving import STAGES
-from workers.contract.protocols import Owner, Pool
+from workers.contract.logs import about
+from workers.contract.protocols import Owner, Pool, PoolStartError
 
 if TYPE_CHECKING:
     from coordinator.observe.traces import Traces
@@ -73,7 +75,7 @@ class Core:
     async def start(self) -> None:
         """Take the data directory, recover, start the pool, begin cycles.
 
-        Raises DataDirError, and ImportError if it is to send traces and OpenTelemetry is not installed.
+        Raises DataDirError, PoolStartError, and ImportError if it is to send traces and OpenTelemetry is not installed.
         """
         STAGES.info("opening the data")
         self._data_dir = DataDir(self.config, self.time, self.failure, self._seams)
@@ -97,8 +99,8 @@ class Core:
         drained = await keep_drained(self.store.drained_workers, self.pool.base_models())
         self.fleet.expect(each for each in self.pool.base_models() if each not in drained)
         await self.pool.start(owner, drained)
-        for worker in self.pool.workers():
-            self.fleet.add(worker)
+        base_weights = BaseWeights(self.store.base_models)
+        self._take_in(base_weights)
         self.probation = Probation(self.store.probations, self.config.probation_s)
         self.scheduling = make_scheduling(
             context,
@@ -111,7 +113,7 @@ class Core:
             self.store.worker_classes,
         )
         self._runners = make_runners(
-            context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
+            context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks, base_weights
         )
         self._publish(registers, self._runners)
         STAGES.info("recovering what was acknowledged")
@@ -151,6 +153,21 @@ class Core:
         if self._runners is None or self._is_stopping or self.failure.is_reported or self.store.database.problem():
             return False
         return bool(self.loops) and all(loop.is_healthy for loop in self.loops.values())
+
+    def _take_in(self, base_weights: BaseWeights) -> None:
+        """Add the workers that have started. Raises PoolStartError if no worker of a base model may take work."""
+        problems: dict[str, str] = {}
+        for worker in self.pool.workers():
+            if not (problem := base_weights.problem(worker)):
+                self.fleet.add(worker)
+                continue
+            problems[worker.model.name] = problem
+            ids = about(worker=worker.worker_id, incarnation=worker.incarnation)
+            logger.error("worker %s takes no work: %s", worker.incarnation, problem, extra=ids)
+            self.fleet.note_start_problem(worker.worker_id, problem)
+        for name, problem in problems.items():
+            if name not in self.fleet.models:
+                raise PoolStartError(problem)
 
     def _publish(self, registers: Registers, runners: Runners) -> None:
         """Set the attributes that use cases read."""

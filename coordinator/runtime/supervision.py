@@ -18,6 +18,7 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time, backoff_s, within
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.runtime.base_weights import BaseWeights
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.worker_losses import LossKind, LossRecorder, WorkerLoss
@@ -55,6 +56,7 @@ class Supervisor:
         losses: LossRecorder,
         samples: SampleScheduler,
         tasks: Tasks,
+        base_weights: BaseWeights,
         drained: Collection[str] = (),
     ) -> None:
         """`drained`: workers that were not started, because an administrator has drained them."""
@@ -66,6 +68,7 @@ class Supervisor:
         self._losses = losses
         self._samples = samples
         self._tasks = tasks
+        self._base_weights = base_weights
         self._wake = asyncio.Event()
         self._lost = losses.subscribe(self._wake)
         self._replacing: set[str] = set()
@@ -95,6 +98,9 @@ class Supervisor:
     async def add(self, base_model: str) -> WorkerInfo:
         """Start another worker of a base model that the pool serves. Raises WorkerLost if it does not start."""
         worker = await self._pool.add(base_model)
+        if problem := self._base_weights.problem(worker):
+            await self._pool.remove(worker.worker_id)
+            raise WorkerLost(problem)
         ids = about(worker=worker.worker_id, incarnation=worker.incarnation)
         logger.info("worker %s of %s joined", worker.incarnation, base_model, extra=ids)
         self._fleet.add(worker)
@@ -254,6 +260,13 @@ class Supervisor:
         elif self._has_others(worker):
             self._samples.leave(worker, end_s)
 
+    async def _replacement(self, worker_id: str) -> WorkerInfo:
+        """Return a worker's next incarnation. Raises WorkerLost if none starts, or if it must not take work."""
+        worker = await self._pool.replace(worker_id)
+        if problem := self._base_weights.problem(worker):
+            raise WorkerLost(problem)
+        return worker
+
     # ---- losses
 
     async def _ping(self, worker_id: str) -> None:
@@ -333,7 +346,7 @@ class Supervisor:
             if worker_id in self._ending:
                 break
             try:
-                worker = await self._pool.replace(worker_id)
+                worker = await self._replacement(worker_id)
             except WorkerLost as error:
                 ids = about(worker=worker_id)
                 logger.error("worker %s does not start again: %s; retrying", worker_id, error, extra=ids)

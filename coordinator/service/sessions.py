@@ -49,6 +49,7 @@ class SessionUseCases(UseCases):
                     eos_token_ids=model.eos_token_ids,
                     fingerprint=model.fingerprint,
                     has_tied_unembedding=model.has_tied_unembedding,
+                    weights_id=model.weights_id,
                 )
                 for model in self._core.fleet.models.values()
             ],

@@ -7,6 +7,7 @@ the same columns, indexes and triggers as a new one.
 from coordinator.storage.schema import (
     API_KEYS,
     AUDIT,
+    BASE_MODELS,
     DRAINED_WORKERS,
     HISTORY,
     LISTED,
@@ -96,5 +97,6 @@ MIGRATIONS = {
     10: _NAMES,
     11: _USAGE_DAYS,
     12: "DROP INDEX checkpoints_by_adapter;\n" + NEWEST,
+    13: BASE_MODELS,
 }
 """Schema version to the statements that make the next version of it."""

@@ -92,6 +92,14 @@ class WorkerClassRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelRow:
+    """A base model with what tells its weights from others."""
+
+    name: str
+    weights_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeyRow:
     """An API key with its tenant's name."""
 

@@ -27,6 +27,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | probations | a tenant whose operations killed workers | with the write after a kill, or after what it cost is known |
 | drained_workers | a worker that an administrator has drained | it is drained or undrained; a start without it |
 | worker_classes | a worker that has ever been ready | it reports another fingerprint |
+| base_models | a base model whose weights are known | its first worker starts; others while nothing needs it |
 | usage_days | the usage of a tenant's adapter on a day, by kind | with `usage`; merged with others later |
 | used_days | a day that is kept apart there | with the day's first row; deleted once its rows are merged |
 | usage_months | the tokens of a tenant in a calendar month | an operation finishes |
@@ -37,7 +38,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -149,6 +150,14 @@ CREATE TABLE worker_classes (
 ) WITHOUT ROWID;
 """
 """The classes of workers, also for databases that a migration gives the table."""
+
+BASE_MODELS = """
+CREATE TABLE base_models (
+    name TEXT PRIMARY KEY,
+    weights_id TEXT NOT NULL              -- what its workers must have as long as anything was trained on it
+) WITHOUT ROWID;
+"""
+"""Which weights a name stands for, also for databases that a migration gives the table."""
 
 ROW_BYTES = 200
 """What the columns of a row count that are no long texts or blobs of a client: numbers, ids, names, keys of indexes."""
@@ -424,5 +433,5 @@ WHEN EXISTS (
     SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
+{AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{BASE_MODELS}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
 {NAMED}"""  # noqa: S608 (our names)

@@ -21,7 +21,7 @@ from coordinator.storage.records import Records
 from coordinator.storage.sqlite import Connection, read_meta
 from coordinator.storage.tenants import Probations, Sessions, Tenants
 from coordinator.storage.usage import Usage
-from coordinator.storage.workers import DrainedWorkers, WorkerClasses
+from coordinator.storage.workers import BaseModels, DrainedWorkers, WorkerClasses
 
 
 class Store:
@@ -52,6 +52,7 @@ class Store:
         self.probations = Probations(self.database)
         self.drained_workers = DrainedWorkers(self.database)
         self.worker_classes = WorkerClasses(self.database)
+        self.base_models = BaseModels(self.database)
         self.api_keys = ApiKeys(self.database)
         self.audit = Audit(self.database)
         self.cycles = Cycles(self.database)

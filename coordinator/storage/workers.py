@@ -1,4 +1,4 @@
-"""What is durable of workers: which ones administrators have drained, and the classes that they reported last.
+"""What is durable of workers: which are drained, the classes that they reported last, the weights of their base models.
 
 Does not depend on what a worker runs.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Database
-from coordinator.storage.rows import DrainedWorkerRow, Table, WorkerClassRow, marks
+from coordinator.storage.rows import BaseModelRow, DrainedWorkerRow, Table, WorkerClassRow, marks
 from coordinator.storage.sqlite import Connection
 
 
@@ -67,3 +67,25 @@ class WorkerClasses(Table[WorkerClassRow]):
             db.execute("INSERT OR REPLACE INTO worker_classes VALUES (?, ?, ?)", values)
 
         self._database.ride(f"class {row.worker_id}", write, "class")
+
+
+class BaseModels(Table[BaseModelRow]):
+    """The base models whose weights are known."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, BaseModelRow, "base_models")
+
+    def in_use(self) -> list[BaseModelRow]:
+        """Return those of which there are adapters or checkpoints."""
+        return self._all(
+            "WHERE name IN (SELECT base_model FROM adapters WHERE deleted_at IS NULL "
+            "UNION SELECT base_model FROM checkpoints)"
+        )
+
+    def put(self, row: BaseModelRow) -> None:
+        """Record the weights of a base model. Becomes durable with the next write."""
+
+        def write(db: Connection) -> None:
+            db.execute("INSERT OR REPLACE INTO base_models VALUES (?, ?)", (row.name, row.weights_id))
+
+        self._database.ride(f"base model {row.name}", write, "base model")

@@ -65,9 +65,10 @@ def pieces_of(files: Files, piece_bytes: int = 1000) -> list[ExportCheckpointRes
     ]
 
 
-def pool_of(name: str, *, is_tied: bool | None = None) -> GetCapabilitiesResponse:
+def pool_of(name: str, *, is_tied: bool | None = None, weights_id: str = "") -> GetCapabilitiesResponse:
     """Return the facts of a pool with one base model."""
-    return GetCapabilitiesResponse(base_models=[BaseModel(name=name, has_tied_unembedding=is_tied)])
+    model = BaseModel(name=name, has_tied_unembedding=is_tied, weights_id=weights_id)
+    return GetCapabilitiesResponse(base_models=[model])
 
 
 def export(files: Files, directory: Path, pool: GetCapabilitiesResponse | None = None, **options: Any) -> Exporter:

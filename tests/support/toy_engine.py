@@ -158,7 +158,7 @@ class ToyEngine:
     """Implements `workers.contract.protocols.Engine`.
 
     `seconds_per_batch` makes it slow. `fitting_tokens`, `num_cache_blocks`, `host_bytes_max`, `bank_bytes_max`,
-    `costs` and `modules` are only reported: no request is refused.
+    `costs`, `weights_id` and `modules` are only reported: no request is refused.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class ToyEngine:
         tokenizer_files: Mapping[str, bytes] | None = None,
         may_decode: bool = True,
         fingerprint: str = FINGERPRINT,
+        weights_id: str = "",
         modules: Sequence[AdaptedModule] | None = None,
     ) -> None:
         self.incarnation = incarnation
@@ -189,6 +190,7 @@ class ToyEngine:
             bank_bytes_max=bank_bytes_max,
             costs=costs,
             fingerprint=fingerprint,
+            weights_id=weights_id,
         )
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)

@@ -20,8 +20,9 @@ from typing import Any
 
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.errors import ExportError
+from tinkerpool.model_weights import weights_id
 from tinkerpool.tensor_files import read_header
-from tinkerpool.v1.sessions_pb2 import GetCapabilitiesResponse
+from tinkerpool.v1.sessions_pb2 import BaseModel, GetCapabilitiesResponse
 
 ENTRY_POINTS = "tinkerpool.exports"
 """`base_models`: returns the directory of a name on this machine, or None. `merged`: `(adapter, base, new directory)`
@@ -153,8 +154,11 @@ class Exporter:
         adapter = _Adapter.read(archive.unpack())
         name = str(adapter.config.get("base_model_name_or_path", ""))
         base = _resolve(self.base_model) if self.base_model else _resolve(name, is_path=False)
+        served = _served(pool, name)
+        self._check_weights(base, name, served.weights_id if served else "")
         facts: dict[str, Any] = {
             "base_model": name,
+            "base_weights_id": served.weights_id if served else "",
             "checkpoint": self.checkpoint,
             "format": str(self.format),
             "lora_alpha": adapter.config.get("lora_alpha"),
@@ -182,13 +186,37 @@ class Exporter:
                     "in vLLM."
                 )
             else:
-                self._finish_peft(adapter, base, name, _is_tied(pool, name))
+                self._finish_peft(adapter, base, name, served)
             adapter.write_config()
         facts["notes"] = self.notes
         (directory / FACTS).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         archive.publish(directory)
 
-    def _finish_peft(self, adapter: _Adapter, base: _BaseModel, name: str, is_tied: bool | None) -> None:
+    def _check_weights(self, base: _BaseModel, name: str, trained: str) -> None:
+        """Raise ExportError if the files of the base model have other weights than the one that was trained.
+
+        If nothing of them is needed here, and nobody said that they are the ones, that is a note. `trained` is empty
+        if the pool does not say it.
+        """
+        is_needed = self.format == ExportFormat.MERGED or self.whole_unembedding
+        if base.directory is None:
+            return
+        if not trained:
+            if is_needed:
+                self.notes.append(
+                    f"whether {base.directory} has the weights of {name} that were trained is not known: the pool "
+                    "does not say which these are"
+                )
+            return
+        found = weights_id(base.directory)
+        if found == trained:
+            return
+        problem = f"{base.directory} has other weights ({found}) than {name} in the pool ({trained})"
+        if is_needed or self.base_model:
+            raise ExportError(f"{problem}: give the files that were trained with --base-model")
+        self.notes.append(f"{problem}: on this machine the adapter would be loaded on these")
+
+    def _finish_peft(self, adapter: _Adapter, base: _BaseModel, name: str, served: BaseModel | None) -> None:
         if self.whole_unembedding:
             if not adapter.trains_unembedding:
                 raise ExportError("this adapter does not train the unembedding: leave out --whole-unembedding")
@@ -197,17 +225,16 @@ class Exporter:
             _load("whole_unembedding")(adapter.directory, _need_files(base, name, "a whole unembedding"))
             adapter.config["target_modules"] = sorted(set(adapter.config["target_modules"]) - {UNEMBEDDING})
             adapter.config["modules_to_save"] = [UNEMBEDDING]
-        elif adapter.trains_unembedding and is_tied is not False:
-            ties, merging = ("ties", "") if is_tied else ("may tie", "if it does, ")
-            self.notes.append(_TIED.format(ties=ties, merging=merging))
+        elif adapter.trains_unembedding:
+            if served is None or not served.HasField("has_tied_unembedding"):
+                self.notes.append(_TIED.format(ties="may tie", merging="if it does, "))
+            elif served.has_tied_unembedding:
+                self.notes.append(_TIED.format(ties="ties", merging=""))
 
 
-def _is_tied(pool: GetCapabilitiesResponse, name: str) -> bool | None:
-    """Return whether a base model's unembedding is tied to its embedding; None: the pool does not serve it any more."""
-    for model in pool.base_models:
-        if model.name == name and model.HasField("has_tied_unembedding"):
-            return model.has_tied_unembedding
-    return None
+def _served(pool: GetCapabilitiesResponse, name: str) -> BaseModel | None:
+    """Return what the pool says of a base model; None: it does not serve that any more."""
+    return next((model for model in pool.base_models if model.name == name), None)
 
 
 def _resolve(text: str, *, is_path: bool = True) -> _BaseModel:

@@ -472,6 +472,7 @@ async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilit
             num_params=model.num_params,
             num_workers=model.num_workers,
             has_tied_unembedding=model.has_tied_unembedding if model.HasField("has_tied_unembedding") else None,
+            weights_id=model.weights_id,
         )
         for model in response.base_models
     ]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/sessions.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x83\x02\n\tBaseModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_params\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x04 \x01(\x05\x12\x10\n\x08max_rank\x18\x05 \x01(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x07 \x01(\x05\x12\x15\n\reos_token_ids\x18\x08 \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12!\n\x14has_tied_unembedding\x18\n \x01(\x08H\x00\x88\x01\x01\x42\x17\n\x15_has_tied_unembedding\"\x18\n\x16GetCapabilitiesRequest\"\xce\x01\n\x17GetCapabilitiesResponse\x12-\n\x0b\x62\x61se_models\x18\x01 \x03(\x0b\x32\x18.tinkerpool.v1.BaseModel\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0eloss_functions\x18\x03 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\x03\x12\x12\n\nmax_datums\x18\x05 \x01(\x05\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x0c\n\x04role\x18\x07 \x01(\t\x12\x0e\n\x06key_id\x18\x08 \x01(\t\")\n\x13GetTokenizerRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"\x83\x01\n\x14GetTokenizerResponse\x12=\n\x05\x66iles\x18\x01 \x03(\x0b\x32..tinkerpool.v1.GetTokenizerResponse.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xff\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12?\n\ruser_metadata\x18\x02 \x03(\x0b\x32(.tinkerpool.v1.Session.UserMetadataEntry\x12\x13\n\x0b\x61\x64\x61pter_ids\x18\x03 \x03(\t\x12\x13\n\x0bsampler_ids\x18\x04 \x03(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07is_live\x18\x06 \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xad\x01\n\x14\x43reateSessionRequest\x12L\n\ruser_metadata\x18\x01 \x03(\x0b\x32\x35.tinkerpool.v1.CreateSessionRequest.UserMetadataEntry\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15\x43reateSessionResponse\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Session\"&\n\x10HeartbeatRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x13\n\x11HeartbeatResponse\"*\n\x14\x46inishSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x46inishSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"=\n\x12GetSessionResponse\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Session\"J\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"m\n\x14ListSessionsResponse\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.tinkerpool.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\x32\xff\x04\n\x0eSessionService\x12`\n\x0fGetCapabilities\x12%.tinkerpool.v1.GetCapabilitiesRequest\x1a&.tinkerpool.v1.GetCapabilitiesResponse\x12W\n\x0cGetTokenizer\x12\".tinkerpool.v1.GetTokenizerRequest\x1a#.tinkerpool.v1.GetTokenizerResponse\x12Z\n\rCreateSession\x12#.tinkerpool.v1.CreateSessionRequest\x1a$.tinkerpool.v1.CreateSessionResponse\x12N\n\tHeartbeat\x12\x1f.tinkerpool.v1.HeartbeatRequest\x1a .tinkerpool.v1.HeartbeatResponse\x12Z\n\rFinishSession\x12#.tinkerpool.v1.FinishSessionRequest\x1a$.tinkerpool.v1.FinishSessionResponse\x12Q\n\nGetSession\x12 .tinkerpool.v1.GetSessionRequest\x1a!.tinkerpool.v1.GetSessionResponse\x12W\n\x0cListSessions\x12\".tinkerpool.v1.ListSessionsRequest\x1a#.tinkerpool.v1.ListSessionsResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinkerpool/v1/sessions.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x97\x02\n\tBaseModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_params\x18\x02 \x01(\x03\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x04 \x01(\x05\x12\x10\n\x08max_rank\x18\x05 \x01(\x05\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bnum_workers\x18\x07 \x01(\x05\x12\x15\n\reos_token_ids\x18\x08 \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12!\n\x14has_tied_unembedding\x18\n \x01(\x08H\x00\x88\x01\x01\x12\x12\n\nweights_id\x18\x0b \x01(\tB\x17\n\x15_has_tied_unembedding\"\x18\n\x16GetCapabilitiesRequest\"\xce\x01\n\x17GetCapabilitiesResponse\x12-\n\x0b\x62\x61se_models\x18\x01 \x03(\x0b\x32\x18.tinkerpool.v1.BaseModel\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0eloss_functions\x18\x03 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\x03\x12\x12\n\nmax_datums\x18\x05 \x01(\x05\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x0c\n\x04role\x18\x07 \x01(\t\x12\x0e\n\x06key_id\x18\x08 \x01(\t\")\n\x13GetTokenizerRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"\x83\x01\n\x14GetTokenizerResponse\x12=\n\x05\x66iles\x18\x01 \x03(\x0b\x32..tinkerpool.v1.GetTokenizerResponse.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xff\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12?\n\ruser_metadata\x18\x02 \x03(\x0b\x32(.tinkerpool.v1.Session.UserMetadataEntry\x12\x13\n\x0b\x61\x64\x61pter_ids\x18\x03 \x03(\t\x12\x13\n\x0bsampler_ids\x18\x04 \x03(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07is_live\x18\x06 \x01(\x08\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xad\x01\n\x14\x43reateSessionRequest\x12L\n\ruser_metadata\x18\x01 \x03(\x0b\x32\x35.tinkerpool.v1.CreateSessionRequest.UserMetadataEntry\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15\x43reateSessionResponse\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Session\"&\n\x10HeartbeatRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x13\n\x11HeartbeatResponse\"*\n\x14\x46inishSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x46inishSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"=\n\x12GetSessionResponse\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.tinkerpool.v1.Session\"J\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"m\n\x14ListSessionsResponse\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.tinkerpool.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\x32\xff\x04\n\x0eSessionService\x12`\n\x0fGetCapabilities\x12%.tinkerpool.v1.GetCapabilitiesRequest\x1a&.tinkerpool.v1.GetCapabilitiesResponse\x12W\n\x0cGetTokenizer\x12\".tinkerpool.v1.GetTokenizerRequest\x1a#.tinkerpool.v1.GetTokenizerResponse\x12Z\n\rCreateSession\x12#.tinkerpool.v1.CreateSessionRequest\x1a$.tinkerpool.v1.CreateSessionResponse\x12N\n\tHeartbeat\x12\x1f.tinkerpool.v1.HeartbeatRequest\x1a .tinkerpool.v1.HeartbeatResponse\x12Z\n\rFinishSession\x12#.tinkerpool.v1.FinishSessionRequest\x1a$.tinkerpool.v1.FinishSessionResponse\x12Q\n\nGetSession\x12 .tinkerpool.v1.GetSessionRequest\x1a!.tinkerpool.v1.GetSessionResponse\x12W\n\x0cListSessions\x12\".tinkerpool.v1.ListSessionsRequest\x1a#.tinkerpool.v1.ListSessionsResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,43 +40,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._loaded_options = None
   _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_BASEMODEL']._serialized_start=81
-  _globals['_BASEMODEL']._serialized_end=340
-  _globals['_GETCAPABILITIESREQUEST']._serialized_start=342
-  _globals['_GETCAPABILITIESREQUEST']._serialized_end=366
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=369
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=575
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=577
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=618
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=621
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=752
-  _globals['_GETTOKENIZERRESPONSE_FILESENTRY']._serialized_start=708
-  _globals['_GETTOKENIZERRESPONSE_FILESENTRY']._serialized_end=752
-  _globals['_SESSION']._serialized_start=755
-  _globals['_SESSION']._serialized_end=1010
-  _globals['_SESSION_USERMETADATAENTRY']._serialized_start=959
-  _globals['_SESSION_USERMETADATAENTRY']._serialized_end=1010
-  _globals['_CREATESESSIONREQUEST']._serialized_start=1013
-  _globals['_CREATESESSIONREQUEST']._serialized_end=1186
-  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_start=959
-  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_end=1010
-  _globals['_CREATESESSIONRESPONSE']._serialized_start=1188
-  _globals['_CREATESESSIONRESPONSE']._serialized_end=1252
-  _globals['_HEARTBEATREQUEST']._serialized_start=1254
-  _globals['_HEARTBEATREQUEST']._serialized_end=1292
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1294
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1313
-  _globals['_FINISHSESSIONREQUEST']._serialized_start=1315
-  _globals['_FINISHSESSIONREQUEST']._serialized_end=1357
-  _globals['_FINISHSESSIONRESPONSE']._serialized_start=1359
-  _globals['_FINISHSESSIONRESPONSE']._serialized_end=1382
-  _globals['_GETSESSIONREQUEST']._serialized_start=1384
-  _globals['_GETSESSIONREQUEST']._serialized_end=1423
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1425
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1486
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1488
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1562
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1564
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1673
-  _globals['_SESSIONSERVICE']._serialized_start=1676
-  _globals['_SESSIONSERVICE']._serialized_end=2315
+  _globals['_BASEMODEL']._serialized_end=360
+  _globals['_GETCAPABILITIESREQUEST']._serialized_start=362
+  _globals['_GETCAPABILITIESREQUEST']._serialized_end=386
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=389
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=595
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=597
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=638
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=641
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=772
+  _globals['_GETTOKENIZERRESPONSE_FILESENTRY']._serialized_start=728
+  _globals['_GETTOKENIZERRESPONSE_FILESENTRY']._serialized_end=772
+  _globals['_SESSION']._serialized_start=775
+  _globals['_SESSION']._serialized_end=1030
+  _globals['_SESSION_USERMETADATAENTRY']._serialized_start=979
+  _globals['_SESSION_USERMETADATAENTRY']._serialized_end=1030
+  _globals['_CREATESESSIONREQUEST']._serialized_start=1033
+  _globals['_CREATESESSIONREQUEST']._serialized_end=1206
+  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_start=979
+  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_end=1030
+  _globals['_CREATESESSIONRESPONSE']._serialized_start=1208
+  _globals['_CREATESESSIONRESPONSE']._serialized_end=1272
+  _globals['_HEARTBEATREQUEST']._serialized_start=1274
+  _globals['_HEARTBEATREQUEST']._serialized_end=1312
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1314
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1333
+  _globals['_FINISHSESSIONREQUEST']._serialized_start=1335
+  _globals['_FINISHSESSIONREQUEST']._serialized_end=1377
+  _globals['_FINISHSESSIONRESPONSE']._serialized_start=1379
+  _globals['_FINISHSESSIONRESPONSE']._serialized_end=1402
+  _globals['_GETSESSIONREQUEST']._serialized_start=1404
+  _globals['_GETSESSIONREQUEST']._serialized_end=1443
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1445
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1506
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1508
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1582
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1584
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1693
+  _globals['_SESSIONSERVICE']._serialized_start=1696
+  _globals['_SESSIONSERVICE']._serialized_end=2335
 # @@protoc_insertion_point(module_scope)

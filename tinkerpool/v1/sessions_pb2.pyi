@@ -35,6 +35,7 @@ class BaseModel(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     HAS_TIED_UNEMBEDDING_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to ask for."""
     num_params: _builtins.int
@@ -55,6 +56,10 @@ class BaseModel(_message.Message):
     """Whether its unembedding has the weights of its embedding (`tie_word_embeddings`). An adapter that trains the
     unembedding changes the output side alone, so merging it must first untie the two.
     """
+    weights_id: _builtins.str
+    """What tells its weights from others: a digest of its tensors' names, types, shapes and of some of their values. An
+    adapter is worth nothing on other weights. Empty: not known.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sample whose request names no stop."""
@@ -72,10 +77,11 @@ class BaseModel(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         fingerprint: _builtins.str = ...,
         has_tied_unembedding: _builtins.bool | None = ...,
+        weights_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding", "has_tied_unembedding", b"has_tied_unembedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding", "chunk_tokens", b"chunk_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tied_unembedding", b"has_tied_unembedding", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding", "chunk_tokens", b"chunk_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tied_unembedding", b"has_tied_unembedding", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size", "weights_id", b"weights_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_tied_unembedding: _TypeAlias = _typing.Literal["has_tied_unembedding"]  # noqa: Y015
     _WhichOneofArgType__has_tied_unembedding: _TypeAlias = _typing.Literal["_has_tied_unembedding", b"_has_tied_unembedding"]  # noqa: Y015

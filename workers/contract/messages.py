@@ -526,6 +526,8 @@ class ModelInfo:
     """Most sequences that the worker decodes at a time."""
     has_tied_unembedding: bool = False
     """Whether the unembedding has the weights of the embedding, so that merging an adapter must untie them."""
+    weights_id: str = ""
+    """What tells its weights from others: see `tinkerpool.model_weights.weights_id`. Empty: not known."""
     costs: AdapterCosts = AdapterCosts()
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinkerpool.model_weights import weights_id
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend, AttendPacked, LayerAttention
 from workers.model.delta_heads import can_convolve, convolved_by_kernels
@@ -399,4 +400,5 @@ class BaseModel:
             ),
             is_exact=numerics.is_exact or numerics.rows_min is not None,
             has_tied_unembedding=has_tied_unembedding(self.model),
+            weights_id=weights_id(self.path),
         )

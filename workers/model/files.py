@@ -5,8 +5,9 @@ Main invariant: a model is looked for in local directories and the local hub cac
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from tinkerpool.model_weights import PICKLES, weight_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -20,9 +21,6 @@ TOKENIZER_FILES = (
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A tokenizer has one of these."""
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_INDEX = "model.safetensors.index.json"
-"""Names the files of weights, if there are several."""
 
 
 def find_directory(path: Path | str) -> Path:
@@ -65,16 +63,11 @@ def _missing(directory: Path) -> list[str]:
     missing = [] if (directory / "config.json").is_file() else ["config.json"]
     if not any((directory / name).is_file() for name in _VOCABULARIES):
         missing.append("tokenizer (tokenizer.json)")
-    if (directory / _INDEX).is_file():
-        missing += [name for name in _indexed(directory / _INDEX) if not (directory / name).is_file()]
-    elif not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+    try:
+        files = weight_files(directory)
+    except (OSError, ValueError):
+        return missing  # it is for the loader to report
+    missing += [file.name for file in files if not file.is_file()]
+    if not files and not any(directory.glob(PICKLES)):
         missing.append("file of weights (model.safetensors)")
     return missing
-
-
-def _indexed(index: Path) -> list[str]:
-    """Return the files that an index names; none if it has another form, which is for the loader to report."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []

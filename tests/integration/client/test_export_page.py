@@ -19,6 +19,8 @@ from tests.support.pages import blocks
 from tests.support.served_pool import ServedPool
 from tinkerpool.cli.main import main
 from tinkerpool.client.rest_client import log_note
+from tinkerpool.model_weights import weights_id
+from workers.contract.settings import SHIPPED_MODELS_DIR
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,6 +59,7 @@ def test_every_directory_of_the_page_computes_what_the_pool_computes(
     lines = [record.getMessage() for record in caplog.get_records("setup")]
     [model] = page["service"].get_server_capabilities().supported_models
     assert model.has_tied_unembedding
+    assert model.weights_id == weights_id(SHIPPED_MODELS_DIR / model.model_name)
     resumed = page["service"].create_training_client_from_state(page["checkpoint"])
     tokens, datum = page["tokens"], page["datum"]
     expected = resumed.forward([datum], "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()

@@ -68,6 +68,7 @@ def no_files(shape: Mapping[str, Any]) -> Iterator[None]:
             "load_pretrained": load,
             "find_directory": Path,
             "tokenizer_files": lambda _: {},
+            "weights_id": lambda _: "",
         }.items():
             stack.enter_context(patch.object(base_model, name, stand_in))
         # transformers leaves out waits where it takes a tensor for one that is traced, as it does fake ones.

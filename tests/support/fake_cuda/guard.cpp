@@ -1,6 +1,5 @@
 // Registers a CUDA device that does nothing, so that autograd and fake tensors accept "cuda" on a torch built for CPUs.
 // The library must be loaded before torch: torch looks for its hooks once.
-#include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -6,12 +6,15 @@ import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.exports import CHECKPOINT, adapter_files, export, pool_of, vllm_refuses
 from tinkerpool.client import export as export_module
 from tinkerpool.client.export import Exporter
 from tinkerpool.errors import ExportError
+from tinkerpool.model_weights import SINGLE, weights_id
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 LAYER = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
@@ -143,3 +146,37 @@ def test_a_checkpoint_that_is_no_adapter_is_refused(tmp_path: Path, name: str) -
         with pytest.raises(ExportError, match="the pool sent a checkpoint"):
             export(adapter_files(LAYER) | {name: content}, tmp_path / "out", format="vllm")
     assert list(tmp_path.iterdir()) == []
+
+
+def base_models(folder: Path) -> tuple[Path, str]:
+    """Return a directory with weights, and the id of others of the same shapes."""
+    for seed in (0, 1):
+        (folder / str(seed)).mkdir(parents=True)
+        (folder / str(seed) / "config.json").write_text("{}")
+        values = np.random.default_rng(seed).normal(size=(4, 6)).astype(np.float32)
+        save_file({"model.weight": values}, folder / str(seed) / SINGLE)
+    return folder / "0", weights_id(folder / "1")
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "vllm"}, {"format": "merged"}, {"whole_unembedding": True}])
+def test_a_base_model_of_the_same_shapes_with_other_weights_is_refused(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    directory, trained = base_models(tmp_path / "models")
+    with pytest.raises(ExportError, match=rf"has other weights .* than toy in the pool \({trained}\)"):
+        export(
+            adapter_files(LAYER),
+            tmp_path / "out",
+            pool_of("toy", weights_id=trained),
+            base_model=str(directory),
+            **options,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_says_that_a_model_of_this_machine_has_other_weights(tmp_path: Path) -> None:
+    exporter = export(adapter_files(LAYER, base_model="kjv-2m"), tmp_path / "out", pool_of("kjv-2m", weights_id="a"))
+    [note] = exporter.notes
+    assert "has other weights" in note
+    facts = json.loads((tmp_path / "out" / "tinkerpool.json").read_text())
+    assert (facts["base_weights_id"], facts["notes"]) == ("a", [note])
