@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.base.errors import ServiceError, invalid
+from workers.contract.messages import ALPHA_MAX
 
 CONFIG_BYTES_MAX = 256 << 10
 """Most bytes of a configuration. One that lists every module of a hundred layers by its full name has 50 KiB."""
@@ -166,8 +167,11 @@ def _alpha(config: Mapping[str, Any]) -> float:
         alpha = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
     except OverflowError:
         alpha = math.inf
-    if not 0 < alpha < math.inf:
-        raise not_importable(f"adapter_config.json has lora_alpha = {_shown(given)}: it must be a number above 0")
+    if not 0 < alpha <= ALPHA_MAX:
+        raise not_importable(
+            f"adapter_config.json has lora_alpha = {_shown(given)}: it must be a number above 0, and at most "
+            f"{ALPHA_MAX:g}"
+        )
     return alpha
 
 

@@ -9,7 +9,6 @@ import asyncio
 import copy
 import functools
 import json
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -40,7 +39,7 @@ from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1.imports_pb2 import ImportCheckpointRequest
-from workers.contract.messages import AdapterSpec, ModelInfo
+from workers.contract.messages import ALPHA_MAX, AdapterSpec, ModelInfo
 
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32.0
@@ -271,8 +270,8 @@ class AdapterUseCases(UseCases):
             allowed = ", ".join(str(1 << i) for i in range(model.max_rank.bit_length()) if 1 << i <= model.max_rank)
             raise invalid(f"rank {rank} is not allowed: for {model.name} use one of {allowed}", "RANK_NOT_ALLOWED")
         alpha = request.alpha if request.HasField("alpha") else (origin.alpha if origin else DEFAULT_ALPHA)
-        if not 0 < alpha < math.inf:
-            raise invalid(f"alpha must be above 0 and finite, not {alpha}")
+        if not 0 < alpha <= ALPHA_MAX:
+            raise invalid(f"alpha must be above 0 and at most {ALPHA_MAX:g}, not {alpha}")
         seed = request.seed if request.HasField("seed") else (origin.seed if origin else 0)
         flags = {}
         for name in ("train_attn", "train_mlp", "train_unembed"):

@@ -41,7 +41,12 @@ class Batches(Generic[T]):
         return [self.data[self._order(item // len(self.data))[item % len(self.data)]] for item in items]
 
     def num_steps(self, epochs: float) -> int:
-        """Return the number of steps that have every item `epochs` times; the last one may begin another epoch."""
+        """Return the number of steps that have every item `epochs` times; the last one may begin another epoch.
+
+        Raises ValueError unless `epochs` is above 0 and finite.
+        """
+        if not 0 < epochs < math.inf:
+            raise ValueError(f"epochs must be above 0 and finite, got {epochs}")
         return max(1, math.ceil(epochs * len(self.data) / self.batch_size))
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

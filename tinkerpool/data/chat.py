@@ -55,17 +55,18 @@ def chat_datum(
     if train_on not in {"all", "last"}:
         raise ValueError(f"train_on is {train_on!r}; it must be 'all' or 'last'")
     template = _template(tokenizer, template_options)
+    indices = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     if _GENERATION.search(template):
         text, spans = _marked(tokenizer, messages, template, template_options)
-        tokens, mask = _tokens_in(tokenizer, text, spans)
         if train_on == "last":
-            mask = _last_run(mask)
+            before = _render(tokenizer, messages[: indices[-1]], template_options)
+            is_beginning = text.startswith(before)
+            spans = [span for span in spans if span[1] > len(before)] if is_beginning else spans[-1:]
     else:
         text = _render(tokenizer, messages, template_options)
-        indices = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         chosen = indices if train_on == "all" else indices[-1:]
         spans = [_span(tokenizer, messages, i, text, template_options) for i in chosen]
-        tokens, mask = _tokens_in(tokenizer, text, spans)
+    tokens, mask = _tokens_in(tokenizer, text, spans)
     if not mask.any():
         raise ValueError("the chat template marks no token of these messages as the assistant's: nothing to train on")
     return shift(tokens, mask)
@@ -147,14 +148,6 @@ def _marked(
             conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **variables
         )
     return text, spans
-
-
-def _last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the mask of the last unbroken run of true values."""
-    positions = np.flatnonzero(mask)
-    breaks = np.flatnonzero(np.diff(positions) > 1)
-    start = positions[breaks[-1] + 1] if breaks.size else positions[:1]
-    return mask & (np.arange(mask.size) >= start)
 
 
 def _span(

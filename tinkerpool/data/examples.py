@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkerpool.data.chat import Message, TrainOn, chat_datum, render_prompt
+from tinkerpool.data.chat import ASSISTANT, Message, TrainOn, chat_datum, render_prompt
 from tinkerpool.data.tokens import shift
 from tinkerpool.types import Datum
 
@@ -36,7 +36,9 @@ def completion_datum(
         ValueError: nothing to train on, or no end-of-text token.
     """
     if not isinstance(prompt, str):
-        reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        reply = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else list(completion)
+        if all(message.get("role") != ASSISTANT for message in reply):
+            raise ValueError(f"the completion has no message of role {ASSISTANT!r}: nothing to train on")
         return chat_datum(tokenizer, [*prompt, *reply], train_on="last", **template_options)
     if not isinstance(completion, str):
         raise ValueError("the completion of a prompt that is a text must be a text")

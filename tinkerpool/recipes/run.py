@@ -14,7 +14,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from tinkerpool import AdamParams, APIFuture, ServiceClient, TrainingClient, types
 from tinkerpool.data import Schedule
@@ -22,7 +22,7 @@ from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option
 from tinkerpool.recipes.progress import Progress
 
-CHECKPOINT, SETTINGS = "checkpoint.json", "settings.json"
+CHECKPOINT, SETTINGS, LOCK = "checkpoint.json", "settings.json", "lock"
 KEPT_S = 30 * 24 * 3600
 """The pool deletes the checkpoints during a run after this time; the last one stays."""
 FREE = frozenset({"log_dir", "show_every"})
@@ -38,13 +38,19 @@ class RunSettings:
     start_from: str | None = option(
         "saved state to start from, instead of a new adapter: a tinker:// path, or the folder of another run", None
     )
-    rank: int = option("LoRA rank of a new adapter, a power of two", 32)
+    rank: int = option("LoRA rank of a new adapter, a power of two; with --start-from it is that of the state", 32)
     learning_rate: float = option("highest learning rate", 1e-3)
     schedule: ScheduleKind = option("decay of the learning rate", "linear")
     warmup_steps: int = option("steps in which the learning rate rises", 0)
     seed: int = option("of the adapter, the order of data, and samples", 0)
     eval_every: int = option("steps between two evaluations on --test-data; 0: only after the last step", 20)
     save_every: int = option("steps between two checkpoints; 0: only after the last step", 50)
+
+    def __post_init__(self) -> None:
+        """Take a text for a path: what a folder or a file of data is, is decided by the type."""
+        for name, hint in get_type_hints(type(self)).items():
+            if Path in {hint, *get_args(hint)} and isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value))
 
 
 class Run:
@@ -77,12 +83,16 @@ class Run:
         return trained_weights
 
     def training_client(self, service: ServiceClient) -> TrainingClient:
-        """Return the client of the run's adapter, of the last checkpoint or as `new_client`. Takes the folder."""
+        """Return the client of the run's adapter, of the last checkpoint or as `new_client`. Takes the folder.
+
+        Raises ValueError if another process has the folder.
+        """
         if self._checkpoint:
             client = service.create_training_client_from_state_with_optimizer(self._checkpoint["path"])
         else:
             client = self.new_client(service)
         self._folder.mkdir(parents=True, exist_ok=True)
+        _take(self._folder)
         _write(self._folder / SETTINGS, self._found)
         return client
 
@@ -172,7 +182,10 @@ def find_base_model(settings: RunSettings, service: ServiceClient) -> types.Supp
     """Return the base model of a run, before anything is made. Raises NotFound, and ValueError if it is not clear."""
     name = settings.base_model
     if (state := start_state(settings)) is not None:
-        name = service.create_rest_client().get_checkpoint(state).result().base_model
+        of_state = service.create_rest_client().get_checkpoint(state).result().base_model
+        if name not in {None, of_state}:
+            raise ValueError(f"base_model is {name}, but {state} is of {of_state}: leave base_model out")
+        name = of_state
     models = service.get_server_capabilities().supported_models
     found = [model for model in models if name in {None, model.model_name}]
     if len(found) != 1:
@@ -185,6 +198,23 @@ def check_length(num_tokens: int, base_model: types.SupportedModel) -> None:
     """Raise ValueError for a line that is longer than the base model's longest sequence."""
     if num_tokens > base_model.max_context_length:
         raise ValueError(f"{num_tokens} tokens, but {base_model.model_name} takes {base_model.max_context_length}")
+
+
+def _take(folder: Path) -> None:
+    """Keep other processes out of a folder until this one ends. Raises ValueError if one has it.
+
+    Does nothing on Windows, which has no such locks.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ValueError(f"another process is training in {folder}: wait for it, or choose another --log-dir") from None
 
 
 def _read_checkpoint(folder: Path) -> dict[str, Any]:

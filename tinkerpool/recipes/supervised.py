@@ -53,7 +53,11 @@ def train(settings: Settings, service: ServiceClient | None = None, on_metrics: 
     service = service or ServiceClient()
     base_model = find_base_model(settings, service)
     tokenizer = service.get_tokenizer(base_model.model_name)
-    limit = settings.max_length or base_model.max_context_length
+    limit = base_model.max_context_length
+    if settings.max_length is not None:
+        if settings.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {settings.max_length}: leave it out for no limit")
+        limit = min(limit, settings.max_length)
 
     def read(path: Path) -> list[Datum]:
         return load(path, tokenizer, max_length=limit, too_long=settings.too_long, train_on=settings.train_on)

@@ -61,6 +61,10 @@ UNMARKED = RequestBatch(0, (1 << 63) - 1)
 """The batch of a request without a mark: nobody knows where it ends. Compare it by value: workers get copies."""
 
 
+ALPHA_MAX = 1e6
+"""Of an adapter. Libraries take alpha / rank in fp32, and far smaller ones already make every logit infinite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
     """Everything that a worker of the base model needs to make a fresh adapter, bit for bit."""

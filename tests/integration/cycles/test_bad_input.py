@@ -78,6 +78,7 @@ async def test_a_refusal_is_the_same_after_a_restart(tmp_path: Path) -> None:
         ({"rank": -8}, Code.INVALID_ARGUMENT, "rank -8 is not allowed"),
         ({"alpha": 0.0}, Code.INVALID_ARGUMENT, "alpha"),
         ({"alpha": math.nan}, Code.INVALID_ARGUMENT, "alpha"),
+        ({"alpha": 1e7}, Code.INVALID_ARGUMENT, "at most 1e+06, not 10000000"),
         ({"train_attn": False, "train_mlp": False, "train_unembed": False}, Code.INVALID_ARGUMENT, "set at least one"),
         ({"index": -1}, Code.INVALID_ARGUMENT, "index"),
         ({"index": 2**31 - 1}, Code.INVALID_ARGUMENT, "index"),

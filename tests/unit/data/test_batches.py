@@ -1,6 +1,7 @@
 """The order of batches, and learning rates."""
 
 import itertools
+import math
 
 import pytest
 
@@ -33,7 +34,13 @@ EXPECTED = [[6, 3, 4, 9], [0, 2, 8, 7]]
 
 def test_the_number_of_steps_covers_the_epochs() -> None:
     batches = Batches(list(range(10)), 4)
-    assert [batches.num_steps(epochs) for epochs in (0, 0.5, 1, 2)] == [1, 2, 3, 5]
+    assert [batches.num_steps(epochs) for epochs in (0.1, 0.5, 1, 2)] == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("epochs", [0, -1, math.nan, math.inf])
+def test_a_number_of_epochs_that_has_no_steps_or_no_end_is_refused(epochs: float) -> None:
+    with pytest.raises(ValueError, match="epochs must be above 0 and finite"):
+        Batches([1, 2], 1).num_steps(epochs)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,32 @@ def test_only_the_last_message_is_weighted_if_asked_for(tokenizer: Any, template
     assert weighted_texts(tokenizer, chat_datum(tokenizer, CHATS["turns"], train_on="last")) == every[-1:]
 
 
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ("{% generation %}{{ m.plan }}{% endgeneration %}</plan>{% generation %}{{ m.content }}.{% endgeneration %}",
+         ["Plan B", "Two."]),
+        ("{% generation %}<a>{{ m.content }}.{% endgeneration %}", ["<a>Two."]),
+    ],
+    ids=["two blocks in a message", "blocks that touch"],
+)  # fmt: skip
+def test_the_last_message_has_all_its_blocks_and_none_of_the_one_before(
+    shipped: Any, marks: str, expected: list[str]
+) -> None:
+    tokenizer = copy.deepcopy(shipped)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + marks
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    replies = [
+        {"role": "assistant", "content": word, "plan": f"Plan {letter}"}
+        for word, letter in (("One", "A"), ("Two", "B"))
+    ]
+    chat = [{"role": "user", "content": "Go on. "}, *replies]
+    assert weighted_texts(tokenizer, chat_datum(tokenizer, chat, train_on="last")) == expected
+
+
 def test_weighted_tokens_continue_the_prompt_of_a_sampler_up_to_the_token_that_ends_them(shipped: Any) -> None:
     chat = CHATS["turns"]
     datum = chat_datum(shipped, chat, train_on="last")

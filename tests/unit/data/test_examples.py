@@ -50,6 +50,12 @@ def test_a_prompt_of_messages_is_completed_by_the_assistant(shipped: Any) -> Non
         data.completion_datum(shipped, "Who?", [reply])
 
 
+def test_a_completion_of_messages_without_the_assistants_trains_on_no_message_of_the_prompt(shipped: Any) -> None:
+    prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "old"}]
+    with pytest.raises(ValueError, match="the completion has no message of role 'assistant'"):
+        data.completion_datum(shipped, prompt, [{"role": "user", "content": "new"}])
+
+
 def test_what_leaves_nothing_to_learn_is_refused(shipped: Any) -> None:
     for prompt, completion in ("", "He."), ("Who?", ""):
         with pytest.raises(ValueError, match="has no tokens"):

@@ -104,6 +104,7 @@ def test_rslora_is_refused_with_the_equal_alpha() -> None:
         {"lora_alpha": float("nan")},
         {"lora_alpha": float("inf")},
         {"lora_alpha": 10**400},
+        {"lora_alpha": 1e7},
         {"target_modules": []},
         {"target_modules": None},
         {"target_modules": [1]},

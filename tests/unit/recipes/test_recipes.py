@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import re
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,8 +22,8 @@ from tinkerpool.recipes import dpo, reinforcement, supervised
 from tinkerpool.recipes.metrics import Pace
 from tinkerpool.recipes.options import parse
 from tinkerpool.recipes.progress import Progress
-from tinkerpool.recipes.run import Run
-from tinkerpool.types import ForwardBackwardOutput, SampledSequence, TensorData
+from tinkerpool.recipes.run import Run, find_base_model
+from tinkerpool.types import ForwardBackwardOutput, SampledSequence, SupportedModel, TensorData
 
 RECIPES = (supervised, dpo, reinforcement)
 
@@ -80,6 +81,67 @@ def test_a_folder_continues_only_the_same_settings_and_data(tmp_path: Path) -> N
     data.write_text("{} ")
     with pytest.raises(ValueError, match="data_sha256 was"):
         Run(settings)
+
+
+def test_texts_are_taken_for_paths(tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}")
+    settings: Any = {"data": str(data), "log_dir": str(tmp_path / "run")}
+    run = Run(supervised.Settings(**settings))
+    run.training_client(MagicMock())
+    data.write_text("other data")
+    with pytest.raises(ValueError, match="data_sha256 was"):
+        Run(supervised.Settings(**settings))
+
+
+def test_a_folder_is_one_processs_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    settings = supervised.Settings(data=tmp_path / "a.jsonl", log_dir=tmp_path / "run")
+    program = (
+        "import sys; from pathlib import Path; from tinkerpool.recipes import run; "
+        "run._take(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    settings.log_dir.mkdir()
+    command = [sys.executable, "-c", program, str(settings.log_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="another process is training in"):
+            Run(settings).training_client(MagicMock())
+        other.communicate()
+    for _ in range(2):  # this process may begin again
+        Run(settings).training_client(MagicMock())
+
+
+@pytest.mark.parametrize(("max_length", "most"), [(None, 1024), (2000, 1024), (60, 60)])
+def test_no_line_is_longer_than_the_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_length: int | None, most: int
+) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    loaded = MagicMock(side_effect=KeyboardInterrupt)  # what is behind it needs a pool
+    monkeypatch.setattr(supervised, "load", loaded)
+    model = SupportedModel(
+        model_name="m", max_context_length=1024, vocab_size=9, max_rank=8, num_params=9, num_workers=1
+    )
+    service = MagicMock()
+    service.get_server_capabilities.return_value.supported_models = [model]
+    settings = supervised.Settings(data=tmp_path / "a.jsonl", log_dir=tmp_path / "run", max_length=max_length)
+    with pytest.raises(KeyboardInterrupt):
+        supervised.train(settings, service)
+    assert loaded.call_args.kwargs["max_length"] == most
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        supervised.train(dataclasses.replace(settings, max_length=0), service)
+
+
+def test_a_state_of_another_base_model_than_the_one_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    service = MagicMock()
+    service.create_rest_client().get_checkpoint("tinker://s/weights/x").result().base_model = "m"
+    settings = supervised.Settings(
+        data=tmp_path / "a.jsonl", log_dir=tmp_path / "run", base_model="other", start_from="tinker://s/weights/x"
+    )
+    with pytest.raises(ValueError, match="base_model is other, but tinker://s/weights/x is of m"):
+        find_base_model(settings, service)
 
 
 def test_a_run_starts_from_the_folder_of_another(tmp_path: Path) -> None:
