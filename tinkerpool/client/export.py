@@ -29,6 +29,8 @@ ENTRY_POINTS = "tinkerpool.exports"
 -> facts for `tinkerpool.json`. `whole_unembedding`: `(adapter, base)`, changes the adapter in its place."""
 
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "tinkerpool.json"
+BASE_WEIGHTS = "base_weights_id"
+"""Of the facts: on which weights the adapter was trained, as `BaseModel.weights_id`; empty: not known."""
 UNEMBEDDING = "lm_head"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(rf"{re.escape(_PREFIX)}(?P<module>.+)\.lora_[AB]\.weight")
@@ -154,11 +156,11 @@ class Exporter:
         adapter = _Adapter.read(archive.unpack())
         name = str(adapter.config.get("base_model_name_or_path", ""))
         base = _resolve(self.base_model) if self.base_model else _resolve(name, is_path=False)
-        served = _served(pool, name)
+        served = served_model(pool, name)
         self._check_weights(base, name, served.weights_id if served else "")
         facts: dict[str, Any] = {
             "base_model": name,
-            "base_weights_id": served.weights_id if served else "",
+            BASE_WEIGHTS: served.weights_id if served else "",
             "checkpoint": self.checkpoint,
             "format": str(self.format),
             "lora_alpha": adapter.config.get("lora_alpha"),
@@ -232,7 +234,7 @@ class Exporter:
                 self.notes.append(_TIED.format(ties="ties", merging=""))
 
 
-def _served(pool: GetCapabilitiesResponse, name: str) -> BaseModel | None:
+def served_model(pool: GetCapabilitiesResponse, name: str) -> BaseModel | None:
     """Return what the pool says of a base model; None: it does not serve that any more."""
     return next((model for model in pool.base_models if model.name == name), None)
 

@@ -8,6 +8,7 @@ to that header.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import BinaryIO, Self
 from tinkerpool import types
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.export import CONFIG, FACTS, WEIGHTS
+from tinkerpool.client.export import BASE_WEIGHTS, CONFIG, FACTS, WEIGHTS, served_model
 from tinkerpool.client.session import Session
 from tinkerpool.errors import NotFound, NotImportable
 from tinkerpool.names import is_adapter_name, is_checkpoint_name
 from tinkerpool.tensor_files import read_header_text
-from tinkerpool.v1 import imports_pb2
+from tinkerpool.v1 import imports_pb2, sessions_pb2
 
 UPLOAD_ID = "adapter"
 """Each import has a session of its own."""
@@ -47,6 +48,8 @@ class Adapter:
     """Where the tensors begin in the file of the weights."""
     num_bytes: int
     """Bytes of the tensors, by the size of the file."""
+    base_weights: str = ""
+    """Which weights of the base model it was trained on, if an export of a pool says it."""
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -82,6 +85,7 @@ class Adapter:
             weights=weights,
             data_offset=data_offset,
             num_bytes=num_bytes,
+            base_weights=_base_weights(directory / FACTS),
         )
 
     def __enter__(self) -> Self:
@@ -175,9 +179,31 @@ async def _import(
             base_model=upload.base_model,
             lora_rank=upload.rank,
             lora_alpha=upload.alpha,
-            notes=tuple(upload.notes),
+            notes=(*upload.notes, *await _notes_on_weights(connection, adapter, upload.base_model)),
         )
     raise AssertionError("every upload ends in a return or an error")
+
+
+async def _notes_on_weights(connection: Connection, adapter: Adapter, base_model: str) -> list[str]:
+    """Return a note if the adapter was trained on other weights than the base model has here."""
+    if not adapter.base_weights:
+        return []
+    pool = await connection.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest())
+    served = served_model(pool, base_model)
+    if served is None or served.weights_id in {"", adapter.base_weights}:
+        return []
+    return [
+        f"the adapter was trained on other weights ({adapter.base_weights}) than {base_model} has in this pool "
+        f"({served.weights_id}): here it computes something else"
+    ]
+
+
+def _base_weights(facts: Path) -> str:
+    """Return what an export's facts say of the base model; empty: there are none, or they say nothing."""
+    try:
+        return str(json.loads(facts.read_text(encoding="utf-8"))[BASE_WEIGHTS])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 async def _send(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.adapters import AdapterFiles, adapter_files
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
+from tests.support.exports import pool_of
 from tests.support.toy_engine import toy_model_info
 from tinkerpool import ServiceClient
 from tinkerpool.errors import Code, NotFound, NotImportable, api_error
@@ -62,6 +63,26 @@ def test_an_import_sends_the_file_in_parts_and_reports_its_progress(
     assert (request.index, request.name, request.seed, request.ttl_seconds) == (0, "mine", 3, 9)
     assert pool.calls[-1][0] == "FinishSession"
     assert "a note" in caplog.text
+
+
+@pytest.mark.parametrize(("exported", "served", "is_noted"), [("a", "b", True), ("a", "a", False), ("a", "", False)])
+def test_an_adapter_of_other_weights_than_the_base_model_has_is_noted(
+    pool: FakePool, service: ServiceClient, tmp_path: Path, exported: str, served: str, is_noted: bool
+) -> None:
+    Receiver(pool)
+    pool.handlers["GetCapabilities"] = lambda _: pool_of("toy", weights_id=served)
+    (FILES.write(tmp_path) / "tinkerpool.json").write_text(json.dumps({"base_weights_id": exported}))
+    notes = service.create_rest_client().import_checkpoint(tmp_path, "mine").result(60).notes
+    assert any("other weights (a) than toy has in this pool (b)" in note for note in notes) == is_noted
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\udce4"])
+def test_other_facts_beside_an_adapter_are_left_aside(
+    pool: FakePool, service: ServiceClient, tmp_path: Path, text: str
+) -> None:
+    Receiver(pool)
+    (FILES.write(tmp_path) / "tinkerpool.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert service.create_rest_client().import_checkpoint(tmp_path, "mine").result(60).notes == ("a note",)
 
 
 async def test_an_import_is_awaited_too(pool: FakePool, service: ServiceClient, tmp_path: Path) -> None:
