@@ -13,6 +13,7 @@ from coordinator.limits.turns import Turns
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
+from coordinator.storage.rows import START
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Role
 from workers.contract.protocols import Pool
@@ -110,7 +111,7 @@ class Coordinator:
 
         Return None if there are keys already.
         """
-        return None if self.core.store.api_keys.page(1, 0).rows else await self.new_admin_key()
+        return None if self.core.store.api_keys.listing(1, START).keys else await self.new_admin_key()
 
     async def new_admin_key(self) -> str:
         """Create an administrator's key for this machine and return it: of a tenant that may call."""

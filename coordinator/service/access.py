@@ -22,7 +22,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
 from coordinator.service.listings import Listed, ListRequest, page_bounds
-from coordinator.storage.rows import AdapterRow, CheckpointRow, Listing, Page, SessionRow
+from coordinator.storage.rows import AdapterRow, CheckpointRow, Listing, Place, SessionRow
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool import names
@@ -150,28 +150,17 @@ class UseCases:
             )
         return model
 
-    def _page(
-        self, read: Callable[[int, int], Page[R]], request: ListRequest, default_size: int
-    ) -> tuple[list[R], str, int]:
-        """Return a page of a list of small rows, the next page's token, and the number of rows on all pages.
-
-        `read` takes the page's limit and offset.
-        """
-        limit, offset = page_bounds(request, default_size)
-        page = read(limit, offset)
-        return page.rows, str(offset + limit) if page.has_more else "", page.num_total
-
     def _listed(
         self,
         principal: Principal,
-        read: Callable[[int, int], Listing[R]],
+        read: Callable[[int, Place], Listing[R]],
         request: ListRequest,
         default_size: int,
         make: Callable[[R], M | None],
     ) -> Listed[R, M]:
-        """Return the part of a list of large rows that a request asks for. `read` takes its limit and offset."""
-        limit, offset = page_bounds(request, default_size)
-        return Listed(read(limit, offset), offset, make, self._core.listing_turns, principal.tenant_id)
+        """Return the part of a list that a request asks for. `read` takes its limit and its place."""
+        listing = read(*page_bounds(request, default_size))
+        return Listed(listing, make, self._core.listing_turns, principal.tenant_id)
 
 
 def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> ServiceError | None:

@@ -31,7 +31,7 @@ from coordinator.service.access import (
     uninterrupted,
 )
 from coordinator.service.listings import SLICE_ROWS, Listed
-from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
+from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow, SortKey
 from coordinator.storage.sqlite import ConflictError, StorageError, StoreBrokenError
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
@@ -177,11 +177,11 @@ class AdapterUseCases(UseCases):
         No index has labels: the metadata of all its adapters is read for each page, in slices by turns of the tenants.
         """
         adapters, tenant_id = self._core.store.adapters, principal.tenant_id
-        ids = adapters.ids(tenant_id, name_prefix=request.name_prefix, reference=request.reference)
-        found: list[str] = []
-        for start in range(0, len(ids), SLICE_ROWS):
+        every = adapters.sort_keys(tenant_id, name_prefix=request.name_prefix, reference=request.reference)
+        found: list[SortKey] = []
+        for start in range(0, len(every), SLICE_ROWS):
             async with self._core.listing_turns.turn(tenant_id) as turn:
-                matching, num_bytes = adapters.with_labels(ids[start : start + SLICE_ROWS], request.labels)
+                matching, num_bytes = adapters.with_labels(every[start : start + SLICE_ROWS], request.labels)
                 turn.use(num_bytes)
             found += matching
             await asyncio.sleep(0)

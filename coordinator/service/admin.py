@@ -10,7 +10,7 @@ import json
 
 from coordinator.base.errors import denied, invalid
 from coordinator.service.access import UseCases, check_ttl, timestamp, uninterrupted
-from coordinator.service.listings import PAGE_TOKEN_LENGTH_MAX
+from coordinator.service.listings import number_of
 from coordinator.storage.rows import ApiKeyRow, AuditRow, TenantRow
 from coordinator.tenants.keys import GRACE_S_DEFAULT
 from coordinator.tenants.principals import Principal, Role
@@ -47,8 +47,8 @@ class AdminUseCases(UseCases):
 
     async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
         """List keys, newest first, without secrets."""
-        rows, token, total = self._page(self._core.store.api_keys.page, request, PAGE_SIZE)
-        keys = [self._key(row) for row in rows]
+        listed = self._listed(principal, self._core.store.api_keys.listing, request, PAGE_SIZE, self._key)
+        keys, token, total = await listed.page()
         return pb.ListApiKeysResponse(api_keys=keys, next_page_token=token, total_size=total)
 
     @uninterrupted
@@ -77,8 +77,9 @@ class AdminUseCases(UseCases):
 
     async def list_tenants(self, principal: Principal, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
         """List tenants, by name."""
-        rows, token, total = self._page(self._core.store.tenants.page, request, PAGE_SIZE)
-        return pb.ListTenantsResponse(tenants=[_tenant(row) for row in rows], next_page_token=token, total_size=total)
+        listed = self._listed(principal, self._core.store.tenants.listing, request, PAGE_SIZE, _tenant)
+        tenants, token, total = await listed.page()
+        return pb.ListTenantsResponse(tenants=tenants, next_page_token=token, total_size=total)
 
     async def get_tenant(self, principal: Principal, request: pb.GetTenantRequest) -> pb.GetTenantResponse:
         """Return a tenant with the numbers of what it has."""
@@ -118,15 +119,12 @@ class AdminUseCases(UseCases):
         self, principal: Principal, request: pb.ListAuditEntriesRequest
     ) -> pb.ListAuditEntriesResponse:
         """List what administrators did, the newest first. A page's token is its oldest entry."""
-        token, size = request.page_token, request.page_size
-        if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
-            raise invalid(f"page_token {token[:40]!r} is not a token of this service")
-        if size < 0:
-            raise invalid(f"page_size must be 0 or more, not {size}")
-        limit = min(size or PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
+        if request.page_size < 0:
+            raise invalid(f"page_size must be 0 or more, not {request.page_size}")
+        limit = min(request.page_size or PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
         rows = self._core.store.audit.newest(
             limit + 1,
-            before=int(token or 0),
+            before=number_of(request.page_token),
             act=request.act,
             subject=request.subject,
             key_id=request.key_id,

@@ -13,7 +13,7 @@ from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.storage.rows import SessionRow
+from coordinator.storage.rows import Place, SessionRow
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
@@ -125,7 +125,7 @@ class SessionUseCases(UseCases):
 
     async def session_ids(self, principal: Principal, limit: int, offset: int) -> list[str]:
         """Return the ids of the tenant's live sessions, newest first, without reading the sessions."""
-        return self._core.store.sessions.listing(principal.tenant_id, limit, offset).keys
+        return self._core.store.sessions.listing(principal.tenant_id, limit, Place(skip=offset)).keys
 
     async def find_session(self, principal: Principal, user_metadata: Mapping[str, str]) -> str:
         """Return the id of the tenant's newest live session with exactly this metadata; empty if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +16,9 @@ from coordinator.storage.rows import (
     FileUse,
     Leftovers,
     Listing,
+    Place,
     SnapshotRow,
+    SortKey,
     Table,
     adapter_reference,
     insert,
@@ -31,7 +34,6 @@ NEEDLESS_ADAPTER = """deleted_service_s < :before
         SELECT 1 FROM samplers WHERE samplers.adapter_id = adapters.adapter_id AND samplers.adapter_id != '')"""
 """Condition for adapters that were deleted long ago, whose results are past their keep time, and that no checkpoint or
 sampler needs: these read its spec."""
-NEWEST_FIRST = "created_at DESC, adapter_id"
 
 
 class Adapters(Table[AdapterRow]):
@@ -106,7 +108,7 @@ class Adapters(Table[AdapterRow]):
         return self._all("WHERE deleted_at IS NULL ORDER BY created_at, adapter_id")
 
     def listing(
-        self, tenant_id: str, limit: int, offset: int, *, name_prefix: str = "", reference: str = ""
+        self, tenant_id: str, limit: int, place: Place, *, name_prefix: str = "", reference: str = ""
     ) -> Listing[AdapterRow]:
         """Return a part of a tenant's adapters that are not deleted, newest first.
 
@@ -114,27 +116,27 @@ class Adapters(Table[AdapterRow]):
         id that `adapter_reference` finds. Both are found in an index.
         """
         rest, parameters = _condition(tenant_id, name_prefix, reference)
-        return self._listing("adapter_id", rest, NEWEST_FIRST, parameters, limit, offset)
+        return self._listing("adapter_id", rest, parameters, limit, place)
 
-    def ids(self, tenant_id: str, *, name_prefix: str = "", reference: str = "") -> list[str]:
-        """Return the ids of all adapters that `listing` has, in its order."""
-        rest, parameters = _condition(tenant_id, name_prefix, reference)
-        found = self._database.read(f"SELECT adapter_id FROM adapters {rest} ORDER BY {NEWEST_FIRST}", parameters)  # noqa: S608
-        return [row["adapter_id"] for row in found]
+    def sort_keys(self, tenant_id: str, *, name_prefix: str = "", reference: str = "") -> list[SortKey]:
+        """Return all adapters that `listing` has, in its order."""
+        return self._sort_keys("adapter_id", *_condition(tenant_id, name_prefix, reference))
 
-    def with_labels(self, adapter_ids: Sequence[str], labels: Mapping[str, str]) -> tuple[list[str], int]:
+    def with_labels(self, adapters: Sequence[SortKey], labels: Mapping[str, str]) -> tuple[list[SortKey], int]:
         """Return those of some adapters that have all these labels, and the bytes of metadata that were read."""
+        adapter_ids = [adapter_id for _, adapter_id in adapters]
         sql = f"SELECT adapter_id, user_metadata FROM adapters WHERE adapter_id IN ({marks(adapter_ids)})"  # noqa: S608
         texts = {row["adapter_id"]: row["user_metadata"] for row in self._database.read(sql, adapter_ids)}
-        found = [each for each in adapter_ids if each in texts and labels.items() <= json.loads(texts[each]).items()]
-        return found, sum(map(len, texts.values()))
+        having = {each for each, text in texts.items() if labels.items() <= json.loads(text).items()}
+        return [each for each in adapters if each[1] in having], sum(map(len, texts.values()))
 
-    def listing_of(self, tenant_id: str, adapter_ids: Sequence[str], limit: int, offset: int) -> Listing[AdapterRow]:
-        """Return a part of some of a tenant's adapters, in their order."""
+    def listing_of(self, tenant_id: str, adapters: Sequence[SortKey], limit: int, place: Place) -> Listing[AdapterRow]:
+        """Return a part of some of a tenant's adapters, which are in the order of `listing`."""
         read = self._reader("adapter_id", *_condition(tenant_id))
-        return Listing(
-            list(adapter_ids[offset : offset + limit]), len(adapter_ids) > offset + limit, len(adapter_ids), read
-        )
+        start = place.skip
+        if place.after is not None:
+            start += bisect.bisect_right(adapters, _newest_first(place.after), key=_newest_first)
+        return Listing(list(adapters[start : start + limit]), len(adapters) > start + limit, len(adapters), read)
 
     def ids_of_session(self, session_id: str, *, with_deleted: bool = False) -> list[str]:
         """Return the ids of a session's adapters, oldest first."""
@@ -143,6 +145,11 @@ class Adapters(Table[AdapterRow]):
             (session_id, with_deleted),
         )
         return [row["adapter_id"] for row in rows]
+
+
+def _newest_first(adapter: SortKey) -> SortKey:
+    created_at, adapter_id = adapter
+    return -created_at, adapter_id
 
 
 def _condition(tenant_id: str, name_prefix: str = "", reference: str = "") -> tuple[str, list[str | int]]:

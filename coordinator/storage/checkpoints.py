@@ -16,6 +16,7 @@ from coordinator.storage.rows import (
     CheckpointRow,
     Leftovers,
     Listing,
+    Place,
     SamplerRow,
     SnapshotRow,
     Table,
@@ -50,7 +51,7 @@ class Checkpoints(Table[CheckpointRow]):
         return self._one(condition, (path, tenant_id, is_public_enough))
 
     def listing(
-        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int, *, reference: str = ""
+        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, place: Place, *, reference: str = ""
     ) -> Listing[CheckpointRow]:
         """Return a part of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter.
 
@@ -71,7 +72,7 @@ class Checkpoints(Table[CheckpointRow]):
             of_name = "adapter_id IN (SELECT adapter_id FROM adapters WHERE tenant_id = ? AND name = ? AND name != '')"
             condition += f" AND substr(path, ? + length(adapter_id), ?) = ? AND ({of_id} OR {of_name})"
             parameters += [len(SCHEME) + 1, num_compared, rest, *values, tenant_id, adapter]
-        return self._listing("path", condition, "created_at DESC, path", parameters, limit, offset)
+        return self._listing("path", condition, parameters, limit, place)
 
     def newest(self, tenant_id: str, adapter_ids: Sequence[str], kinds: Sequence[str]) -> list[CheckpointRow]:
         """Return the newest checkpoint of each of these kinds of each of these adapters of a tenant: of the last save.

@@ -20,30 +20,39 @@ EXAMINED_MAX = 200
 R = TypeVar("R")
 Converters = list[tuple[str, Callable[[Any], Any] | None]]
 _known: dict[type[Any], Converters] = {}
+SortKey = tuple[float, str]
+"""When a row of a list was created, and its key. Lists are sorted by the first, newest first, then by the second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Generic[R]):
-    """Some consecutive rows of a list."""
+class Place:
+    """Where a part of a list begins. Rows that are created or deleted before it do not move it."""
 
-    rows: list[R]
-    has_more: bool
-    """Whether rows follow these."""
-    num_total: int
-    """Rows of the whole list."""
+    after: SortKey | None = None
+    """It is behind this row, which may have left the list. None: it is the list's beginning."""
+    skip: int = 0
+    """This many rows further."""
+
+
+START = Place()
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[R]):
     """Some consecutive rows of a list whose rows may be large: their keys, and a way to read them in slices."""
 
-    keys: list[str]
+    sort_keys: list[SortKey]
     has_more: bool
     """Whether rows follow these."""
     num_total: int
     """Rows of the whole list."""
     read: Callable[[Sequence[str]], list[R]]
     """Returns the rows of some keys, in their order, without those that have left the list meanwhile."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the rows, in their order."""
+        return [key for _, key in self.sort_keys]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,26 +444,38 @@ class Table(Generic[R]):
         row = self._database.read_one(f"{self._select} {rest}", parameters)
         return typed(self._row_type, row) if row is not None else None
 
-    def _page(self, rest: str, parameters: Sequence[Any], limit: int, offset: int) -> Page[R]:
-        """Return at most `limit` rows from row `offset` on; `rest` ends in ORDER BY."""
-        counted = self._database.read_one(f"SELECT COUNT(*) FROM ({self._select} {rest})", parameters)  # noqa: S608
-        assert counted is not None
-        rows = self._all(f"{rest} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
-        return Page(rows[:limit], len(rows) > limit, counted[0])
-
     def _listing(
-        self, key: str, rest: str, order: str, parameters: Sequence[Any], limit: int, offset: int
+        self, key: str, rest: str, parameters: Sequence[Any], limit: int, place: Place, *, is_by_key: bool = False
     ) -> Listing[R]:
-        """Return at most `limit` keys from number `offset` on. `rest` and `order` follow FROM and ORDER BY."""
+        """Return at most `limit` rows from a place on; `rest` is the condition of all rows, and begins with WHERE."""
         counted = self._database.read_one(f"SELECT COUNT(*) FROM {self._source} {rest}", parameters)  # noqa: S608
         assert counted is not None
-        found = self._database.read(
-            f"SELECT {key} AS key FROM {self._source} {rest} ORDER BY {order} LIMIT ? OFFSET ?",  # noqa: S608
-            (*parameters, limit + 1, offset),
-        )
+        found = self._sort_keys(key, rest, parameters, limit + 1, place, is_by_key=is_by_key)
+        return Listing(found[:limit], len(found) > limit, counted[0], self._reader(key, rest, parameters))
 
-        read = self._reader(key, rest, parameters)
-        return Listing([row["key"] for row in found[:limit]], len(found) > limit, counted[0], read)
+    def _sort_keys(
+        self,
+        key: str,
+        rest: str,
+        parameters: Sequence[Any],
+        limit: int = -1,
+        place: Place = START,
+        *,
+        is_by_key: bool = False,
+    ) -> list[SortKey]:
+        """Return at most `limit` rows from a place on, as `_listing`; -1: all. `is_by_key`: for all the time is 0."""
+        time, order = ("0.0", key) if is_by_key else ("created_at", f"created_at DESC, {key}")
+        values = list(parameters)
+        if place.after is not None:
+            created_at, after = place.after
+            # SQLite begins in an index at the first comparison; for the other alone it would walk from the first row.
+            rest += f" AND {time} <= ? AND ({time} < ? OR {key} > ?)"
+            values += [created_at, created_at, after]
+        found = self._database.read(
+            f"SELECT {time} AS time, {key} AS key FROM {self._source} {rest} ORDER BY {order} LIMIT ? OFFSET ?",  # noqa: S608
+            (*values, limit, place.skip),
+        )
+        return [(row["time"], row["key"]) for row in found]
 
     def _reader(self, key: str, rest: str, parameters: Sequence[Any]) -> Callable[[Sequence[str]], list[R]]:
         """Return how a listing reads the rows of some keys, in their order; `rest` is the condition of its rows."""

@@ -15,7 +15,7 @@ from coordinator.storage.database import Database
 from coordinator.storage.rows import (
     Leftovers,
     Listing,
-    Page,
+    Place,
     ProbationRow,
     SessionRow,
     Table,
@@ -166,9 +166,9 @@ class Tenants(Table[TenantRow]):
         """Return every tenant."""
         return self._all("")
 
-    def page(self, limit: int, offset: int) -> Page[TenantRow]:
-        """Return tenants, by name."""
-        return self._page("ORDER BY name", (), limit, offset)
+    def listing(self, limit: int, place: Place) -> Listing[TenantRow]:
+        """Return a part of the tenants, by name."""
+        return self._listing("name", "WHERE TRUE", (), limit, place, is_by_key=True)
 
     def get(self, tenant_id: str) -> TenantRow | None:
         """Return a tenant."""
@@ -268,10 +268,9 @@ class Sessions(Table[SessionRow]):
         """Return the sessions that have not ended."""
         return self._all("WHERE ended_at IS NULL")
 
-    def listing(self, tenant_id: str, limit: int, offset: int) -> Listing[SessionRow]:
+    def listing(self, tenant_id: str, limit: int, place: Place) -> Listing[SessionRow]:
         """Return a part of a tenant's live sessions, newest first."""
-        rest, order = "WHERE tenant_id = ? AND ended_at IS NULL", "created_at DESC, session_id"
-        return self._listing("session_id", rest, order, (tenant_id,), limit, offset)
+        return self._listing("session_id", "WHERE tenant_id = ? AND ended_at IS NULL", (tenant_id,), limit, place)
 
     def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
         """End a session, if it has not ended. `wall`: the time of day. The future has the number of changed rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -126,12 +127,17 @@ async def counted_all(target: Target, calls: Iterable[Awaitable[object]]) -> Non
 async def post(
     target: Target, path: str, body: bytes, *, media_type: str = "application/json", encoding: str = ""
 ) -> int:
-    """Send one POST over HTTP, count its status, return it. Raises OSError, or EOFError if the pool hangs up."""
+    """Send one POST over HTTP, count its status, return it once the response is read.
+
+    Raises OSError, or EOFError if the pool hangs up.
+    """
     reader, writer = await connect(target.http)
     try:
         writer.write(http_head(target, path, len(body), media_type=media_type, encoding=encoding) + body)
         status = await status_of(reader)
         target.tally[f"HTTP {status}"] += 1
+        while await reader.read(1 << 20):
+            pass
         return status
     finally:
         writer.close()
@@ -140,6 +146,26 @@ async def post(
 async def post_json(target: Target, path: str, body: object) -> int:
     """Do the same with a body in JSON."""
     return await post(target, path, json.dumps(body).encode())
+
+
+async def unread(target: Target, request: bytes, number: int) -> list[socket.socket]:
+    """Send a request over HTTP on some connections, whose responses are not read; return the connections."""
+    host, _, port = target.http.rpartition(":")
+    connections = []
+    for _ in range(number):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)  # noqa: FBT003
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+            await asyncio.get_running_loop().sock_sendall(connection, request)
+        except OSError as error:
+            target.tally[type(error).__name__] += 1
+            connection.close()
+            continue
+        connections.append(connection)
+        target.tally["calls"] += 1
+    return connections
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -151,8 +177,14 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 def http_head(
     target: Target, path: str, num_bytes: int, *, media_type: str = "application/json", encoding: str = ""
 ) -> bytes:
-    """Return the head of a POST with the attacker's key."""
-    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"X-API-Key: {target.key}", f"Content-Type: {media_type}"]
+    """Return the head of a POST with the attacker's key, at whose response the connection ends."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        f"X-API-Key: {target.key}",
+        f"Content-Type: {media_type}",
+    ]
     lines += [f"Content-Encoding: {encoding}"] if encoding else []
     return "\r\n".join([*lines, f"Content-Length: {num_bytes}", "\r\n"]).encode()
 

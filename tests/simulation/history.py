@@ -29,6 +29,7 @@ from coordinator.storage import database as coordinator_database
 from coordinator.storage import disk as coordinator_disk
 from coordinator.storage.disk import RESERVE_FILE
 from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
+from coordinator.storage.rows import START
 from coordinator.storage.sqlite import Connection, StorageError, open_read_only, read_closed, set_pragmas
 from coordinator.storage.store import Store
 from tests.simulation.administrator import Administrator
@@ -534,7 +535,7 @@ def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
 def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
     """Return the states in the files of an adapter's sampler checkpoints, by the seq of the save."""
     tenant_id = core.registry.logs[adapter_id].tenant_id
-    listing = core.store.checkpoints.listing(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
+    listing = core.store.checkpoints.listing(tenant_id, [names.SAMPLER], adapter_id, 1000, START)
     rows = listing.read(listing.keys)
     return {row.seq: core.states.folders.checkpoints.read(row.folder, row.sha256) for row in rows}
 

@@ -355,7 +355,9 @@ class ListAdaptersRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means 20, more than 1,000 is 1,000."""
     page_token: _builtins.str
-    """`next_page_token` of the page before; empty for the first."""
+    """`next_page_token` of the page before; empty for the first.
+    The page begins behind the last row of that one, whatever was created or deleted meanwhile.
+    """
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
     name_prefix: _builtins.str

@@ -220,7 +220,9 @@ class ListApiKeysRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means 100, more than 1,000 is 1,000."""
     page_token: _builtins.str
-    """`next_page_token` of the page before; empty for the first."""
+    """`next_page_token` of the page before; empty for the first.
+    The page begins behind the last row of that one, whatever was created or deleted meanwhile.
+    """
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
     def __init__(
@@ -673,7 +675,9 @@ class ListTenantsRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means 100, more than 1,000 is 1,000."""
     page_token: _builtins.str
-    """`next_page_token` of the page before; empty for the first."""
+    """`next_page_token` of the page before; empty for the first.
+    The page begins behind the last row of that one, whatever was created or deleted meanwhile.
+    """
     skip: _builtins.int
     """This many are passed over first, after the page token's place."""
     def __init__(

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.calls import Call
+from coordinator.doors.http.calls import INLINE_JSON_BYTES_MAX, Call
 from coordinator.doors.http.responses import event_stream
 from coordinator.doors.openai import schemas, weights
 from coordinator.doors.openai.errors import refused
@@ -40,7 +40,7 @@ class OpenAi:
 
     async def completions(self, call: Call) -> Response:
         """POST /completions."""
-        asked = await schemas.read(call, schemas.Completion)
+        asked, _ = await schemas.read(call, schemas.Completion)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
         given = schemas.prompts_of(asked.prompt, model.vocab_size)
@@ -61,12 +61,13 @@ class OpenAi:
 
     async def chat(self, call: Call) -> Response:
         """POST /chat/completions."""
-        asked = await schemas.read(call, schemas.Chat)
+        asked, num_bytes = await schemas.read(call, schemas.Chat)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
-        prompt = await model.encode_chat(
-            schemas.messages_of(asked.messages), asked.chat_template_kwargs, call.principal.tenant_id
+        messages = await call.in_turn(
+            num_bytes, lambda: schemas.messages_of(asked.messages), inline_bytes_max=INLINE_JSON_BYTES_MAX
         )
+        prompt = await model.encode_chat(messages, asked.chat_template_kwargs, num_bytes, call.principal.tenant_id)
         options = ResponseOptions(
             prompts=[prompt],
             echoes=None,

@@ -118,10 +118,11 @@ class Chat(Common):
     """Not in OpenAI's API: more variables for the chat template."""
 
 
-async def read(call: Call, shape: type[Body]) -> Body:
-    """Return the body of a call. Raises ServiceError, which names the wrong parameter."""
+async def read(call: Call, shape: type[Body]) -> tuple[Body, int]:
+    """Return the body of a call, and its bytes. Raises ServiceError, which names the wrong parameter."""
     body = await call.body(bytes_max=JSON_BYTES_MAX)
-    return await call.in_turn(len(body), lambda: parse(shape, body), inline_bytes_max=INLINE_JSON_BYTES_MAX)
+    asked = await call.in_turn(len(body), lambda: parse(shape, body), inline_bytes_max=INLINE_JSON_BYTES_MAX)
+    return asked, len(body)
 
 
 def parse(shape: type[Body], body: bytes) -> Body:

@@ -96,16 +96,19 @@ class TextModel:
         return encoded
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tenant_id: str
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], num_bytes: int, tenant_id: str
     ) -> list[int]:
-        """Return the prompt for the assistant's next message. Raises ServiceError INVALID_ARGUMENT."""
+        """Return the prompt for the assistant's next message. Raises ServiceError INVALID_ARGUMENT.
+
+        `num_bytes`: of the request with the messages and options.
+        """
         if self.template is None:
             raise refused(
                 "model",
                 f"{self.name} has no chat template: use /v1/completions, with a prompt in the model's format",
                 "NO_CHAT_TEMPLATE",
             )
-        is_short = len(repr((messages, options))) <= _INLINE_CHARACTERS_MAX
+        is_short = num_bytes <= _INLINE_CHARACTERS_MAX
         try:
             async with contextlib.nullcontext() if is_short else self.turns.turn(tenant_id):
                 text = await asyncio.to_thread(self.template.render, messages, options)

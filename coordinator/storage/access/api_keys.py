@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
 from coordinator.storage.database import Database
-from coordinator.storage.rows import ApiKeyRow, Page, Table
+from coordinator.storage.rows import ApiKeyRow, Listing, Place, Table
 from coordinator.storage.sqlite import Connection
 from coordinator.storage.tenants import add_tenant
 
@@ -59,13 +59,15 @@ class ApiKeys(Table[ApiKeyRow]):
         """Return every key that was not revoked, also expired ones."""
         return self._all("WHERE revoked_at IS NULL")
 
-    def page(self, limit: int, offset: int) -> Page[ApiKeyRow]:
-        """Return keys, newest first, also revoked ones."""
-        return self._page("ORDER BY created_at DESC, key_id", (), limit, offset)
+    def listing(self, limit: int, place: Place) -> Listing[ApiKeyRow]:
+        """Return a part of the keys, newest first, also revoked ones."""
+        return self._listing("key_id", "WHERE TRUE", (), limit, place)
 
     def num_unrevoked(self, tenant_id: str) -> int:
         """Return the number of a tenant's keys that were not revoked."""
-        return self._page("WHERE tenant_id = ? AND revoked_at IS NULL", (tenant_id,), 0, 0).num_total
+        sql = "SELECT COUNT(*) FROM api_keys WHERE tenant_id = ? AND revoked_at IS NULL"
+        row = self._database.read_one(sql, (tenant_id,))
+        return int(row[0]) if row is not None else 0
 
     def get(self, key_id: str) -> ApiKeyRow | None:
         """Return a key, also a revoked one."""

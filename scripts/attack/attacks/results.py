@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator
 
 from scripts.attack.attack import TENANT, Attack, Target
 from scripts.attack.attacks.bodies import PROTOBUF
-from scripts.attack.calls import Tenant, http_head
+from scripts.attack.calls import Tenant, http_head, unread
 from scripts.attack.frames import Connection
 from tinkerpool.v1 import operations_pb2, training_pb2, types_pb2
 
@@ -44,21 +43,7 @@ async def http_results_unread(target: Target) -> AsyncGenerator[None, None]:
         b"\r\n\r\n", f"\r\nAccept: {PROTOBUF}\r\n\r\n".encode(), 1
     )
     yield
-    host, _, port = target.http.rpartition(":")
-    connections: list[socket.socket] = []
-    for _ in range(target.many(1000)):
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.setblocking(False)  # noqa: FBT003
-        try:
-            await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
-            await asyncio.get_running_loop().sock_sendall(connection, head + body)
-        except OSError as error:
-            target.tally[type(error).__name__] += 1
-            connection.close()
-            continue
-        connections.append(connection)
-        target.tally["calls"] += 1
+    connections = await unread(target, head + body, target.many(1000))
     await asyncio.sleep(target.duration_s)
     yield
     for connection in connections:

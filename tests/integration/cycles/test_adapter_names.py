@@ -94,6 +94,28 @@ async def test_lists_filter_by_prefix_and_labels_and_keep_their_pages(pool: ToyP
     assert await listed(pool, name_prefix="%") == []
 
 
+async def test_adapters_that_are_deleted_or_created_between_two_pages_of_a_label_shift_no_other_adapter(
+    pool: ToyPool,
+) -> None:
+    labels = {"team": "nlp"}
+    adapters = [await pool.adapter(name=str(number), user_metadata=labels) for number in range(6)]
+    request = ListAdaptersRequest(page_size=2, labels=labels)
+    first = await pool.service.list_adapters(await pool.principal(), request)
+    for adapter in adapters[4:]:
+        await pool.delete_adapter(adapter)
+    request.page_token = first.next_page_token
+    second = await pool.service.list_adapters(await pool.principal(), request)
+    await pool.adapter(name="new", user_metadata=labels)
+    request.page_token = second.next_page_token
+    third = await pool.service.list_adapters(await pool.principal(), request)
+    assert [[each.name for each in page.adapters] for page in (first, second, third)] == [
+        ["5", "4"],
+        ["3", "2"],
+        ["1", "0"],
+    ]
+    assert (third.next_page_token, third.total_size) == ("", 5)
+
+
 async def test_a_person_finds_an_adapter_by_the_begin_of_its_id_or_by_its_whole_name(pool: ToyPool) -> None:
     first, second = await pool.adapter(name="first"), await pool.adapter(name="second")
     assert await listed(pool, reference=first) == ["first"]

@@ -17,7 +17,9 @@ from tests.support.toy_pool import ToyPool, pass_request, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import (
     adapters_pb2,
+    admin_pb2,
     checkpoints_pb2,
+    history_pb2,
     sampling_pb2,
     sessions_pb2,
 )
@@ -184,15 +186,44 @@ async def test_a_sampler_is_created_once_per_index_and_request_id(pool: ToyPool)
     assert (await refusal(pool.sampler(session, index=7, request_id="r"))).reason == "REQUEST_ID_TAKEN"
 
 
-@pytest.mark.parametrize("token", ["x", "-1", "9" * 30, "１０", "1e3"])
+@pytest.mark.parametrize(
+    "token",
+    [
+        *(
+            "x",
+            "-1",
+            "9" * 16,
+            "9" * 100_000,
+            "１０",
+            "1e3",
+            "1.0:",
+            ":s",
+            "1.0",
+            "s:1.0",
+            "1.0:s\0",
+            "1.0:s\n",
+            "1.0: ",
+            "1.0:é",
+        ),
+        *("nan:s", "inf:s", "-inf:s", "1e999:s", "1e+999:s", "0x1p0:s", "1_0.0:s", " 1.0:s", "１.0:s"),
+        *("9" * 400 + ":s", "1.0:" + "s" * 257, "1.0:" + "s" * 100_000),
+    ],
+)
 async def test_an_invented_page_token_is_refused(token: str, pool: ToyPool) -> None:
-    principal = await pool.principal()
+    principal = await pool.administrator()
     for method, request in (
+        ("list_api_keys", admin_pb2.ListApiKeysRequest(page_token=token)),
+        ("list_tenants", admin_pb2.ListTenantsRequest(page_token=token)),
+        ("list_audit_entries", admin_pb2.ListAuditEntriesRequest(page_token=token)),
+        ("list_history", history_pb2.ListHistoryRequest(target_id="s:train:0", page_token=token)),
         ("list_sessions", sessions_pb2.ListSessionsRequest(page_token=token)),
         ("list_adapters", adapters_pb2.ListAdaptersRequest(page_token=token)),
         ("list_checkpoints", checkpoints_pb2.ListCheckpointsRequest(page_token=token)),
     ):
-        assert (await refusal(getattr(pool.service, method)(principal, request))).code is Code.INVALID_ARGUMENT
+        refused = await refusal(getattr(pool.service, method)(principal, request))
+        assert refused.code is Code.INVALID_ARGUMENT
+        assert "send the next_page_token of the page before" in refused.message
+        assert len(refused.message) < 400
 
 
 async def test_waiting_for_no_too_many_or_unknown_operations_is_refused(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
 import pytest
-from google.protobuf.message import Message
 
 from coordinator.operations.registry import adapter_of_row
 from coordinator.service import listings
@@ -26,6 +25,8 @@ from tests.support.served_pool import ServedPool, restartable_pool
 from tinkerpool.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
+    admin_pb2,
+    admin_pb2_grpc,
     checkpoints_pb2,
     checkpoints_pb2_grpc,
     sessions_pb2,
@@ -37,6 +38,33 @@ NUM_ROWS = 2000
 METADATA = json.dumps({"notes": "x" * 16_000})
 ROW_BYTES = 17_000
 """Above the bytes of a message of such a row."""
+OF_TENANTS = ["sessions", "adapters", "checkpoints"]
+"""Tables whose rows belong to rows of the one before."""
+INSERTS = {
+    "sessions": "(session_id, tenant_id, user_metadata, created_at) VALUES (:name, :tenant, :metadata, :at)",
+    "adapters": "(adapter_id, tenant_id, session_id, payload, base_model, rank, alpha, seed, train_attn, train_mlp,"
+    " train_unembed, user_metadata, created_at)"
+    " VALUES (:name || ':train:0', :tenant, :name, x'', 'toy', 8, 32, 1, 1, 1, 1, :metadata, :at)",
+    "checkpoints": "(path, tenant_id, adapter_id, kind, folder, size_bytes, sha256, seq, base_model, rank, fingerprint,"
+    " user_metadata, created_at) VALUES ('tinker://' || :name || ':train:0/weights/c', :tenant, :name || ':train:0',"
+    " 'weights', 'none', 1, '', 1, 'toy', 8, '', :metadata, :at)",
+    "api_keys": "(key_id, tenant_id, secret_sha256, role, created_at) VALUES (:name, :tenant, x'', 'member', :at)",
+    "tenants": "(tenant_id, name, created_at) VALUES (:name, :name, :at)",
+}
+"""What follows the table's name, by table."""
+LISTS: dict[str, tuple[Any, str, Any, str]] = {
+    "sessions": (sessions_pb2_grpc.SessionServiceStub, "ListSessions", sessions_pb2.ListSessionsRequest, "session_id"),
+    "adapters": (adapters_pb2_grpc.AdapterServiceStub, "ListAdapters", adapters_pb2.ListAdaptersRequest, "adapter_id"),
+    "checkpoints": (
+        checkpoints_pb2_grpc.CheckpointServiceStub,
+        "ListCheckpoints",
+        checkpoints_pb2.ListCheckpointsRequest,
+        "path",
+    ),
+    "api_keys": (admin_pb2_grpc.AdminServiceStub, "ListApiKeys", admin_pb2.ListApiKeysRequest, "key_id"),
+    "tenants": (admin_pb2_grpc.AdminServiceStub, "ListTenants", admin_pb2.ListTenantsRequest, "name"),
+}
+"""The stub, its method, the request and the field with an item's id, by table."""
 
 
 @pytest.fixture(scope="module")
@@ -47,72 +75,96 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
         yield pool
 
 
+def put(db: Connection, table: str, name: str, tenant_id: str, created_at: float, metadata: str = "{}") -> None:
+    """Insert a row of a tenant. An adapter is that of the session of this name."""
+    values = {"name": name, "tenant": tenant_id, "at": created_at, "metadata": metadata}
+    db.execute(f"INSERT INTO {table} {INSERTS[table]}", values)
+
+
 async def fill(pool: ServedPool) -> None:
     """Give alice two thousand sessions, adapters and checkpoints. By rows: as calls they would take minutes."""
-    store = pool.pool.store
-    tenant = store.tenants.named("alice")
-    assert tenant is not None
-    tenant_id = tenant.tenant_id
+    names = {f"s{number}": float(number) for number in range(NUM_ROWS)}
+    for table in OF_TENANTS:
+        await put_all(pool, table, "alice", names, METADATA)
+
+
+async def put_all(
+    pool: ServedPool, table: str, tenant: str, created_at: Mapping[str, float], metadata: str = "{}"
+) -> None:
+    """Insert rows of a tenant, by name."""
+    store, registry = pool.pool.store, pool.pool.core.registry
+    row = store.tenants.named(tenant)
+    assert row is not None
+    tenant_id = row.tenant_id
 
     def write(db: Connection) -> None:
-        for number in range(NUM_ROWS):
-            db.execute(
-                "INSERT INTO sessions (session_id, tenant_id, user_metadata, created_at) VALUES (?, ?, ?, ?)",
-                (f"s{number}", tenant_id, METADATA, number),
-            )
-            db.execute(
-                "INSERT INTO adapters (adapter_id, tenant_id, session_id, payload, base_model, rank, alpha, seed,"
-                " train_attn, train_mlp, train_unembed, user_metadata, created_at)"
-                " VALUES (?, ?, ?, x'', 'toy', 8, 32, 1, 1, 1, 1, ?, ?)",
-                (f"s{number}:train:0", tenant_id, f"s{number}", METADATA, number),
-            )
-            db.execute(
-                "INSERT INTO checkpoints (path, tenant_id, adapter_id, kind, folder, size_bytes, sha256, seq,"
-                " base_model, rank, fingerprint, user_metadata, created_at)"
-                " VALUES (?, ?, ?, 'weights', 'none', 1, '', 1, 'toy', 8, '', ?, ?)",
-                (f"tinker://s{number}:train:0/weights/c", tenant_id, f"s{number}:train:0", METADATA, number),
-            )
+        for name, at in created_at.items():
+            put(db, table, name, tenant_id, at, metadata)
 
     await store.database.write(write)
-    for row in store.adapters.not_deleted():
-        pool.pool.core.registry.add(adapter_of_row(row))
+    for adapter in store.adapters.not_deleted() if table == "adapters" else []:
+        if registry.get(adapter.adapter_id) is None:
+            registry.add(adapter_of_row(adapter))
 
 
-def pages(pool: ServedPool, service: str, method: str, request: Message) -> Iterator[Any]:
-    """Yield the pages of a list over gRPC."""
-    stubs: Any = {
-        "sessions": sessions_pb2_grpc.SessionServiceStub,
-        "adapters": adapters_pb2_grpc.AdapterServiceStub,
-        "checkpoints": checkpoints_pb2_grpc.CheckpointServiceStub,
-    }
-    key = [("authorization", f"Bearer {pool.key('alice')}")]
+def pages(pool: ServedPool, table: str, key: str, **wanted: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Yield the pages of a list over gRPC, each with the ids of its items."""
+    stub, method, request_type, id_field = LISTS[table]
+    request = request_type(**wanted)
     with grpc.insecure_channel(urlsplit(pool.url).netloc) as channel:
         while True:
-            page = getattr(stubs[service](channel), method)(request, metadata=key)
-            yield page
+            page = getattr(stub(channel), method)(request, metadata=[("authorization", f"Bearer {key}")])
+            yield page, [getattr(item, id_field) for item in getattr(page, table)]
             if not page.next_page_token:
                 return
-            request.page_token = page.next_page_token  # type: ignore[attr-defined]
+            request.page_token = page.next_page_token
 
 
-@pytest.mark.parametrize(
-    ("service", "method", "request_type", "id_field"),
-    [
-        ("sessions", "ListSessions", sessions_pb2.ListSessionsRequest, "session_id"),
-        ("adapters", "ListAdapters", adapters_pb2.ListAdaptersRequest, "adapter_id"),
-        ("checkpoints", "ListCheckpoints", checkpoints_pb2.ListCheckpointsRequest, "path"),
-    ],
-)
+@pytest.mark.parametrize("table", OF_TENANTS)
 def test_pages_of_large_rows_are_bounded_by_bytes_and_their_tokens_reach_every_row_once(
-    pool: ServedPool, service: str, method: str, request_type: Any, id_field: str
+    pool: ServedPool, table: str
 ) -> None:
     found: list[str] = []
-    for page in pages(pool, service, method, request_type(page_size=1000)):
+    for page, ids in pages(pool, table, pool.key("alice"), page_size=1000):
         assert page.ByteSize() < PAGE_BYTES_MAX + SLICE_ROWS * ROW_BYTES
         assert page.total_size == NUM_ROWS
-        found += [getattr(each, id_field) for each in getattr(page, service)]
+        found += ids
     numbers = [int(each.removeprefix("tinker://").partition(":")[0][1:]) for each in found]
     assert numbers == list(range(NUM_ROWS))[::-1]
+
+
+@pytest.mark.parametrize("table", LISTS)
+def test_rows_that_are_deleted_or_created_between_two_pages_shift_no_other_row(pool: ServedPool, table: str) -> None:
+    """Six rows were created at the same moment; they are the first of the list."""
+    tenant = f"bob-{table}"
+    key = pool.key(tenant)
+    if table not in OF_TENANTS:
+        key = pool.run(pool.coordinator.new_admin_key())
+
+    def create(names: list[str], at: float) -> None:
+        for each in OF_TENANTS[: OF_TENANTS.index(table) + 1] if table in OF_TENANTS else [table]:
+            pool.run(put_all(pool, each, tenant, dict.fromkeys(names, at)))
+
+    async def delete(first: str, second: str) -> None:
+        sql = f"DELETE FROM {table} WHERE {LISTS[table][3]} IN (?, ?)"
+        await pool.pool.store.database.execute(sql, (first, second))
+
+    create([f"A{number}-{table}" for number in range(6)], 2e9)
+    [(_, before)] = pages(pool, table, key, page_size=1000)
+    walk = pages(pool, table, key, page_size=2)
+    first, found = next(walk)
+    pool.run(delete(*found))
+    found += next(walk)[1]
+    create([f"0-{table}"], 3e9)
+    for _, ids in walk:
+        found += ids
+    assert found == before
+    [(_, after)] = pages(pool, table, key, page_size=1000)
+    assert after[1:] == before[2:]
+    [(_, rest)] = pages(pool, table, key, page_size=1000, page_token=first.next_page_token, skip=1)
+    assert rest == before[3:], "a skip counts from the token's place"
+    [(_, rest)] = pages(pool, table, key, page_size=1000, page_token="2", skip=1)
+    assert rest == after[3:], "a token of an older pool is a number of rows"
 
 
 @pytest.mark.parametrize("command", [["checkpoint", "list"], pytest.param(["run", "list"], marks=pytest.mark.long)])

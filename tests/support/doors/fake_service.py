@@ -79,15 +79,17 @@ class FakeService:
 
     def listed_adapters(self, principal: Principal, request: Any) -> Listed[Any, Any]:
         """Return no adapter."""
-        return Listed(Listing([], False, 0, list), request.skip, lambda row: row, Turns(1), principal.tenant_id)
+        return Listed(Listing([], False, 0, list), lambda row: row, Turns(1), principal.tenant_id)
 
     def listed_checkpoints(self, principal: Principal, request: Any, known: object = None) -> Listed[Any, Any]:
         """Return what `list_checkpoints` returns, to be read in slices."""
         found = self.responses.get("list_checkpoints", checkpoints_pb2.ListCheckpointsResponse())
         assert isinstance(found, checkpoints_pb2.ListCheckpointsResponse)
         rows = {row.path: row for row in found.checkpoints}
-        listing = Listing(list(rows), False, found.total_size, lambda keys: [rows[key] for key in keys])
-        return Listed(listing, request.skip, lambda row: row, Turns(1), principal.tenant_id)
+        listing = Listing(
+            [(0.0, path) for path in rows], False, found.total_size, lambda keys: [rows[key] for key in keys]
+        )
+        return Listed(listing, lambda row: row, Turns(1), principal.tenant_id)
 
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
         if name.startswith("_"):

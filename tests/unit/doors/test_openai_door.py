@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -342,12 +343,13 @@ async def test_an_echo_of_a_long_prompt_in_many_choices_is_refused(door: Door, m
 async def test_large_conversations_of_a_tenant_are_read_and_rendered_one_at_a_time(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, most = Counter[str](), Counter[str]()
+    running, most, threads = Counter[str](), Counter[str](), set[int]()
 
     def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             running[name] += 1
             most[name] = max(most[name], running[name])
+            threads.add(threading.get_ident())
             time.sleep(0.02)  # so that others would run meanwhile
             try:
                 return work(*arguments)
@@ -357,11 +359,13 @@ async def test_large_conversations_of_a_tenant_are_read_and_rendered_one_at_a_ti
         return run
 
     monkeypatch.setattr(schemas, "parse", noted("read", schemas.parse))
+    monkeypatch.setattr(schemas, "messages_of", noted("converted", schemas.messages_of))
     monkeypatch.setattr(ChatTemplate, "render", noted("rendered", ChatTemplate.render))
     body = {"model": "kjv", "messages": [{"role": "user", "content": "a"}] * 2000}
     responses = await door.together(fake(), "/v1/chat/completions", [body] * 3)
     assert {response.status_code for response in responses} == {400}  # far too long for the model
-    assert most == {"read": 1, "rendered": 1}
+    assert most == {"read": 1, "converted": 1, "rendered": 1}
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])

@@ -12,6 +12,7 @@ from coordinator.base.errors import Failure
 from coordinator.storage.copies import take_over
 from coordinator.storage.database import Database
 from coordinator.storage.identity import Identity
+from coordinator.storage.rows import START
 from coordinator.storage.schema import APPLICATION_ID, ROW_BYTES, SCHEMA_VERSION
 from coordinator.storage.sqlite import Connection, DiskFullError, open_connection, open_read_only, read_closed
 from coordinator.storage.store import Store
@@ -124,7 +125,8 @@ async def test_a_migration_keeps_the_rows(old: Path) -> None:
     store = Store(old, FakeTime(), Failure())
     [tenant] = store.tenants.all()
     limits = store.tenants.limits()
-    keys = {row.key_id: row for row in store.api_keys.page(100, 0).rows}
+    listing = store.api_keys.listing(100, START)
+    keys = {row.key_id: row for row in listing.read(listing.keys)}
     await store.close()
     assert (tenant.name, limits[tenant.tenant_id], tenant.virtual_tokens) == ("alice", {"weight": "2.0"}, 30)
     assert (keys["k1"].role, keys["k1"].secret_sha256, keys["k1"].revoked_at) == ("admin", b"\x01", None)
