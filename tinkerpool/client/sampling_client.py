@@ -70,8 +70,9 @@ CANCEL_TIMEOUT_S = 5.0
 class SamplingClient(Ready):
     """Created by `ServiceClient.create_sampling_client` and `TrainingClient.save_weights_and_get_sampling_client`.
 
-    Can be pickled for another process; the pickle contains the API key. `get_sampler_handle` returns a handle without
-    a key. A copy has its own connection, and works as long as the session of the original lives.
+    Can be pickled for another process, which was spawned and not forked; the pickle contains the API key.
+    `get_sampler_handle` returns a handle without a key. A copy has its own connection, and works as long as the session
+    of the original lives.
     """
 
     def __init__(

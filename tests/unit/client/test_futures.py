@@ -168,5 +168,5 @@ def test_a_loop_that_stops_cancels_running_work_and_refuses_more() -> None:
     background.stop()
     with pytest.raises(concurrent.futures.CancelledError):
         running.result(60)
-    with pytest.raises(ClientClosed, match="another process"):
+    with pytest.raises(ClientClosed, match="this process ends"):
         futures.start(background, later(5))
