@@ -72,7 +72,7 @@ class SamplingClient(Ready):
 
     Can be pickled for another process, which was spawned and not forked; the pickle contains the API key.
     `get_sampler_handle` returns a handle without a key. A copy has its own connection, and works as long as the session
-    of the original lives.
+    of the original lives: keep the original, or its ServiceClient.
     """
 
     def __init__(
@@ -81,14 +81,16 @@ class SamplingClient(Ready):
         sampler_id: str,
         base_model: str,
         *,
+        session: Session | None,
         record_stability_info: bool = False,
-        is_copy: bool = False,
     ) -> None:
+        """`session`: the sampler's, which lives as long as this client; None: this is a copy, for another process."""
         self._connection = connection
+        self._session = session
         self._sampler_id = sampler_id
         self._base_model = base_model
         self._is_recording = record_stability_info
-        self._seqs = itertools.count(first_seq(is_copy=is_copy))
+        self._seqs = itertools.count(first_seq(is_copy=session is None))
 
     def __repr__(self) -> str:
         state = "closed" if self._connection.is_closed else "open"
@@ -314,8 +316,8 @@ def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
         Connection(GrpcTransport(endpoint)),
         sampler.sampler_id,
         sampler.base_model,
+        session=None,
         record_stability_info=sampler.record_stability_info,
-        is_copy=True,
     )
 
 
@@ -333,5 +335,6 @@ async def create_sampler(
         session.connection,
         sampler.sampler_id,
         sampler.base_model,
+        session=session,
         record_stability_info=record_stability_info,
     )

@@ -423,6 +423,7 @@ class TrainingClient(Ready):
                     self._connection,
                     saved.sampler_id,
                     self._adapter.base_model,
+                    session=self._session,
                     record_stability_info=is_recording,
                 )
             return await self._sampler_of(saved.path, is_recording=is_recording)
