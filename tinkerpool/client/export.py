@@ -145,8 +145,8 @@ class Exporter:
         if self.whole_unembedding:
             _load("whole_unembedding")
 
-    def finish(self, archive: ArchiveFile, pool: GetCapabilitiesResponse) -> None:
-        """Publish the directory of a complete archive from this pool.
+    def finish(self, archive: ArchiveFile, pool: GetCapabilitiesResponse) -> Path:
+        """Return the directory, to be published, of a complete archive from this pool.
 
         Raises ExportError and ValueError if there can be no such directory, and OSError.
         """
@@ -186,7 +186,7 @@ class Exporter:
             adapter.write_config()
         facts["notes"] = self.notes
         (directory / FACTS).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        archive.publish(directory)
+        return directory
 
     def _finish_peft(self, adapter: _Adapter, base: _BaseModel, name: str, is_tied: bool | None) -> None:
         if self.whole_unembedding:

@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -206,7 +206,7 @@ class RestClient:
         Raises:
             ExportError: the format cannot hold this adapter, something is missing, or the check of a merged model
                 failed.
-            FileExistsError: the directory exists and is not empty.
+            FileExistsError: the directory exists, and is not empty or cannot be replaced.
             NotFound: there is no such checkpoint.
             DataLoss: the pool's file is damaged.
         """
@@ -216,7 +216,7 @@ class RestClient:
             base_model=str(base_model or ""),
             whole_unembedding=whole_unembedding,
         )
-        return self._start(self._export(exporter, Path(directory)))
+        return self._start(self._export(exporter, Path(directory).expanduser()))
 
     def import_checkpoint(
         self,
@@ -390,7 +390,7 @@ class RestClient:
                 except ApiError as error:  # a broken stream starts again from the beginning
                     await self._connection.pause(backoff, error)
                 else:
-                    await asyncio.to_thread(exporter.finish, archive, pool)
+                    archive.publish(await _in_thread(lambda: exporter.finish(archive, pool)))
                     for note in exporter.notes:
                         log_note(note)
                     return directory
@@ -452,6 +452,17 @@ class RestClient:
                 await self._connection.pause(backoff, error)
             else:
                 return
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Call a function on a thread. If cancelled, wait for its end: the caller removes the files that it works with."""
+    task = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
 
 
 @cache  # once a process, however many checkpoints a program exports or imports
