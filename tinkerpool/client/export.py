@@ -46,6 +46,11 @@ _TIED = (
     "{merging}merge_and_unload() does not, because it changes the embedding, too. To merge, export with --format "
     "merged or --whole-unembedding (format='merged' or whole_unembedding=True in Python)."
 )
+_DENSE_QWEN3_NEXT = (
+    "PEFT (0.21) leaves the MLP's matrices of a Qwen3-Next without experts out, because it takes their names for those "
+    "of experts: the model that it loads is not what the pool trained. Export with --format merged (format='merged' in "
+    "Python)."
+)
 
 
 class ExportFormat(StrEnum):
@@ -189,6 +194,8 @@ class Exporter:
         return directory
 
     def _finish_peft(self, adapter: _Adapter, base: _BaseModel, name: str, is_tied: bool | None) -> None:
+        if {"in_proj_qkvz", "gate_proj"} <= set(adapter.config["target_modules"]):  # those of experts are parameters
+            self.notes.append(_DENSE_QWEN3_NEXT)
         if self.whole_unembedding:
             if not adapter.trains_unembedding:
                 raise ExportError("this adapter does not train the unembedding: leave out --whole-unembedding")

@@ -25,7 +25,7 @@ from tinkerpool import types
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.encoding import string_map
+from tinkerpool.client.calls.encoding import string_map, ttl
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, awaited
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
@@ -143,7 +143,7 @@ class RestClient:
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[types.Checkpoint]:
         """Delete a checkpoint `ttl_seconds` from now; None keeps it. Raises NotFound."""
-        request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl_seconds or 0)
+        request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl(ttl_seconds))
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_TTL, request))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
@@ -176,7 +176,7 @@ class RestClient:
         """
         refuse(destination_project_id=destination_project_id, weights_access_token=weights_access_token)
         request = checkpoints_pb2.CopyCheckpointRequest(
-            path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
+            path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl(ttl_seconds)
         )
         return self._start(self._checkpoint(methods.COPY_CHECKPOINT, request))
 
@@ -255,7 +255,7 @@ class RestClient:
             base_model=base_model or "",
             seed=seed,
             user_metadata=string_map(user_metadata),
-            ttl_seconds=ttl_seconds or 0,
+            ttl_seconds=ttl(ttl_seconds),
             adapter_name=adapter_name,
         )
         return self._start(self._import(Adapter.open(Path(directory)), what, on_progress))

@@ -303,10 +303,7 @@ class SamplingClient(Ready):
 
 
 def _last_n(prompt_logprobs_last_n: int | None) -> int:
-    """Return the contract's value, where 0 means all. Raises ValueError."""
-    if prompt_logprobs_last_n is not None and prompt_logprobs_last_n < 1:
-        raise ValueError(f"prompt_logprobs_last_n must be at least 1, or None for all, got {prompt_logprobs_last_n}")
-    return prompt_logprobs_last_n or 0
+    return encoding.positive("prompt_logprobs_last_n", prompt_logprobs_last_n, "for all")
 
 
 def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:

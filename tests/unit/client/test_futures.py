@@ -134,6 +134,14 @@ async def test_cancelling_a_wait_cancels_cancellable_work() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(future.result_async(), 0.05)
     assert await asyncio.to_thread(cancelled.wait, 5)
+    cancelled.clear()
+    future = futures.start(shared_loop(), work(), is_cancellable=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(future.result, 0.01)
+    assert not future.done()
+    with pytest.raises(TimeoutError):
+        await future.result_async(0.01)
+    assert await asyncio.to_thread(cancelled.wait, 5)
     other = futures.start(shared_loop(), work(), is_cancellable=True)
     assert other.cancel()
     assert other.done()

@@ -164,8 +164,9 @@ class APIFuture(Awaitable[T], Generic[T]):
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109  # the SDK's name
         """Await the result, at most `timeout` seconds; None: without limit. Works on any asyncio loop.
 
-        Raises TimeoutError, or any error of the work itself. Cancelling the wait for a sample cancels the sample;
-        training continues, because it has its sequence number in the adapter's log.
+        Raises TimeoutError, or any error of the work itself. A timeout of the wait for a sample, and its cancellation,
+        cancel the sample, as in the SDK; after `result(timeout)` it continues. Training continues, because it has its
+        sequence number in the adapter's log.
         """
         waiter = asyncio.wrap_future(self._future)
         if not self._is_cancellable:
