@@ -148,7 +148,7 @@ class NotImportable(TinkerpoolError, ValueError):
 
 
 class ClientClosed(TinkerpoolError):
-    """The client was closed before the reply came, or belongs to another process."""
+    """The client was closed before the reply came, or its process was forked from one with a client."""
 
 
 class OrderBroken(TinkerpoolError):

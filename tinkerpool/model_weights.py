@@ -50,7 +50,10 @@ def weights_id(directory: Path) -> str:
         with content.file.open("rb", buffering=0) as stream:
             for number in range(_PIECES):
                 stream.seek(content.begin + max(0, content.num_bytes - _PIECE_BYTES) * number // (_PIECES - 1))
-                digest.update(stream.read(min(_PIECE_BYTES, content.num_bytes)))
+                piece = stream.read(min(_PIECE_BYTES, content.num_bytes))
+                if len(piece) < min(_PIECE_BYTES, content.num_bytes):
+                    raise ValueError(f"{content.file.name} ends before {content.name} does")
+                digest.update(piece)
     return digest.hexdigest()[:16] if contents else ""
 
 

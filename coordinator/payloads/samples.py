@@ -217,12 +217,12 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
 def _canonical_params(
     params: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelInfo, limits: Limits, drawn_seed: int
 ) -> sampling_pb2.SamplingParams:
-    room = model.max_seq_len - num_prompt_tokens
-    if room < 1:
+    if num_prompt_tokens > model.max_seq_len:
         raise invalid(
-            f"the prompt has {num_prompt_tokens} tokens; with at least one sampled token it must fit in "
-            f"{model.max_seq_len}"
+            f"the prompt has {num_prompt_tokens} tokens, but {model.name} takes at most {model.max_seq_len}: "
+            "cut the prompt"
         )
+    room = max(1, model.max_seq_len - num_prompt_tokens)  # the last token is drawn, never computed with
     max_tokens = params.max_tokens or room
     if not 1 <= max_tokens <= room:
         raise invalid(

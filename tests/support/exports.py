@@ -76,7 +76,7 @@ def export(files: Files, directory: Path, pool: GetCapabilitiesResponse | None =
     exporter = Exporter(checkpoint=CHECKPOINT, **options)
     with ArchiveFile(directory) as archive:
         archive.write(tar_of(files))
-        exporter.finish(archive, pool or GetCapabilitiesResponse())
+        archive.publish(exporter.finish(archive, pool or GetCapabilitiesResponse()))
     return exporter
 
 

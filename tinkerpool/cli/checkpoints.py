@@ -22,6 +22,7 @@ from tinkerpool.cli.connection import (
     ask,
     call,
     fetch_list,
+    interruptible,
     note_rest,
     open_connection,
 )
@@ -156,7 +157,7 @@ def export(
         exporter = Exporter(
             checkpoint=path, format=export_format, base_model=base_model, whole_unembedding=whole_unembedding
         )
-        with ArchiveFile(directory) as archive:
+        with interruptible(), ArchiveFile(directory) as archive:
 
             async def fetch(transport: Transport) -> GetCapabilitiesResponse:
                 pool = await transport.call(GET_CAPABILITIES, GetCapabilitiesRequest(), timeout_s=TIMEOUT_S)
@@ -164,7 +165,7 @@ def export(
                     archive.write(response.data)
                 return pool
 
-            exporter.finish(archive, ask(target, fetch))
+            archive.publish(exporter.finish(archive, ask(target, fetch)))
     except (OSError, ValueError) as error:
         raise CliError(str(error)) from None
     show.note(f"Wrote {directory}: {_LOADERS[export_format].format(directory=str(directory))}")

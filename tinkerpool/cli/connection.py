@@ -103,6 +103,20 @@ def _end_at_ctrl_c() -> None:
         loop.add_signal_handler(signal.SIGINT, cancel)
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle SIGTERM and SIGHUP as Ctrl-C, so that the block removes its files; an ignored one (nohup) stays so."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    replaced = [signum for name in names if signal.getsignal(signum := signal.Signals[name]) is signal.SIG_DFL]
+    for signum in replaced:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for signum in replaced:
+            signal.signal(signum, signal.SIG_DFL)
+
+
 def call(target: Target, method: Unary[RequestT, ResponseT], request: RequestT) -> ResponseT:
     """Make one call. Raises CliError."""
     return ask(target, lambda transport: transport.call(method, request, timeout_s=TIMEOUT_S))

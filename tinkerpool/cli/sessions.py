@@ -11,7 +11,7 @@ from typing import IO, Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import ask
+from tinkerpool.cli.connection import ask, interruptible
 from tinkerpool.cli.finding import Target, calls_pool
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import EXPORT_SESSION_TRACE
@@ -51,7 +51,7 @@ def trace(
     if output is None and sys.stdout.isatty():
         raise CliError("the trace is not text: add `> session.pftrace`, or --output FILE")
     session_id, num_bytes = session.partition(":")[0], 0
-    with _opened(output) as file:
+    with interruptible(), _opened(output) as file:
 
         async def fetch(transport: Transport) -> None:
             nonlocal num_bytes

@@ -14,9 +14,13 @@ class ArchiveFile:
     gets that name. A context manager, which removes the folder."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises FileExistsError if the directory exists and is not empty."""
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise FileExistsError(f"{directory} exists and is not an empty directory: choose another one")
+        """Raises FileExistsError if the directory exists and is not empty, or cannot be replaced."""
+        directory = directory.resolve()
+        if directory.exists():
+            if not directory.is_dir() or any(directory.iterdir()):
+                raise FileExistsError(f"{directory} exists and is not an empty directory: choose another one")
+            if directory.is_mount() or directory == Path.cwd():
+                raise FileExistsError(f"{directory} is mounted, or the current directory: choose a new one in it")
         self._directory = directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))

@@ -49,6 +49,11 @@ _TIED = (
     "{merging}merge_and_unload() does not, because it changes the embedding, too. To merge, export with --format "
     "merged or --whole-unembedding (format='merged' or whole_unembedding=True in Python)."
 )
+_DENSE_QWEN3_NEXT = (
+    "PEFT (0.21) leaves the MLP's matrices of a Qwen3-Next without experts out, because it takes their names for those "
+    "of experts: the model that it loads is not what the pool trained. Export with --format merged (format='merged' in "
+    "Python)."
+)
 
 
 class ExportFormat(StrEnum):
@@ -148,8 +153,8 @@ class Exporter:
         if self.whole_unembedding:
             _load("whole_unembedding")
 
-    def finish(self, archive: ArchiveFile, pool: GetCapabilitiesResponse) -> None:
-        """Publish the directory of a complete archive from this pool.
+    def finish(self, archive: ArchiveFile, pool: GetCapabilitiesResponse) -> Path:
+        """Return the directory, to be published, of a complete archive from this pool.
 
         Raises ExportError and ValueError if there can be no such directory, and OSError.
         """
@@ -192,7 +197,7 @@ class Exporter:
             adapter.write_config()
         facts["notes"] = self.notes
         (directory / FACTS).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        archive.publish(directory)
+        return directory
 
     def _check_weights(self, base: _BaseModel, name: str, trained: str) -> None:
         """Raise ExportError if the files of the base model have other weights than the one that was trained.
@@ -210,15 +215,20 @@ class Exporter:
                     "does not say which these are"
                 )
             return
-        found = weights_id(base.directory)
+        try:
+            found = weights_id(base.directory)
+            problem = f"{base.directory} has other weights ({found}) than {name} in the pool ({trained})"
+        except (OSError, ValueError) as error:
+            found, problem = "", f"the weights in {base.directory} cannot be read ({error})"
         if found == trained:
             return
-        problem = f"{base.directory} has other weights ({found}) than {name} in the pool ({trained})"
         if is_needed or self.base_model:
             raise ExportError(f"{problem}: give the files that were trained with --base-model")
         self.notes.append(f"{problem}: on this machine the adapter would be loaded on these")
 
     def _finish_peft(self, adapter: _Adapter, base: _BaseModel, name: str, served: BaseModel | None) -> None:
+        if {"in_proj_qkvz", "gate_proj"} <= set(adapter.config["target_modules"]):  # those of experts are parameters
+            self.notes.append(_DENSE_QWEN3_NEXT)
         if self.whole_unembedding:
             if not adapter.trains_unembedding:
                 raise ExportError("this adapter does not train the unembedding: leave out --whole-unembedding")

@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from tinkerpool import types
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.encoding import string_map
+from tinkerpool.client.calls.encoding import string_map, ttl
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, awaited
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.export import Exporter
@@ -143,7 +143,7 @@ class RestClient:
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[types.Checkpoint]:
         """Delete a checkpoint `ttl_seconds` from now; None keeps it. Raises NotFound."""
-        request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl_seconds or 0)
+        request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl(ttl_seconds))
         return self._start(self._checkpoint(methods.SET_CHECKPOINT_TTL, request))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
@@ -176,7 +176,7 @@ class RestClient:
         """
         refuse(destination_project_id=destination_project_id, weights_access_token=weights_access_token)
         request = checkpoints_pb2.CopyCheckpointRequest(
-            path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
+            path=path, request_id=uuid.uuid4().hex, ttl_seconds=ttl(ttl_seconds)
         )
         return self._start(self._checkpoint(methods.COPY_CHECKPOINT, request))
 
@@ -206,7 +206,7 @@ class RestClient:
         Raises:
             ExportError: the format cannot hold this adapter, something is missing, or the check of a merged model
                 failed.
-            FileExistsError: the directory exists and is not empty.
+            FileExistsError: the directory exists, and is not empty or cannot be replaced.
             NotFound: there is no such checkpoint.
             DataLoss: the pool's file is damaged.
         """
@@ -216,7 +216,7 @@ class RestClient:
             base_model=str(base_model or ""),
             whole_unembedding=whole_unembedding,
         )
-        return self._start(self._export(exporter, Path(directory)))
+        return self._start(self._export(exporter, Path(directory).expanduser()))
 
     def import_checkpoint(
         self,
@@ -255,7 +255,7 @@ class RestClient:
             base_model=base_model or "",
             seed=seed,
             user_metadata=string_map(user_metadata),
-            ttl_seconds=ttl_seconds or 0,
+            ttl_seconds=ttl(ttl_seconds),
             adapter_name=adapter_name,
         )
         return self._start(self._import(Adapter.open(Path(directory)), what, on_progress))
@@ -390,7 +390,7 @@ class RestClient:
                 except ApiError as error:  # a broken stream starts again from the beginning
                     await self._connection.pause(backoff, error)
                 else:
-                    await asyncio.to_thread(exporter.finish, archive, pool)
+                    archive.publish(await _in_thread(lambda: exporter.finish(archive, pool)))
                     for note in exporter.notes:
                         log_note(note)
                     return directory
@@ -452,6 +452,17 @@ class RestClient:
                 await self._connection.pause(backoff, error)
             else:
                 return
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Call a function on a thread. If cancelled, wait for its end: the caller removes the files that it works with."""
+    task = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
 
 
 @cache  # once a process, however many checkpoints a program exports or imports

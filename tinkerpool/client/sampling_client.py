@@ -65,13 +65,16 @@ class SamplerHandle:
 
 
 CANCEL_TIMEOUT_S = 5.0
+_of_handles: set[Session] = set()
+"""The sessions of samplers that other processes may have clients of: each lives as long as this process."""
 
 
 class SamplingClient(Ready):
     """Created by `ServiceClient.create_sampling_client` and `TrainingClient.save_weights_and_get_sampling_client`.
 
-    Can be pickled for another process; the pickle contains the API key. `get_sampler_handle` returns a handle without
-    a key. A copy has its own connection, and works as long as the session of the original lives.
+    Can be pickled for another process, which was spawned and not forked; the pickle contains the API key.
+    `get_sampler_handle` returns a handle without a key. A copy has its own connection, and works as long as the session
+    of the original: until its ServiceClient is closed, or its process ends.
     """
 
     def __init__(
@@ -80,14 +83,16 @@ class SamplingClient(Ready):
         sampler_id: str,
         base_model: str,
         *,
+        session: Session | None,
         record_stability_info: bool = False,
-        is_copy: bool = False,
     ) -> None:
+        """`session`: the sampler's, which lives as long as this client; None: this is a copy, for another process."""
         self._connection = connection
+        self._session = session
         self._sampler_id = sampler_id
         self._base_model = base_model
         self._is_recording = record_stability_info
-        self._seqs = itertools.count(first_seq(is_copy=is_copy))
+        self._seqs = itertools.count(first_seq(is_copy=session is None))
 
     def __repr__(self) -> str:
         state = "closed" if self._connection.is_closed else "open"
@@ -203,12 +208,15 @@ class SamplingClient(Ready):
 
         Raises TypeError for a client with a transport of its own.
         """
-        return SamplerHandle(
+        handle = SamplerHandle(
             base_url=self._connection.endpoint.base_url,
             sampler_id=self._sampler_id,
             base_model=self._base_model,
             record_stability_info=self._is_recording,
-        ).encode()
+        )
+        if self._session is not None:
+            _of_handles.add(self._session)
+        return handle.encode()
 
     @staticmethod
     def from_sampler_handle(
@@ -300,10 +308,7 @@ class SamplingClient(Ready):
 
 
 def _last_n(prompt_logprobs_last_n: int | None) -> int:
-    """Return the contract's value, where 0 means all. Raises ValueError."""
-    if prompt_logprobs_last_n is not None and prompt_logprobs_last_n < 1:
-        raise ValueError(f"prompt_logprobs_last_n must be at least 1, or None for all, got {prompt_logprobs_last_n}")
-    return prompt_logprobs_last_n or 0
+    return encoding.positive("prompt_logprobs_last_n", prompt_logprobs_last_n, "for all")
 
 
 def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
@@ -313,8 +318,8 @@ def _copy(handle: str, endpoint: Endpoint) -> SamplingClient:
         Connection(GrpcTransport(endpoint)),
         sampler.sampler_id,
         sampler.base_model,
+        session=None,
         record_stability_info=sampler.record_stability_info,
-        is_copy=True,
     )
 
 
@@ -332,5 +337,6 @@ async def create_sampler(
         session.connection,
         sampler.sampler_id,
         sampler.base_model,
+        session=session,
         record_stability_info=record_stability_info,
     )

@@ -33,8 +33,9 @@ _MakeRequest = Callable[..., adapters_pb2.CreateAdapterRequest]
 class ServiceClient:
     """A client of one pool. The constructor makes no call: the session is created when it is first needed.
 
-    Usable from any thread and any asyncio loop, and as a context manager. `close` ends the session; without `close` it
-    expires after 10 minutes.
+    Usable from any thread and any asyncio loop, and as a context manager. `close` ends the session. Without `close` it
+    ends when this client, and all training and sampling clients made from it, are dropped; or 10 minutes after the
+    process.
     """
 
     def __init__(

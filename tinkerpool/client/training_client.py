@@ -161,7 +161,7 @@ class TrainingClient(Ready):
         request = checkpoints_pb2.SaveStateRequest(
             adapter_id=self.model_id,
             name=name,
-            ttl_seconds=ttl_seconds or 0,
+            ttl_seconds=encoding.ttl(ttl_seconds),
             overwrite=overwrite,
             user_metadata=encoding.string_map(user_metadata),
         )
@@ -188,7 +188,7 @@ class TrainingClient(Ready):
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
             adapter_id=self.model_id,
             name=name,
-            ttl_seconds=ttl_seconds or 0,
+            ttl_seconds=encoding.ttl(ttl_seconds),
             user_metadata=encoding.string_map(user_metadata),
             overwrite=overwrite,
         )
@@ -206,7 +206,7 @@ class TrainingClient(Ready):
         if not name:
             raise ValueError("name is empty: weights that are saved for export need one")
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
-            adapter_id=self.model_id, name=name, ttl_seconds=ttl_seconds or 0, for_export=True
+            adapter_id=self.model_id, name=name, ttl_seconds=encoding.ttl(ttl_seconds), for_export=True
         )
         return self._sequence.reserve(1, lambda seq: self._external_weights(request, seq))
 
@@ -423,6 +423,7 @@ class TrainingClient(Ready):
                     self._connection,
                     saved.sampler_id,
                     self._adapter.base_model,
+                    session=self._session,
                     record_stability_info=is_recording,
                 )
             return await self._sampler_of(saved.path, is_recording=is_recording)

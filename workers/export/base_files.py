@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tinkerpool.errors import ExportError
+from tinkerpool.model_weights import INDEX, SINGLE, weight_files
 from tinkerpool.tensor_files import read_header
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights that can be merged, by their names in a header."""
 
@@ -49,8 +49,10 @@ class StoredTensor:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return `config.json`. Raises ExportError for quantized models, OSError."""
+    """Return `config.json`. Raises ExportError for quantized models, ValueError for another form, OSError."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    if not isinstance(config, dict):
+        raise ValueError("config.json is no object")
     if config.get("quantization_config"):
         raise ExportError(
             "the base model is quantized: merge into its unquantized original with --base-model, or into a copy that "
@@ -60,18 +62,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return a model directory's tensors by name. Raises ExportError if its weights are no safetensors, OSError."""
-    if (directory / INDEX).is_file():
-        files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
-    elif (directory / SINGLE).is_file():
-        files = [SINGLE]
-    else:
+    """Return a model directory's tensors by name: of its single file, as transformers does, else of its shards.
+
+    Raises ExportError if its weights are no safetensors, ValueError for damaged files, OSError.
+    """
+    if not (files := weight_files(directory)):
         raise ExportError(f"{directory} has no {SINGLE} and no {INDEX}: save the base model in safetensors format")
-    return {name: tensor for file in files for name, tensor in _tensors_in(directory / file)}
+    return {name: tensor for file in files for name, tensor in _tensors_in(file)}
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     entries, begin = read_header(path)
+    size = begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if path.stat().st_size != size:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, and {size} by its header")
     for name, entry in entries.items():
         offset = begin + entry["data_offsets"][0]
         yield name, StoredTensor(file=path.name, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset=offset)

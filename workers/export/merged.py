@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ import torch
 from torch import Tensor
 
 from tinkerpool.errors import ExportError
+from tinkerpool.model_weights import INDEX, SINGLE
 from workers.bank.state_files import PEFT_PREFIX
 from workers.export.adapter import LEAVES, PARAMETERS, WEIGHTS, ExportedAdapter, weight_of_expert
-from workers.export.base_files import INDEX, SINGLE, StoredTensor, mapped, read_config, read_tensors
+from workers.export.base_files import StoredTensor, mapped, read_config, read_tensors
 from workers.model.files import TOKENIZER_FILES
 from workers.model.pretrained import (
+    UnsupportedModelError,
     experts_of,
     load_pretrained,
     load_without_weights,
@@ -45,8 +48,8 @@ _COPIED = (*TOKENIZER_FILES, "generation_config.json", "*processor_config.json",
 def write_merged(adapter_directory: Path, base: Path, out: Path) -> dict[str, Any]:
     """Write the merged model into `out`, a new directory; return what the check measured.
 
-    Raises ExportError if the adapter is of another model or the result computes something else, UnsupportedModelError
-    for a base model that no pool serves, OSError.
+    Raises ExportError if the adapter is of another model, the base model's files are damaged or the result computes
+    something else, UnsupportedModelError for a base model that no pool serves, OSError.
     """
     plan = _MergePlan(adapter_directory, base)
     out.mkdir()
@@ -57,7 +60,8 @@ def write_merged(adapter_directory: Path, base: Path, out: Path) -> dict[str, An
 def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
     """Replace the LoRA matrices of an adapter's unembedding by the whole weight, as PEFT's `modules_to_save`.
 
-    Raises ExportError if the adapter is of another model, OSError.
+    Raises ExportError if the adapter is of another model or the base model's files are damaged, UnsupportedModelError,
+    OSError.
     """
     plan = _MergePlan(adapter_directory, base)
     tensors = safetensors.torch.load_file(adapter_directory / WEIGHTS)
@@ -65,6 +69,20 @@ def write_whole_unembedding(adapter_directory: Path, base: Path) -> None:
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}.lora_")}
     whole = {f"{prefix}.weight": plan.merged_unembedding()}
     _save(kept | whole, adapter_directory / WEIGHTS)
+
+
+@contextmanager
+def _loading(base: Path) -> Iterator[None]:
+    """Raise ExportError for what libraries raise of damaged files."""
+    try:
+        yield
+    except (ExportError, UnsupportedModelError):
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"the base model in {base} cannot be loaded ({type(error).__name__}: {error}): its files are damaged or "
+            "incomplete, or its config.json is that of another model; download or save it again"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +104,10 @@ class _MergePlan:
     def __init__(self, adapter_directory: Path, base: Path) -> None:
         """Raises ExportError, OSError."""
         self._base = base
-        self._config = read_config(base)
-        self._tensors = read_tensors(base)
-        self._model = load_without_weights(base, torch.float32)
+        with _loading(base):
+            self._config = read_config(base)
+            self._tensors = read_tensors(base)
+            self._model = load_without_weights(base, torch.float32)
         self.adapter = adapter = ExportedAdapter(adapter_directory, self._model)
         self.unembedding, self._embedding, is_tied = _embeddings(self._model)
         self._unties = is_tied and self.unembedding in adapter.modules
@@ -215,7 +234,8 @@ def _check(adapter: ExportedAdapter, base: Path, merged: Path, dtype: torch.dtyp
     In bf16 and fp16 rounding would send some tokens to other experts, and all their values would differ. There the
     merged model takes the routes of the other; routers are not adapted, so that both have the same.
     """
-    model = load_pretrained(base, "cpu", dtype)
+    with _loading(base):
+        model = load_pretrained(base, "cpu", dtype)
     roundings = num_roundings(model.config)
     num_tokens = min(CHECK_TOKENS, int(model.config.max_position_embeddings))
     tokens = (torch.arange(num_tokens) * 7919 + 13) % model.get_input_embeddings().num_embeddings

@@ -44,10 +44,10 @@ def _problem(request: SampleRequest, model: BaseModel) -> str:
     max_tokens = request.params.max_tokens
     if not len(prompt):
         return "the prompt is empty; it needs at least one token"
-    if len(prompt) + max_tokens > model.max_seq_len:
+    if len(prompt) + max(0, max_tokens - 1) > model.max_seq_len:  # the last token is drawn, never computed with
         return (
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together they may be at most "
-            f"{model.max_seq_len}"
+            f"{model.max_seq_len + 1}"
         )
     if int(prompt.min()) < 0 or int(prompt.max()) >= model.vocab_size:
         return f"token ids of the prompt must be 0 to {model.vocab_size - 1}"

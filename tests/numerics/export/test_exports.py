@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,58 @@ def test_an_adapter_of_another_base_model_and_a_quantized_one_are_refused(
     with pytest.raises(ExportError, match="is quantized"):
         export(files, tmp_path / "merged", format="merged", base_model=str(base))
     assert not (tmp_path / "merged").exists()
+
+
+def truncate(base: Path, num_bytes: int) -> None:
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+
+
+def reconfigure(base: Path, **values: object) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | values))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "end": (lambda base: truncate(base, -4), r"model\.safetensors has \d+ bytes, and \d+ by its header"),
+    "header": (lambda base: truncate(base, 100), "is not a safetensors file"),
+    "config": (lambda base: (base / "config.json").write_text("[]"), "config.json is no object"),
+    "index": (
+        lambda base: (base / "model.safetensors").rename(base / "model.safetensors.index.json"),
+        "UnicodeDecodeError",
+    ),
+    "heads": (lambda base: reconfigure(base, num_attention_heads=8, num_key_value_heads=4, head_dim=8), "RuntimeError"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_base_model_is_named_and_leaves_no_directory(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path, name: str
+) -> None:
+    directory, files, _ = trained
+    damage, what = DAMAGES[name]
+    base = tmp_path / "base"
+    shutil.copytree(directory, base)
+    damage(base)
+    for options in ({"format": "merged"}, {"whole_unembedding": True}):
+        if name == "heads" and "format" not in options:
+            continue  # it reads the unembedding alone
+        with pytest.raises(ExportError, match=rf"(?s)base model in .*base cannot be loaded .*{what}.*save it again"):
+            export(files, tmp_path / "out", base_model=str(base), **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_single_file_of_weights_is_merged_although_an_index_names_others(
+    trained: tuple[Path, Files, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    directory, files, expected = trained
+    base = tmp_path / "base"
+    load(directory).save_pretrained(base, max_shard_size="100kB")
+    shutil.copyfile(directory / "model.safetensors", base / "model.safetensors")
+    for shard in base.glob("model-*"):
+        shard.write_bytes(b"of another version")
+    export(files, tmp_path / "merged", format="merged", base_model=str(base))
+    assert difference(load(tmp_path / "merged"), expected) < 1e-4
 
 
 def test_a_peft_export_names_its_base_model_and_says_what_merging_a_tied_one_does(

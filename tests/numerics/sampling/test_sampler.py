@@ -124,10 +124,11 @@ def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> No
         np.testing.assert_allclose(reported, forward.logprobs[0], atol=1e-5)
 
 
-def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(each_kind: Path) -> None:
+def test_a_prompt_of_the_longest_sequence_has_all_its_logprobs(each_kind: Path) -> None:
     s = sampling(each_kind)
-    (result,) = s.run(request("r", length=400, max_tokens=1, prompt_logprobs=True))
-    prompt = prompt_of(400)
+    length = s.driver.engine.info.max_seq_len  # more than a block of logits
+    (result,) = s.run(request("r", length=length, max_tokens=1, prompt_logprobs=True))
+    prompt = prompt_of(length)
     s.driver.install(make_spec("fresh"))
     (forward,) = s.driver.train(s.driver.forward("fresh", [next_tokens(prompt)]))
     assert result.prompt_logprobs is not None

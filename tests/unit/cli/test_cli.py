@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -690,6 +693,22 @@ def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service
     service.responses["export_checkpoint"] = [*pieces_of(files)[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_checkpoint_export_leaves_nothing_when_a_signal_ends_it(
+    run: Run, service: FakeService, tmp_path: Path, signum: signal.Signals
+) -> None:
+    async def stream(*_: object) -> AsyncIterator[Message]:
+        yield pieces_of(adapter_files(["lm_head"]))[0]
+        os.kill(os.getpid(), signum)
+        await asyncio.Event().wait()
+
+    service.responses["get_capabilities"] = pool_of("toy")
+    service.responses["export_checkpoint"] = stream
+    assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "peft")).code != 0
+    assert list((tmp_path / "out").iterdir()) == []
+    assert signal.getsignal(signum) is signal.SIG_DFL
 
 
 def test_checkpoint_import_prints_the_path_and_says_what_to_do_next(

@@ -55,6 +55,15 @@ def test_a_pools_name_that_does_not_resolve_is_noted_and_never_taken_for_a_direc
         export(adapter_files(LAYER, base_model="alias"), tmp_path / "merged", format="merged")
 
 
+def test_a_note_says_what_peft_leaves_out_of_a_qwen3_next_without_experts(tmp_path: Path) -> None:
+    modules = ["model.layers.0.linear_attn.in_proj_qkvz", "model.layers.0.mlp.gate_proj"]
+    exporter = export(adapter_files(modules, base_model="a/b"), tmp_path / "dense")
+    [note] = exporter.notes
+    assert "Export with --format merged" in note
+    assert json.loads((tmp_path / "dense" / "tinkerpool.json").read_text())["notes"] == [note]
+    assert export(adapter_files(modules[:1], base_model="a/b"), tmp_path / "attention").notes == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

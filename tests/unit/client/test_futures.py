@@ -134,6 +134,14 @@ async def test_cancelling_a_wait_cancels_cancellable_work() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(future.result_async(), 0.05)
     assert await asyncio.to_thread(cancelled.wait, 5)
+    cancelled.clear()
+    future = futures.start(shared_loop(), work(), is_cancellable=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(future.result, 0.01)
+    assert not future.done()
+    with pytest.raises(TimeoutError):
+        await future.result_async(0.01)
+    assert await asyncio.to_thread(cancelled.wait, 5)
     other = futures.start(shared_loop(), work(), is_cancellable=True)
     assert other.cancel()
     assert other.done()
@@ -168,5 +176,5 @@ def test_a_loop_that_stops_cancels_running_work_and_refuses_more() -> None:
     background.stop()
     with pytest.raises(concurrent.futures.CancelledError):
         running.result(60)
-    with pytest.raises(ClientClosed, match="another process"):
+    with pytest.raises(ClientClosed, match="this process ends"):
         futures.start(background, later(5))

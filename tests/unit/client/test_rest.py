@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
 from tests.support.exports import adapter_files, pieces_of, tar_of
+from tests.support.waiting import wait_until
 from tinkerpool import ServiceClient
 from tinkerpool.client.archive import ArchiveFile
+from tinkerpool.client.export import Exporter
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
 
 
@@ -63,6 +66,61 @@ def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: Serv
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
     with pytest.raises(FileExistsError):
         rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(60)
+
+
+def test_a_cancelled_export_waits_for_its_thread_and_leaves_nothing(
+    pool: FakePool, service: ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.handlers["ExportCheckpoint"] = lambda request: pieces_of(adapter_files(["lm_head"], base_model="a/b"))
+    has_begun, may_end = threading.Event(), threading.Event()
+    finish = Exporter.finish
+
+    def held(self: Exporter, archive: ArchiveFile, pool: Any) -> Path:
+        has_begun.set()
+        assert may_end.wait(60)
+        return finish(self, archive, pool)
+
+    monkeypatch.setattr(Exporter, "finish", held)  # a merge of a large model would take as long
+    future = service.create_rest_client().export_checkpoint("tinker://a:train:0/weights/x", tmp_path / "new")
+    assert has_begun.wait(60)
+    assert future.cancel()
+    service.get_server_capabilities()  # the loop has taken the cancellation
+    assert [path.name[:5] for path in tmp_path.iterdir()] == [".new-"]
+    may_end.set()
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("kind", ["link to a new directory", "link to an empty directory", "mounted", "current"])
+def test_a_directory_is_what_a_path_means_or_is_refused_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    if kind != "link to a new directory":
+        folder.mkdir()
+    link.symlink_to("folder")
+    monkeypatch.chdir(folder if kind == "current" else tmp_path)
+    monkeypatch.setattr(Path, "is_mount", lambda path: kind == "mounted")  # a mount needs root
+    given = {"current": Path(), "mounted": folder}.get(kind, link)
+    if kind in ("current", "mounted"):
+        with pytest.raises(FileExistsError, match="mounted, or the current directory: choose a new one in it"):
+            ArchiveFile(given)
+        assert list(folder.iterdir()) == []
+    else:
+        with ArchiveFile(given) as archive:
+            archive.write(tar_of({"file": b"x"}))
+            archive.publish(archive.unpack())
+        assert (folder / "file").read_bytes() == b"x"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "link"}
+
+
+def test_an_export_expands_the_home_directory(
+    pool: FakePool, service: ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pool.handlers["ExportCheckpoint"] = lambda request: pieces_of(adapter_files(["lm_head"], base_model="a/b"))
+    exported = service.create_rest_client().export_checkpoint("tinker://a:train:0/weights/x", "~/new").result(60)
+    assert exported == tmp_path / "new"
+    assert (exported / "tinkerpool.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside"])

@@ -3,9 +3,12 @@
 import asyncio
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,6 +202,47 @@ def test_a_sampling_client_with_a_custom_transport_cannot_be_pickled(sampler: Sa
     for handle in ("", "x", "e30=", "bnVsbA=="):
         with pytest.raises(ValueError, match="this is no sampler handle"):
             SamplingClient.from_sampler_handle(handle, api_key="k")
+
+
+FORK = """
+import multiprocessing, signal
+from tinkerpool import SamplingClient, ServiceClient
+from tinkerpool.client.sampling_client import SamplerHandle
+from tinkerpool.errors import ClientClosed, Unavailable
+
+def error_of(call):
+    try:
+        call()
+    except (ClientClosed, Unavailable) as error:
+        return f"{type(error).__name__}: {error}"
+
+def of_new_client():
+    return error_of(ServiceClient("127.0.0.1:9", "tp_key", retry_timeout_s=0).get_server_capabilities)
+
+def of_copy(sampler):
+    return error_of(lambda: sampler.sample([1]).result())
+
+def of_inherited_client(_):
+    return error_of(lambda: inherited.sample([1]).result())
+
+handle = SamplerHandle(base_url="127.0.0.1:9", sampler_id="s", base_model="toy").encode()
+inherited = SamplingClient.from_sampler_handle(handle, api_key="tp_key")
+assert of_new_client().startswith("Unavailable")
+with multiprocessing.get_context("fork").Pool(1, signal.alarm, (50,)) as children:  # a child that hangs ends
+    print(children.apply(of_new_client))
+    print(children.map(of_copy, [inherited])[0])
+    print(children.map(of_inherited_client, [0])[0])
+"""
+
+
+def test_a_client_in_a_forked_process_raises_instead_of_hanging() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=root)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ClientClosed"] * 3
+    assert all("gRPC does not survive a fork: start it with multiprocessing's method spawn" in line for line in lines)
 
 
 def token(index: int, value: int) -> sampling_pb2.StreamSampleResponse:

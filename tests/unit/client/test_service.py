@@ -1,6 +1,7 @@
 """ServiceClient: the address of the pool, the session, the clients that it creates, and its imports."""
 
 import asyncio
+import gc
 import inspect
 import pickle
 import subprocess
@@ -14,8 +15,13 @@ import tinker
 
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
+from tests.support.waiting import wait_until
 from tinkerpool import ModelInput, SamplingParams, ServiceClient, TrainingClient, errors
+from tinkerpool.client import sampling_client
 from tinkerpool.client import session as session_module
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.futures import shared_loop
+from tinkerpool.client.calls.transport import Endpoint
 from tinkerpool.v1 import (
     adapters_pb2,
     operations_pb2,
@@ -85,6 +91,51 @@ def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: py
         num_beats = len(pool.requests("Heartbeat"))
         time.sleep(0.1)
         assert len(pool.requests("Heartbeat")) == num_beats
+
+
+@pytest.mark.parametrize("last", ["training client", "sampling client", "unnamed sampler", "pending future"])
+def test_a_session_without_close_lives_as_long_as_what_needs_it(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 0.01)  # the real interval is 10 s
+    pool.handlers["Heartbeat"] = lambda request: sessions_pb2.HeartbeatResponse()
+    service = ServiceClient(transport=pool)
+    client = service.create_lora_training_client()
+    kept: Any = client
+    if last == "sampling client":
+        kept = service.create_sampling_client(base_model="toy")
+    if last == "unnamed sampler":
+        kept = client.save_weights_and_get_sampling_client()
+    if last == "pending future":
+        pool.is_held = True
+        kept = client.save_state("held")
+    del service, client
+    gc.collect()
+    num_beats = len(pool.requests("Heartbeat"))
+    wait_until(lambda: len(pool.requests("Heartbeat")) > num_beats + 1)
+    assert not pool.requests("FinishSession")
+    if last == "pending future":
+        shared_loop().loop.call_soon_threadsafe(pool.release)
+        assert kept.result(60).path
+    del kept
+    wait_until(lambda: gc.collect() is not None and pool.num_closed)
+    assert [request.session_id for request in pool.requests("FinishSession")] == [SESSION_ID]
+
+
+def test_a_session_lives_on_for_copies_of_its_sampler_in_other_processes(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 0.01)  # the real interval is 10 s
+    monkeypatch.setattr(Connection, "endpoint", Endpoint(base_url="http://pool", api_key="key"))
+    of_handles: set[Any] = set()
+    monkeypatch.setattr(sampling_client, "_of_handles", of_handles)
+    pool.handlers["Heartbeat"] = lambda request: sessions_pb2.HeartbeatResponse()
+    pickle.dumps(ServiceClient(transport=pool).create_sampling_client(base_model="toy"))
+    gc.collect()
+    num_beats = len(pool.requests("Heartbeat"))
+    wait_until(lambda: len(pool.requests("Heartbeat")) > num_beats + 1)
+    assert not pool.requests("FinishSession")
+    of_handles.clear()  # the session ends before the test does
 
 
 def test_a_pool_that_is_gone_is_named_ever_less_often(

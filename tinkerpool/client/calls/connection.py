@@ -8,7 +8,9 @@ in `Waiter._new` or in exactly one stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 
 from tinkerpool.client.calls import futures, methods
 from tinkerpool.client.calls.encoding import check_succeeded, is_finished
-from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, shared_loop
+from tinkerpool.client.calls.futures import APIFuture, BackgroundLoop, BackgroundStream, shared_loop
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.client.calls.retry import Backoff, Retries, RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
@@ -164,7 +166,7 @@ class Waiter:
 
 
 class Connection:
-    """Calls that survive a restart of the service."""
+    """Calls that survive a restart of the service. The transport is closed by `close`, or when this is dropped."""
 
     def __init__(self, transport: Transport, policy: RetryPolicy | None = None) -> None:
         self._transport = transport
@@ -172,6 +174,8 @@ class Connection:
         self._retries = Retries(policy)
         self._waiter = Waiter(self._open_wait, self._retries)
         self._is_closed = False
+        self._close_if_dropped = weakref.finalize(self, _start_closing, self._background, transport)
+        self._close_if_dropped.atexit = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -256,6 +260,7 @@ class Connection:
     async def close(self) -> None:
         """End all waits and calls. Idempotent."""
         self._is_closed = True
+        self._close_if_dropped.detach()
         await self._waiter.close()
         await self._transport.close()
 
@@ -274,6 +279,12 @@ class Connection:
     def _check_open(self) -> None:
         if self._is_closed:
             raise _client_closed()
+
+
+def _start_closing(background: BackgroundLoop, transport: Transport) -> None:
+    """Close a transport; for the garbage collector, which runs on any thread and must not wait."""
+    with contextlib.suppress(ClientClosed):
+        background.submit(transport.close())
 
 
 def _client_closed() -> ClientClosed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -96,13 +97,19 @@ def datum_bytes(datum: types.Datum) -> int:
 def adam_params(params: types.AdamParams | None) -> types_pb2.AdamParams:
     """Return the message with every field set, so that it means the same to every version of the service.
 
-    None: the defaults. Raises ValueError for anything else.
+    None: the defaults. Raises ValueError for anything else, and for a field that is no number.
     """
     if params is None:
         params = types.AdamParams()
     if not isinstance(params, types.AdamParams):
         rate = params if isinstance(params, int | float | np.number) else 1e-4
         raise ValueError(f"AdamParams expected, got {kind_of(params)}: write AdamParams(learning_rate={float(rate):g})")
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value is None or isinstance(value, bool | np.bool_):
+            raise ValueError(
+                f"AdamParams.{field.name} is {value}: give a number, or leave it out for {field.default:g}"
+            )
     return types_pb2.AdamParams(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
@@ -130,6 +137,18 @@ def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams
         message.stop.strings.extend(stop for stop in stops if isinstance(stop, str))
         message.stop.tokens.extend(int(stop) for stop in stops if not isinstance(stop, str))
     return message
+
+
+def positive(name: str, value: int | None, none: str) -> int:
+    """Return the contract's value, where 0 stands for None. Raises ValueError below 1. `none`: what None is for."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1, or None {none}; got {value}")
+    return value or 0
+
+
+def ttl(ttl_seconds: int | None) -> int:
+    """Return the contract's value of a time to live. Raises ValueError below 1, so that 0 never keeps for good."""
+    return positive("ttl_seconds", ttl_seconds, "to keep the checkpoint")
 
 
 def check_succeeded(operation: operations_pb2.Operation) -> operations_pb2.Operation:

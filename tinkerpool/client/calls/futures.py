@@ -7,8 +7,8 @@ future = await client.forward_backward_async(data, ...)        # the SDK's doubl
 output = await future                                          # sent, then finished
 
 All clients of a process share one daemon thread with one asyncio loop. The user's code never runs there, so it cannot
-stall heartbeats, and the user may block on a future from any thread or loop. gRPC does not survive a fork: a client
-belongs to the process that created it, and a child process creates its own.
+stall heartbeats, and the user may block on a future from any thread or loop. Neither the thread nor gRPC survives a
+fork: a client belongs to the process that created it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ P = ParamSpec("P")
 ClientT = TypeVar("ClientT")
 T = TypeVar("T")
 Describe = Callable[[], Coroutine[Any, Any, str]]
+FORKED = (
+    "this process was forked from one that had a client of a pool, and gRPC does not survive a fork: start it with "
+    "multiprocessing's method spawn or forkserver (multiprocessing.get_context('spawn'))"
+)
 PROGRESS_S = 1.0
 """Between two questions for the progress of an operation."""
 
@@ -57,10 +61,11 @@ class BackgroundLoop:
         return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop; coroutines start in the order of these calls."""
-        if os.getpid() != self._pid or self.loop.is_closed():
+        """Start a coroutine on the loop; coroutines start in the order of these calls. Raises ClientClosed."""
+        is_forked = os.getpid() != self._pid
+        if is_forked or self.loop.is_closed():
             work.close()
-            raise ClientClosed("this client belongs to another process: make a new ServiceClient after a fork")
+            raise ClientClosed(FORKED if is_forked else "the client was closed, because this process ends")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
@@ -159,8 +164,9 @@ class APIFuture(Awaitable[T], Generic[T]):
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109  # the SDK's name
         """Await the result, at most `timeout` seconds; None: without limit. Works on any asyncio loop.
 
-        Raises TimeoutError, or any error of the work itself. Cancelling the wait for a sample cancels the sample;
-        training continues, because it has its sequence number in the adapter's log.
+        Raises TimeoutError, or any error of the work itself. A timeout of the wait for a sample, and its cancellation,
+        cancel the sample, as in the SDK; after `result(timeout)` it continues. Training continues, because it has its
+        sequence number in the adapter's log.
         """
         waiter = asyncio.wrap_future(self._future)
         if not self._is_cancellable:

@@ -7,6 +7,7 @@ Tests put a fake in its place.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tinkerpool.client.calls.futures import FORKED
 from tinkerpool.client.calls.handshake import is_certificate_refused, mistake_in
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.client.calls.tracing import traceparent
@@ -53,6 +55,12 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Each client has its own connection: closing one never affects another.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+@functools.cache
+def _grpc_pid() -> int:
+    """Return the process that opened the first channel. In its forks gRPC hangs or crashes, also with all closed."""
+    return os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +195,9 @@ class GrpcTransport:
         return self._calls[method]
 
     def _open_channel(self) -> grpc.aio.Channel:
+        """Return the channel, opened if there is none. Raises ClientClosed in a process in which gRPC cannot work."""
+        if _grpc_pid() != os.getpid():
+            raise ClientClosed(FORKED)
         if self._channel is None:
             if not self._is_tls:
                 self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
