@@ -50,9 +50,11 @@ class Polls:
                 self._forget(tenant_id, deadline)
 
     def _answer_one(self, tenant_id: str) -> None:
-        deadline, began = next(iter(self._waiting[tenant_id].items()))
-        self._forget(tenant_id, deadline)
-        deadline.reschedule(max(began + POLL_S_MIN, asyncio.get_running_loop().time()))
+        for deadline, began in list(self._waiting[tenant_id].items()):
+            self._forget(tenant_id, deadline)
+            if not deadline.expired():  # one that has passed makes room itself, and cannot be moved any more
+                deadline.reschedule(max(began + POLL_S_MIN, asyncio.get_running_loop().time()))
+                return
 
     def _forget(self, tenant_id: str, deadline: asyncio.Timeout) -> None:
         polls = self._waiting.get(tenant_id, {})

@@ -1,8 +1,9 @@
 """The tokens that each tenant has used in this calendar month, UTC: what a budget counts.
 
-The database counts them in the transaction of each outcome; this is read at the start and at the turn of a month. An
+The database counts them in the transaction of each outcome; this is read at the start and whenever the wall clock
+shows another month, a later or an earlier one: a clock that runs ahead for a moment changes nothing for longer. An
 outcome that becomes visible later counts from the same moment in which its operation's claim ends. The month is the
-only decision here by the wall clock, and it never goes back. Main invariant: after a restart the numbers are the same.
+only decision here by the wall clock. Main invariant: after a restart the numbers are the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Spending:
 
     def tokens(self, tenant_id: str) -> int:
         """Return the tokens that a tenant has used in this month, without those of unfinished operations."""
-        if (month := month_of(day_of(self._wall()))) > self._month:
+        if (month := month_of(day_of(self._wall()))) != self._month:
             self._month = month
             self._stored, self._before = self._store.usage.of_month(month), self._in_flight.all_tokens()
         visible = self._in_flight.num_tokens_of(tenant_id) - self._before.get(tenant_id, 0)

@@ -60,6 +60,8 @@ CHECKPOINT_COMMITS, CHECKPOINT_BYTES = 100, 4 << 20
 """Commits, or bytes of payloads in them, after which the write-ahead log is copied into the database."""
 RIDING_MAX = 1000
 """Riding writes (see `ride`) after which they get a commit of their own."""
+RIDING_KEPT_MAX = 10_000
+"""Riding writes that are kept while the database refuses writes; the oldest are lost."""
 SERVICE_TIME_STEP_S = 1.0
 """How much service time a crash may lose."""
 
@@ -190,7 +192,7 @@ class Database:
     def ride(self, key: str, write: Write, kind: str = "") -> None:
         """Queue a write that becomes durable with the next one; a crash may lose it. Replaces the last one of `key`."""
         self._riding[key] = (kind, write)
-        if len(self._riding) >= RIDING_MAX and self._committing is None:
+        if len(self._riding) >= RIDING_MAX and self._committing is None and self._refusal is None:
             self.write(lambda db: None)
 
     def read(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
@@ -310,14 +312,11 @@ class Database:
                 riding, self._riding = self._riding, {}
                 DATABASE_WRITES.inc(len(queued) + len(riding))
                 with DATABASE_COMMIT_SECONDS.time():
-                    outcomes = await loop.run_in_executor(
-                        self._thread, self._commit_in_room, queued, list(riding.values())
-                    )
+                    outcomes = await loop.run_in_executor(self._thread, self._commit_in_room, queued, riding)
                 if self._broken is not None:
                     self._failure.report(self._broken)
                 self._note_refusals([error for _, error in outcomes])
-                if self._refusal is LockedError:
-                    self._riding = riding | self._riding
+                self._ride_again(riding)
                 for each, (value, error) in zip(queued, outcomes, strict=True):
                     _resolve(each.future, value, error)
                 if self._broken is None and self._is_checkpoint_due():
@@ -330,6 +329,13 @@ class Database:
                         _resolve(each.future, None, self._broken)
         finally:
             self._committing = None
+
+    def _ride_again(self, riding: dict[str, tuple[str, Write]]) -> None:
+        """Queue riding writes that were not committed; those of the same keys since then replace them."""
+        kept = riding | self._riding
+        for key in list(kept)[:-RIDING_KEPT_MAX]:
+            del kept[key]
+        self._riding = kept
 
     def _note_refusals(self, errors: Iterable[Exception | None]) -> None:
         """Log when the database begins to refuse writes, and when it takes them again."""
@@ -359,30 +365,38 @@ class Database:
         return self._reserve is not None and (self._is_log_left or not self._reserve.is_held)
 
     def _commit_in_room(
-        self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
+        self, queued: Sequence[_Queued], riding: dict[str, tuple[str, Write]]
     ) -> list[tuple[Any, Exception | None]]:
-        """Commit all writes. Release the reserve if a deletion finds no room; from then on commit deletions only."""
+        """Commit all writes; leave in `riding` what was not committed.
+
+        Release the reserve if a deletion finds no room; from then on commit deletions only.
+        """
         if self._takes_deletions_only:
             full = DiskFullError("the last room is kept for deletions")
-            deletions = iter(self._commit([each for each in queued if each.is_deletion], ()))
+            deletions = iter(self._commit([each for each in queued if each.is_deletion], {}))
             return [next(deletions) if each.is_deletion else (None, full) for each in queued]
         outcomes = self._commit(queued, riding)
         for index, each in enumerate(queued):
             is_refused = each.is_deletion and is_full(outcomes[index][1])
             if is_refused and self._reserve is not None and (self._reserve.release() or self._takes_deletions_only):
-                [outcomes[index]] = self._commit([each], ())
+                [outcomes[index]] = self._commit([each], {})
         return outcomes
 
     def _commit(
-        self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
+        self, queued: Sequence[_Queued], riding: dict[str, tuple[str, Write]]
     ) -> list[tuple[Any, Exception | None]]:
-        """Commit all writes in one transaction; only a write that raises fails: it is rolled back to its savepoint."""
+        """Commit all writes in one transaction; only a write that raises fails: it is rolled back to its savepoint.
+
+        Empties `riding` once it is committed.
+        """
         db = self._writer
         outcomes: list[tuple[Any, Exception | None]] = []
-        kinds = dict.fromkeys([kind for kind, _ in riding if kind] + [each.kind for each in queued if each.kind])
+        kinds = dict.fromkeys(
+            [kind for kind, _ in riding.values() if kind] + [each.kind for each in queued if each.kind]
+        )
         try:
             db.execute("BEGIN IMMEDIATE")
-            for _, write in riding:
+            for _, write in riding.values():
                 write(db)
             self._note_service_time(db)
             for each in queued:
@@ -405,9 +419,10 @@ class Database:
                 db.execute("ROLLBACK")
             if len(queued) == 1 or is_locked(error):
                 return [(None, error)] * len(queued)
-            single = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
+            single = [self._commit([each], riding) for each in queued]  # there may be room for the smaller ones
             return [outcome for [outcome] in single]
         self.num_commits += 1
+        riding.clear()
         for kind in kinds:
             failpoint(f"{kind}.after_commit")
         return outcomes
@@ -442,7 +457,7 @@ class Database:
 
     def _keep_service_time(self) -> None:
         self._service_s_kept = -1.0
-        self._commit([], ())
+        self._commit([], {})
 
     def _note_service_time(self, db: Connection) -> None:
         now = self.service_time()

@@ -144,3 +144,24 @@ async def test_polls_of_the_tenant_with_the_most_are_answered_early_to_make_room
 
 async def test_a_poll_above_those_of_its_tenant_has_the_oldest_of_them_answered_early() -> None:
     assert await answered_early(Polls(100, lambda _: 2), "b1", "a1", "a2", "b2", "a3", num=1) == ["a1"]
+
+
+async def test_a_poll_whose_time_is_just_over_is_passed_over() -> None:
+    polls, loop = Polls(1, lambda _: None), asyncio.get_running_loop()
+    may_begin = loop.create_future()
+
+    async def poll(seconds: float, may_begin: asyncio.Future[None] | None = None) -> None:
+        if may_begin is not None:
+            await may_begin
+        with pytest.raises(TimeoutError):
+            async with polls.held("a", seconds):
+                await asyncio.create_task(asyncio.Event().wait())  # as calls do: it takes two turns to cancel
+
+    running = [asyncio.create_task(poll(0.01)), asyncio.create_task(poll(0.05, may_begin))]
+    await asyncio.sleep(0)
+    loop.call_later(0.02, may_begin.set_result, None)
+    end = loop.time() + 0.03
+    while loop.time() < end:
+        pass  # the event loop is busy until both are due
+    await asyncio.gather(*running)
+    assert polls.used("a") == 0

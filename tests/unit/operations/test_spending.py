@@ -78,5 +78,20 @@ async def test_tokens_of_a_month_are_the_same_after_a_restart_and_begin_again_in
     assert spending.tokens(TENANT) == bench.after_a_restart() == 3, "also what ended before anybody asked"
     await bench.finish(4)
     assert spending.tokens(TENANT) == bench.after_a_restart() == 7
-    bench.now(at(2026, 11, 30))
-    assert spending.tokens(TENANT) == 7, "a step of the clock gives no month back"
+
+
+async def test_a_clock_that_runs_ahead_for_a_moment_gives_no_tokens_back_and_takes_none_of_the_next_month(
+    store: Store,
+) -> None:
+    bench = Bench(store)
+    bench.now(at(2026, 11, 20))
+    spending = bench.spending()
+    await bench.finish(80)
+    bench.now(at(2026, 12, 30))
+    assert spending.tokens(TENANT) == bench.after_a_restart() == 0
+    bench.now(at(2026, 11, 20))
+    assert spending.tokens(TENANT) == bench.after_a_restart() == 80
+    await bench.finish(5)
+    assert spending.tokens(TENANT) == bench.after_a_restart() == 85
+    bench.now(at(2026, 12, 1))
+    assert spending.tokens(TENANT) == bench.after_a_restart() == 0

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from coordinator.base.errors import Failure
+from coordinator.storage import database as database_module
 from coordinator.storage import sqlite as sqlite_module
 from coordinator.storage.cycles import CycleCommit, Cycles
 from coordinator.storage.database import Database
@@ -188,6 +189,32 @@ async def test_a_full_disk_fails_the_writes_that_need_room_and_no_later_ones(dat
     database._writer.execute("PRAGMA max_page_count = 1000000")
     await insert_cycle(database, 2, bytes(1 << 20))
     assert cycle_ids(database) == [1, 2, 3]
+
+
+async def test_riding_writes_are_committed_with_the_first_write_that_a_full_disk_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "RIDING_KEPT_MAX", 3)
+    database = opened(tmp_path / "log.db")
+
+    def no_room(db: Connection) -> None:
+        db.execute("ROLLBACK")  # as SQLite does
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def ride(cycle_id: int) -> None:
+        database.ride(f"{cycle_id}", lambda db: db.execute("INSERT INTO cycles VALUES (?, '')", (cycle_id,)))
+
+    for cycle_id in range(10, 15):
+        ride(cycle_id)
+    with pytest.raises(StorageError, match="full"):
+        await database.write(no_room)
+    ride(15)
+    small, large = insert_cycle(database, 1), database.write(no_room)
+    with pytest.raises(StorageError, match="full"):
+        await large
+    await small
+    assert cycle_ids(database) == [1, 12, 13, 14, 15], "of more than are kept, the newest"
+    await database.close()
 
 
 async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
