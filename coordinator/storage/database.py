@@ -456,8 +456,9 @@ class Database:
         return True
 
     def _keep_service_time(self) -> None:
+        """Commit the time of the service, and the riding writes."""
         self._service_s_kept = -1.0
-        self._commit([], {})
+        self._commit([], self._riding)
 
     def _note_service_time(self, db: Connection) -> None:
         now = self.service_time()

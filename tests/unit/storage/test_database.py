@@ -214,6 +214,10 @@ async def test_riding_writes_are_committed_with_the_first_write_that_a_full_disk
         await large
     await small
     assert cycle_ids(database) == [1, 12, 13, 14, 15], "of more than are kept, the newest"
+    ride(16)
+    await database.close()
+    database = opened(tmp_path / "log.db")
+    assert cycle_ids(database)[-1] == 16, "a stop loses none"
     await database.close()
 
 
