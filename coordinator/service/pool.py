@@ -6,7 +6,9 @@ Administrators drain workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import date
 from itertools import islice
 
@@ -17,6 +19,7 @@ from coordinator.fleet.fleet import Incarnation
 from coordinator.observe.throughput import by_worker
 from coordinator.service.access import streamed, uninterrupted
 from coordinator.service.activity import ActivityUseCases
+from coordinator.service.listings import PAGE_BYTES_MAX
 from coordinator.service.problems import problems
 from coordinator.storage.rows import DrainedWorkerRow, UsageRow
 from coordinator.tenants.principals import Principal
@@ -27,6 +30,8 @@ USAGE_ROWS_MAX = 10_000
 """Rows of one response about usage."""
 USAGE_SLICE_ROWS = 200
 """Rows that are made at a time, in two milliseconds: other calls run between two slices."""
+CYCLES_SLICE_ENTRIES = 512
+"""Entries of cycles that are read at a time, in a millisecond, and those of the last cycle beyond."""
 _FIELDS = {"tenant": "tenant", "kind": "kind", "model": "base_model", "adapter": "adapter_id", "day": "day"}
 """Group to the field of a row."""
 _NUMBERS = ("num_operations", "num_tokens", "engine_seconds", "file_bytes", "file_seconds")
@@ -42,17 +47,15 @@ class PoolUseCases(ActivityUseCases):
         not why it was lost.
         """
         core = self._core
+        cycles = await self._last_cycles(principal, request.num_cycles or 20)
         queues = self._queues()
         num_running = sum(queue.num_running for queue in queues.values())
-        recent = core.journal.recent
-        num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
-        cycles = list(recent)[len(recent) - num_cycles :]
         status = pb.GetPoolStatusResponse(
             workers=self._workers(principal),
             num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
             num_samples=core.samples.num_samples,
-            cycles=[self._shown(principal, cycle) for cycle in cycles],
+            cycles=cycles,
             version=VERSION,
             epoch=core.epoch,
             num_tenants=core.in_flight.num_tenants,
@@ -72,7 +75,8 @@ class PoolUseCases(ActivityUseCases):
         """Yield every cycle that commits from now on."""
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:
-                yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))
+                name_of = functools.cache(self._tenant_name)
+                yield pb.WatchCyclesResponse(cycle=_shown(principal, cycle, name_of))
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
@@ -148,6 +152,25 @@ class PoolUseCases(ActivityUseCases):
             supervisor.undrain(worker_id)
         return pb.UndrainWorkerResponse(worker=self._worker(principal, worker_id))
 
+    async def _last_cycles(self, principal: Principal, num_cycles: int) -> list[pb.Cycle]:
+        """Return the last cycles, oldest first, in slices by turns of the caller's tenant.
+
+        They are fewer where they have more than `PAGE_BYTES_MAX`.
+        """
+        shown: list[pb.Cycle] = []
+        num_bytes, name_of = 0, functools.cache(self._tenant_name)
+        cycles = deque(islice(reversed(list(self._core.journal.recent)), max(num_cycles, 0)))
+        while cycles and num_bytes < PAGE_BYTES_MAX:
+            async with self._core.listing_turns.turn(principal.tenant_id) as turn:
+                num_read = 0
+                while cycles and num_read < CYCLES_SLICE_ENTRIES:
+                    num_read += 1 + len(cycles[0].entries)
+                    shown.append(_shown(principal, cycles.popleft(), name_of))
+                    turn.use(shown[-1].ByteSize())
+                num_bytes += turn.num_used
+            await asyncio.sleep(0)
+        return shown[::-1]
+
     def _workers(self, principal: Principal) -> list[pb.Worker]:
         """Return all workers, with the tokens a second that went through them."""
         tenant_id, throughput = None if principal.is_admin else principal.tenant_id, self._core.throughput
@@ -197,31 +220,6 @@ class PoolUseCases(ActivityUseCases):
             shown.resident_bytes, shown.device_bytes = worker.use.resident_bytes, worker.use.device_bytes
         return shown
 
-    def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
-        """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id.)
-
-        Of other tenants a member sees their number, by one empty entry each, and in the first of these their operations
-        and tokens in all: not which adapters, workers and steps were theirs, nor what one of them did.
-        """
-        shown, others = pb.Cycle(), pb.CycleEntry()
-        shown.CopyFrom(cycle)
-        del shown.entries[:]
-        if not principal.is_admin:
-            del shown.workers[:]
-        other_ids = set()
-        for entry in cycle.entries:
-            if principal.is_admin or entry.tenant == principal.tenant_id:
-                shown.entries.append(entry)
-                shown.entries[-1].tenant = self._tenant_name(entry.tenant)
-            else:
-                other_ids.add(entry.tenant)
-                others.num_operations += entry.num_operations
-                others.num_tokens += entry.num_tokens
-        if other_ids:
-            shown.entries.append(others)
-            shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
-        return shown
-
     def _probations(self, principal: Principal) -> list[Probation]:
         """Return the probations that the caller may see, by the tenants' names."""
         found = {tenant_id: self._core.probation.standing(tenant_id) for tenant_id in self._core.probation.tenants()}
@@ -237,6 +235,36 @@ class PoolUseCases(ActivityUseCases):
             if standing is not None and (principal.is_admin or tenant_id == principal.tenant_id)
         ]
         return sorted(shown, key=lambda each: each.tenant)
+
+
+def _shown(principal: Principal, cycle: pb.Cycle, name_of: Callable[[str], str]) -> pb.Cycle:
+    """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id: `name_of` names it.)
+
+    Of other tenants a member sees their number, by one empty entry each, and in the first of these their operations
+    and tokens in all: not which adapters, workers and steps were theirs, nor what one of them did.
+    """
+    shown = pb.Cycle(
+        cycle_id=cycle.cycle_id,
+        base_model=cycle.base_model,
+        start_time=cycle.start_time,
+        pass_seconds=cycle.pass_seconds,
+        step_seconds=cycle.step_seconds,
+        commit_seconds=cycle.commit_seconds,
+        workers=cycle.workers if principal.is_admin else (),
+    )
+    others, other_ids = pb.CycleEntry(), set()
+    for entry in cycle.entries:
+        if principal.is_admin or entry.tenant == principal.tenant_id:
+            shown.entries.append(entry)
+            shown.entries[-1].tenant = name_of(entry.tenant)
+        else:
+            other_ids.add(entry.tenant)
+            others.num_operations += entry.num_operations
+            others.num_tokens += entry.num_tokens
+    if other_ids:
+        shown.entries.append(others)
+        shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
+    return shown
 
 
 def _group(group: pb.UsageGroup.ValueType) -> str:
