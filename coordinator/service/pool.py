@@ -48,12 +48,11 @@ class PoolUseCases(ActivityUseCases):
         """
         core = self._core
         cycles = await self._last_cycles(principal, request.num_cycles or 20)
-        queues = self._queues()
-        num_running = sum(queue.num_running for queue in queues.values())
+        queues = await self._current_queues()
         status = pb.GetPoolStatusResponse(
             workers=self._workers(principal),
-            num_queued=len(core.in_flight) - num_running,
-            num_running=num_running,
+            num_queued=sum(queue.num_queued for queue in queues.values()),
+            num_running=sum(queue.num_running for queue in queues.values()),
             num_samples=core.samples.num_samples,
             cycles=cycles,
             version=VERSION,
