@@ -11,17 +11,20 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import date
 from itertools import islice
+from weakref import WeakValueDictionary
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import invalid, not_found, unavailable, unmet
 from coordinator.base.time import day_number
 from coordinator.fleet.fleet import Incarnation
 from coordinator.observe.throughput import by_worker
+from coordinator.runtime.core import Core
 from coordinator.service.access import streamed, uninterrupted
 from coordinator.service.activity import ActivityUseCases
 from coordinator.service.listings import PAGE_BYTES_MAX
 from coordinator.service.problems import problems
 from coordinator.storage.rows import DrainedWorkerRow, UsageRow
+from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 from tinkerpool.v1.probation_pb2 import Probation
@@ -37,8 +40,30 @@ _FIELDS = {"tenant": "tenant", "kind": "kind", "model": "base_model", "adapter":
 _NUMBERS = ("num_operations", "num_tokens", "engine_seconds", "file_bytes", "file_seconds")
 
 
+class _Sight:
+    """What all watchers that see the same of each cycle see of the last one: it is made once for them."""
+
+    def __init__(self, principal: Principal, name_of: Callable[[str], str]) -> None:
+        self._principal = principal
+        self._name_of = name_of
+        self._cycle: pb.Cycle | None = None
+        self._response = pb.WatchCyclesResponse()
+
+    def of(self, cycle: pb.Cycle) -> pb.WatchCyclesResponse:
+        """Return the response with this cycle."""
+        if cycle is not self._cycle:
+            shown = _shown(self._principal, cycle, functools.cache(self._name_of))
+            self._cycle, self._response = cycle, pb.WatchCyclesResponse(cycle=shown)
+        return self._response
+
+
 class PoolUseCases(ActivityUseCases):
     """PoolService."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._sights: WeakValueDictionary[str, _Sight] = WeakValueDictionary()
+        """Of the watchers that there are: by tenant; administrators', who all see the same, under the empty name."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
         """Return the workers, the numbers of operations, what tenants do, and the last cycles.
@@ -72,10 +97,11 @@ class PoolUseCases(ActivityUseCases):
         self, principal: Principal, request: pb.WatchCyclesRequest
     ) -> AsyncGenerator[pb.WatchCyclesResponse, None]:
         """Yield every cycle that commits from now on."""
+        name = "" if principal.is_admin else principal.tenant_id
+        sight = self._sights.setdefault(name, _Sight(principal, self._tenant_name))
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:
-                name_of = functools.cache(self._tenant_name)
-                yield pb.WatchCyclesResponse(cycle=_shown(principal, cycle, name_of))
+                yield sight.of(cycle)
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -238,3 +239,25 @@ async def test_the_last_cycles_are_shown_in_slices_up_to_a_size_with_each_tenant
     monkeypatch.setattr(pool_service, "CYCLES_SLICE_ENTRIES", 1)
     newest = await pool.service.get_pool_status(boss, pool_pb2.GetPoolStatusRequest(num_cycles=200))
     assert [cycle.cycle_id for cycle in newest.cycles] == list(range(181, 201))
+
+
+async def test_a_cycle_is_made_once_for_all_streams_of_a_tenant_and_of_administrators(
+    pool: ToyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boss, alice, bob = await pool.administrator(), await pool.principal(), await pool.principal("bob")
+    make = Mock(wraps=pool_service._shown)
+    monkeypatch.setattr(pool_service, "_shown", make)
+    watchers = [boss, boss, alice, alice, alice, bob]
+    streams = [pool.service.watch_cycles(each, pool_pb2.WatchCyclesRequest()) for each in watchers]
+    for cycle_id in (1, 2):
+        reading = asyncio.gather(*(anext(each) for each in streams))
+        await asyncio.sleep(0.01)
+        entries = [pool_pb2.CycleEntry(tenant=pool.tenant_id(), adapter_id="a")]
+        pool.core.journal.publish(pool_pb2.Cycle(cycle_id=cycle_id, entries=entries))
+        cycles = [response.cycle for response in await reading]
+        assert [cycle.cycle_id for cycle in cycles] == [cycle_id] * 6
+        assert [cycle.entries[0].tenant for cycle in cycles] == ["alice"] * 5 + [""]
+        assert make.call_count == 3 * cycle_id
+    for stream in streams:
+        await stream.aclose()
+    assert not pool.coordinator.service._sights
