@@ -80,6 +80,8 @@ class AdapterLog:
     """What its row has of that."""
     is_deleted: bool = False
     """Its deletion has begun, and has not failed: it accepts no more operations."""
+    _arrived_seq: int = 0
+    """The last seq up to which all had arrived when an operation did: what is behind it is unblocked once."""
     _decided: list[Operation] = field(default_factory=list)
     """Decided without a worker, not yet committed."""
     _ahead: Ahead | None = None
@@ -173,9 +175,11 @@ class AdapterLog:
     def arrived(self, operation: Operation, now: float) -> None:
         """Record that an operation was accepted now, in service time; what is behind it has waited for it until now."""
         operation.timeline.arrive(self.waits, now)
-        seq = operation.seq
-        while (later := self.operations.get(seq := seq + 1)) is not None:
-            later.timeline.unblock(self.waits, now)
+        self._arrived_seq = max(self._arrived_seq, self.snapshot_seq)
+        while (present := self.operations.get(self._arrived_seq + 1)) is not None:
+            self._arrived_seq += 1
+            if self._arrived_seq > operation.seq:
+                present.timeline.unblock(self.waits, now)
 
     def withdraw(self, operation: Operation) -> None:
         """Remove an operation whose append failed. If a worker may have run it, drop the adapter's copy.
@@ -189,6 +193,7 @@ class AdapterLog:
         if self.operations.get(operation.seq) is not operation:
             return  # the adapter was deleted meanwhile
         del self.operations[operation.seq]
+        self._arrived_seq = min(self._arrived_seq, operation.seq - 1)
         if operation in self._decided:
             self._decided.remove(operation)
         while self.next_seq - 1 > self.snapshot_seq and self.next_seq - 1 not in self.operations:

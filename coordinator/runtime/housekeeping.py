@@ -85,11 +85,11 @@ class Housekeeping:
         """
         with self._sessions.ending(session_id):
             await self._store.sessions.end(session_id, self._time.wall())
-        sampler_ids = self._store.samplers.ids_of_session(session_id)
+        sampler_ids = frozenset(self._store.samplers.ids_of_session(session_id))
         for sampler_id in sampler_ids:
             self._admission.end_sampler(sampler_id)
-            self._samples.end_sampler(sampler_id)
-        self._finished_samples.forget(frozenset(sampler_ids))
+        self._samples.end_samplers(sampler_ids)
+        self._finished_samples.forget(sampler_ids)
         await self._states.end_session(session_id)
         await self._store.records.drop_session(session_id)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 
 from coordinator.base.errors import Failure, ServiceError
 from coordinator.base.time import Time
@@ -127,9 +127,9 @@ class SampleScheduler:
         """Choose samples by another weight of a tenant from now on."""
         self._queues.weigh(tenant_id, weight)
 
-    def end_sampler(self, sampler_id: str) -> None:
-        """Cancel the samples of a sampler whose session has ended."""
-        for sample in [s for s in self._samples.values() if s.operation.target_id == sampler_id]:
+    def end_samplers(self, sampler_ids: Collection[str]) -> None:
+        """Cancel the samples of samplers whose session has ended."""
+        for sample in [s for s in self._samples.values() if s.operation.target_id in sampler_ids]:
             self.cancel(sample.operation)
 
     def end_tenant(self, tenant_id: str) -> None:

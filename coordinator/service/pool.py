@@ -6,19 +6,25 @@ Administrators drain workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import date
 from itertools import islice
+from weakref import WeakValueDictionary
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import invalid, not_found, unavailable, unmet
 from coordinator.base.time import day_number
 from coordinator.fleet.fleet import Incarnation
 from coordinator.observe.throughput import by_worker
+from coordinator.runtime.core import Core
 from coordinator.service.access import streamed, uninterrupted
 from coordinator.service.activity import ActivityUseCases
+from coordinator.service.listings import PAGE_BYTES_MAX
 from coordinator.service.problems import problems
 from coordinator.storage.rows import DrainedWorkerRow, UsageRow
+from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 from tinkerpool.v1.probation_pb2 import Probation
@@ -27,13 +33,37 @@ USAGE_ROWS_MAX = 10_000
 """Rows of one response about usage."""
 USAGE_SLICE_ROWS = 200
 """Rows that are made at a time, in two milliseconds: other calls run between two slices."""
+CYCLES_SLICE_ENTRIES = 512
+"""Entries of cycles that are read at a time, in a millisecond, and those of the last cycle beyond."""
 _FIELDS = {"tenant": "tenant", "kind": "kind", "model": "base_model", "adapter": "adapter_id", "day": "day"}
 """Group to the field of a row."""
 _NUMBERS = ("num_operations", "num_tokens", "engine_seconds", "file_bytes", "file_seconds")
 
 
+class _Sight:
+    """What all watchers that see the same of each cycle see of the last one: it is made once for them."""
+
+    def __init__(self, principal: Principal, name_of: Callable[[str], str]) -> None:
+        self._principal = principal
+        self._name_of = name_of
+        self._cycle: pb.Cycle | None = None
+        self._response = pb.WatchCyclesResponse()
+
+    def of(self, cycle: pb.Cycle) -> pb.WatchCyclesResponse:
+        """Return the response with this cycle."""
+        if cycle is not self._cycle:
+            shown = _shown(self._principal, cycle, functools.cache(self._name_of))
+            self._cycle, self._response = cycle, pb.WatchCyclesResponse(cycle=shown)
+        return self._response
+
+
 class PoolUseCases(ActivityUseCases):
     """PoolService."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._sights: WeakValueDictionary[str, _Sight] = WeakValueDictionary()
+        """Of the watchers that there are: by tenant; administrators', who all see the same, under the empty name."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
         """Return the workers, the numbers of operations, what tenants do, and the last cycles.
@@ -42,17 +72,14 @@ class PoolUseCases(ActivityUseCases):
         not why it was lost.
         """
         core = self._core
-        queues = self._queues()
-        num_running = sum(queue.num_running for queue in queues.values())
-        recent = core.journal.recent
-        num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
-        cycles = list(recent)[len(recent) - num_cycles :]
+        cycles = await self._last_cycles(principal, request.num_cycles or 20)
+        queues = await self._current_queues()
         status = pb.GetPoolStatusResponse(
             workers=self._workers(principal),
-            num_queued=len(core.in_flight) - num_running,
-            num_running=num_running,
+            num_queued=sum(queue.num_queued for queue in queues.values()),
+            num_running=sum(queue.num_running for queue in queues.values()),
             num_samples=core.samples.num_samples,
-            cycles=[self._shown(principal, cycle) for cycle in cycles],
+            cycles=cycles,
             version=VERSION,
             epoch=core.epoch,
             num_tenants=core.in_flight.num_tenants,
@@ -70,9 +97,11 @@ class PoolUseCases(ActivityUseCases):
         self, principal: Principal, request: pb.WatchCyclesRequest
     ) -> AsyncGenerator[pb.WatchCyclesResponse, None]:
         """Yield every cycle that commits from now on."""
+        name = "" if principal.is_admin else principal.tenant_id
+        sight = self._sights.setdefault(name, _Sight(principal, self._tenant_name))
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:
-                yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))
+                yield sight.of(cycle)
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down")
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
@@ -148,6 +177,25 @@ class PoolUseCases(ActivityUseCases):
             supervisor.undrain(worker_id)
         return pb.UndrainWorkerResponse(worker=self._worker(principal, worker_id))
 
+    async def _last_cycles(self, principal: Principal, num_cycles: int) -> list[pb.Cycle]:
+        """Return the last cycles, oldest first, in slices by turns of the caller's tenant.
+
+        They are fewer where they have more than `PAGE_BYTES_MAX`.
+        """
+        shown: list[pb.Cycle] = []
+        num_bytes, name_of = 0, functools.cache(self._tenant_name)
+        cycles = deque(islice(reversed(list(self._core.journal.recent)), max(num_cycles, 0)))
+        while cycles and num_bytes < PAGE_BYTES_MAX:
+            async with self._core.listing_turns.turn(principal.tenant_id) as turn:
+                num_read = 0
+                while cycles and num_read < CYCLES_SLICE_ENTRIES:
+                    num_read += 1 + len(cycles[0].entries)
+                    shown.append(_shown(principal, cycles.popleft(), name_of))
+                    turn.use(shown[-1].ByteSize())
+                num_bytes += turn.num_used
+            await asyncio.sleep(0)
+        return shown[::-1]
+
     def _workers(self, principal: Principal) -> list[pb.Worker]:
         """Return all workers, with the tokens a second that went through them."""
         tenant_id, throughput = None if principal.is_admin else principal.tenant_id, self._core.throughput
@@ -197,31 +245,6 @@ class PoolUseCases(ActivityUseCases):
             shown.resident_bytes, shown.device_bytes = worker.use.resident_bytes, worker.use.device_bytes
         return shown
 
-    def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
-        """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id.)
-
-        Of other tenants a member sees their number, by one empty entry each, and in the first of these their operations
-        and tokens in all: not which adapters, workers and steps were theirs, nor what one of them did.
-        """
-        shown, others = pb.Cycle(), pb.CycleEntry()
-        shown.CopyFrom(cycle)
-        del shown.entries[:]
-        if not principal.is_admin:
-            del shown.workers[:]
-        other_ids = set()
-        for entry in cycle.entries:
-            if principal.is_admin or entry.tenant == principal.tenant_id:
-                shown.entries.append(entry)
-                shown.entries[-1].tenant = self._tenant_name(entry.tenant)
-            else:
-                other_ids.add(entry.tenant)
-                others.num_operations += entry.num_operations
-                others.num_tokens += entry.num_tokens
-        if other_ids:
-            shown.entries.append(others)
-            shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
-        return shown
-
     def _probations(self, principal: Principal) -> list[Probation]:
         """Return the probations that the caller may see, by the tenants' names."""
         found = {tenant_id: self._core.probation.standing(tenant_id) for tenant_id in self._core.probation.tenants()}
@@ -237,6 +260,36 @@ class PoolUseCases(ActivityUseCases):
             if standing is not None and (principal.is_admin or tenant_id == principal.tenant_id)
         ]
         return sorted(shown, key=lambda each: each.tenant)
+
+
+def _shown(principal: Principal, cycle: pb.Cycle, name_of: Callable[[str], str]) -> pb.Cycle:
+    """Return a cycle as the caller may see it. (In memory, an entry holds its tenant's id: `name_of` names it.)
+
+    Of other tenants a member sees their number, by one empty entry each, and in the first of these their operations
+    and tokens in all: not which adapters, workers and steps were theirs, nor what one of them did.
+    """
+    shown = pb.Cycle(
+        cycle_id=cycle.cycle_id,
+        base_model=cycle.base_model,
+        start_time=cycle.start_time,
+        pass_seconds=cycle.pass_seconds,
+        step_seconds=cycle.step_seconds,
+        commit_seconds=cycle.commit_seconds,
+        workers=cycle.workers if principal.is_admin else (),
+    )
+    others, other_ids = pb.CycleEntry(), set()
+    for entry in cycle.entries:
+        if principal.is_admin or entry.tenant == principal.tenant_id:
+            shown.entries.append(entry)
+            shown.entries[-1].tenant = name_of(entry.tenant)
+        else:
+            other_ids.add(entry.tenant)
+            others.num_operations += entry.num_operations
+            others.num_tokens += entry.num_tokens
+    if other_ids:
+        shown.entries.append(others)
+        shown.entries.extend(pb.CycleEntry() for _ in range(len(other_ids) - 1))
+    return shown
 
 
 def _group(group: pb.UsageGroup.ValueType) -> str:

@@ -516,7 +516,7 @@ class GetPoolStatusRequest(_message.Message):
 
     NUM_CYCLES_FIELD_NUMBER: _builtins.int
     num_cycles: _builtins.int
-    """How many of the last cycles; 0 means 20, at most 1,000."""
+    """How many of the last cycles; 0 means 20, at most 1,000, and fewer where these have more than about 1 MiB."""
     def __init__(
         self,
         *,

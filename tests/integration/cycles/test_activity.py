@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from coordinator.service import activity
 from coordinator.tenants.principals import Principal
-from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import history_pb2, pool_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -146,3 +148,46 @@ async def test_a_member_sees_its_own_activity_and_of_all_others_one_row_that_the
     assert 0 < worker.sampled_tokens_per_second < whole_worker.sampled_tokens_per_second
     assert "alice" not in str(status)
     assert "bob" not in str(status)
+
+
+async def test_many_operations_are_read_in_slices_once_a_second_for_all_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "SLICE_OPERATIONS", 4)
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time) as pool:
+        boss, alice, adapter = await pool.administrator(), await pool.principal(), await pool.adapter()
+        for seq in range(2, 22):
+            await pool.forward_backward(adapter, seq, 5)
+        read = Mock(wraps=pool.core.in_flight.all)
+        monkeypatch.setattr(pool.core.in_flight, "all", read)
+        reading = asyncio.gather(*(status_of(pool, each) for each in (boss, alice, boss)))
+        num_slices = 0
+        while not reading.done():
+            num_slices += 1
+            await asyncio.sleep(0)
+        assert [waiting(each.tenants[0]) for each in await reading] == [{SEQUENCE: 1, ORDER: 19}] * 3
+        assert read.call_count == 1
+        assert num_slices >= 20 / 4
+        await pool.forward_backward(adapter, 22, 5)
+        assert (await status_of(pool, alice)).num_queued == 20
+        time.now += activity.KEPT_S
+        assert (await status_of(pool, alice)).num_queued == 21
+        assert read.call_count == 2
+
+
+async def test_an_adapter_that_was_deleted_since_its_queue_was_read_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "SLICE_OPERATIONS", 1)
+    async with running_pool(tmp_path, time=FakeTime()) as pool:
+        adapter = await pool.adapter()
+        pool.hold()
+        names = [await pool.forward_backward(adapter, seq, 5) for seq in (1, 2)]
+        await until(lambda: pool.log_of(adapter).waits.reason == ORDER)
+        assert (await status_of(pool, await pool.principal())).running_adapters
+        monkeypatch.setattr(pool.core.registry, "get", lambda _: None)
+        assert not (await status_of(pool, await pool.principal())).running_adapters
+        monkeypatch.undo()
+        await pool.release()
+        await pool.wait(*names)

@@ -2,12 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from coordinator.service import pool as pool_service
+from coordinator.storage.rows import TenantRow
 from tests.support.toy_engine import digest, item_digest
 from tests.support.toy_pool import FakeTime, ToyPool, datum, expected_chain, fail_appends, refusal, running_pool
-from tinkerpool.v1 import adapters_pb2, training_pb2, types_pb2
+from tinkerpool.v1 import adapters_pb2, pool_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import OptimStepItem, PassItem
 
@@ -207,3 +210,54 @@ async def test_a_lost_seq_that_cannot_be_recorded_is_recorded_by_a_later_sweep(t
             await time.until(lambda: pool.log_of(adapter).has_lost_append)
         assert pool.log_of(adapter).committed_seq == 0
         await time.until(lambda: pool.log_of(adapter).committed_seq == 2)
+
+
+async def test_the_last_cycles_are_shown_in_slices_up_to_a_size_with_each_tenant_looked_up_once(
+    pool: ToyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boss, tenant = await pool.administrator(), await pool.principal()
+    entries = [pool_pb2.CycleEntry(tenant=tenant.tenant_id, adapter_id=f"a{number}") for number in range(50)]
+    pool.core.journal.recent.extend(pool_pb2.Cycle(cycle_id=number, entries=entries) for number in range(1, 201))
+    looked_up, find = list[str](), pool.core.store.tenants.get
+
+    def get(tenant_id: str) -> TenantRow | None:
+        looked_up.append(tenant_id)
+        return find(tenant_id)
+
+    monkeypatch.setattr(pool.core.store.tenants, "get", get)
+    reading = asyncio.create_task(pool.service.get_pool_status(boss, pool_pb2.GetPoolStatusRequest(num_cycles=200)))
+    num_slices = 0
+    while not reading.done():
+        num_slices += 1
+        await asyncio.sleep(0)
+    cycles = (await reading).cycles
+    assert num_slices >= 200 * 50 // pool_service.CYCLES_SLICE_ENTRIES
+    assert [cycle.cycle_id for cycle in cycles] == list(range(1, 201))
+    assert {entry.tenant for cycle in cycles for entry in cycle.entries} == {"alice"}
+    assert looked_up == [tenant.tenant_id]
+    monkeypatch.setattr(pool_service, "PAGE_BYTES_MAX", 20 * cycles[-1].ByteSize())
+    monkeypatch.setattr(pool_service, "CYCLES_SLICE_ENTRIES", 1)
+    newest = await pool.service.get_pool_status(boss, pool_pb2.GetPoolStatusRequest(num_cycles=200))
+    assert [cycle.cycle_id for cycle in newest.cycles] == list(range(181, 201))
+
+
+async def test_a_cycle_is_made_once_for_all_streams_of_a_tenant_and_of_administrators(
+    pool: ToyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boss, alice, bob = await pool.administrator(), await pool.principal(), await pool.principal("bob")
+    make = Mock(wraps=pool_service._shown)
+    monkeypatch.setattr(pool_service, "_shown", make)
+    watchers = [boss, boss, alice, alice, alice, bob]
+    streams = [pool.service.watch_cycles(each, pool_pb2.WatchCyclesRequest()) for each in watchers]
+    for cycle_id in (1, 2):
+        reading = asyncio.gather(*(anext(each) for each in streams))
+        await asyncio.sleep(0.01)
+        entries = [pool_pb2.CycleEntry(tenant=pool.tenant_id(), adapter_id="a")]
+        pool.core.journal.publish(pool_pb2.Cycle(cycle_id=cycle_id, entries=entries))
+        cycles = [response.cycle for response in await reading]
+        assert [cycle.cycle_id for cycle in cycles] == [cycle_id] * 6
+        assert [cycle.entries[0].tenant for cycle in cycles] == ["alice"] * 5 + [""]
+        assert make.call_count == 3 * cycle_id
+    for stream in streams:
+        await stream.aclose()
+    assert not pool.coordinator.service._sights

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.sampling.sample import Sample
 from tests.support.faults import held_task
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
 from tests.support.waiting import until
@@ -15,6 +16,16 @@ from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+class _CountedDict(dict[str, Sample]):
+    """Counts the passes over its values."""
+
+    num_passes = 0
+
+    def values(self) -> Any:
+        self.num_passes += 1
+        return super().values()
 
 
 async def heartbeat(pool: ToyPool, session_id: str) -> None:
@@ -173,6 +184,28 @@ async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path)
             await asyncio.sleep(0.002)
             await pool.wait(await pool.optim_step(adapter, seq))
         await heartbeat(pool, adapter.partition(":")[0])
+
+
+async def test_a_session_ends_with_the_samples_of_all_its_samplers_in_one_pass_over_the_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        ended, kept = await pool.session(), await pool.session()
+        pool.hold()
+        names = {
+            session: [
+                await pool.sample(await pool.sampler(session, index=index), 1, max_tokens=2) for index in range(3)
+            ]
+            for session in (kept, ended)
+        }
+        samples = _CountedDict(pool.core.samples._samples)
+        monkeypatch.setattr(pool.core.samples, "_samples", samples)
+        request = sessions_pb2.FinishSessionRequest(session_id=ended)
+        await pool.service.finish_session(await pool.principal(), request)
+        assert samples.num_passes == 1
+        await pool.release()
+        assert [each.error.code for each in await pool.wait(*names[ended])] == [Code.CANCELLED] * 3
+        assert [each.state for each in await pool.wait(*names[kept])] == [SUCCEEDED] * 3
 
 
 async def test_a_session_created_again_while_it_ends_does_not_become_live(pool: ToyPool) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from coordinator.observe.timeline import Timeline
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.windows import Window, window_bytes, window_of
@@ -26,6 +28,7 @@ from tests.support.adapter_logs import (
     run,
     run_together,
     seqs,
+    spec_named,
 )
 from workers.contract.gradient_windows import EMPTY, GradientWindow
 from workers.contract.messages import UNMARKED, ItemResult, RequestBatch
@@ -51,6 +54,37 @@ def test_a_seq_is_next_if_all_before_it_and_none_behind_it_have_arrived() -> Non
     adapter.add(operation(2, FB))
     run(adapter, 2)
     assert [seq for seq in range(1, 7) if adapter.is_next(seq)] == [4]
+
+
+@given(st.permutations(range(6, 14)), st.integers(0, 4), st.sets(st.integers(0, 7)))
+def test_an_operation_is_unblocked_by_the_last_arrival_of_those_before_it(
+    order: list[int], num_restored: int, withdrawn: set[int]
+) -> None:
+    adapter = AdapterLog("t", "s", "toy", spec_named("a"), snapshot_seq=5)
+    for seq in order[:num_restored]:  # they have no moment of arrival
+        adapter.add(operation(seq, FB))
+    arrivals = dict.fromkeys(order[:num_restored], 0.0)
+    arriving = order[num_restored:]
+    for now, seq in enumerate(arriving + [seq for at, seq in enumerate(arriving) if at in withdrawn], 1):
+        if seq in adapter.operations:  # its append failed, and its client sends it again
+            adapter.withdraw(adapter.operations[seq])
+        one = appending(seq, FB)
+        adapter.add(one)
+        adapter.arrived(one, now)
+        arrivals[seq] = now
+    for seq, one in adapter.operations.items():
+        last = max((arrivals[before] for before in range(6, seq)), default=0.0)
+        assert one.timeline.unblocked == (last if last > arrivals[seq] else None)
+
+
+def test_each_operation_is_unblocked_once_when_they_arrive_in_descending_order() -> None:
+    adapter = adapter_with()
+    with patch.object(Timeline, "unblock", autospec=True) as unblock:
+        for seq in range(50, 0, -1):
+            one = appending(seq, FB)
+            adapter.add(one)
+            adapter.arrived(one, 0.0)
+    assert unblock.call_count == 49
 
 
 def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
