@@ -463,15 +463,20 @@ def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
     assert service.calls[0][2] == admin_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
 
 
+def test_key_revoke_says_which_successors_are_revoked_with_it(run: Run, service: FakeService) -> None:
+    service.responses["revoke_api_key"] = admin_pb2.RevokeApiKeyResponse(successors=["111111111111"])
+    assert "111111111111 is revoked, too" in run("key", "revoke", "0" * 12).err
+
+
 def test_key_list_shows_which_keys_are_revoked(run: Run, service: FakeService) -> None:
     keys = [
         admin_pb2.ApiKey(key_id="k1", tenant="a", role=admin_pb2.ROLE_ADMIN),
-        admin_pb2.ApiKey(key_id="k2", is_revoked=True),
+        admin_pb2.ApiKey(key_id="k2", is_revoked=True, successor="k3"),
     ]
     service.responses["list_api_keys"] = admin_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
     assert "good" in lines[2]
-    assert "revoked" in lines[3]
+    assert "revoked, replaced by k3" in lines[3]
 
 
 def test_key_list_shows_roles_last_uses_and_expiries(run: Run, service: FakeService) -> None:

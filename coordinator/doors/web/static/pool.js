@@ -262,7 +262,8 @@ async function showKeys(element) {
               {
                 class: "danger",
                 onclick: async () => {
-                  if (await confirmed(`Revoke key ${row.keyId} of ${row.tenant}? Its calls end at once.`, "Revoke")) {
+                  const keys = row.successor ? `${row.keyId}, and its successor ${row.successor},` : row.keyId;
+                  if (await confirmed(`Revoke key ${keys} of ${row.tenant}? Running calls end at once.`, "Revoke")) {
                     await did(rpc("AdminService/RevokeApiKey", { keyId: row.keyId }), refresh);
                   }
                 },
