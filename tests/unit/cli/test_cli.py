@@ -413,6 +413,17 @@ def test_a_duration_before_now_is_a_day_in_utc(run: Run, service: FakeService) -
     assert list(request.group_by) == [pool_pb2.USAGE_GROUP_TENANT, pool_pb2.USAGE_GROUP_KIND]
 
 
+def test_eight_digits_are_a_day_and_any_other_bare_number_is_refused(run: Run, service: FakeService) -> None:
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse()
+    assert run("usage", "--since", "20261126").code == 0
+    request = service.calls[-1][2]
+    assert isinstance(request, pool_pb2.GetUsageRequest)
+    assert request.since == "2026-11-26"
+    for number in ("7", "2026", "202611261"):
+        assert "2026-11-26 or 20261126" in " ".join(run("usage", "--since", number).err.split())
+    assert len(service.calls) == 1
+
+
 def test_usage_refuses_groups_days_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
     assert "--by takes some of tenant,model,adapter,kind,day" in run("usage", "--by", "tenant,gpu").err
     assert "expected a duration such as 90d" in run("usage", "--since", "yesterday").err
