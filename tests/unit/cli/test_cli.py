@@ -343,6 +343,16 @@ def test_history_shows_the_last_entries_of_an_adapter(run: Run, service: FakeSer
     assert lines[1][-1] == "NON_FINITE"
     assert lines[2] == ["step", "4", "report", "0", "s", "0", "reward", "0.5"]
     assert run("history", "s1:train:0", "-n", "1").out.count("\n") == 3
+
+
+def test_history_shows_metrics_that_differ_only_in_their_reduction_by_their_whole_names(
+    run: Run, service: FakeService
+) -> None:
+    metrics = {"reward:max": 3.0, "reward:min": 1.0, "loss:sum": 2.0, "tokens:sum": 4.0, "tokens:mean": 2.0}
+    entry = history_pb2.HistoryEntry(target_id="s1:train:0", step=4, metrics=metrics)
+    service.responses["list_history"] = history_pb2.ListHistoryResponse(entries=[entry])
+    shown = " ".join(run("history", "s1:train:0").out.split())
+    assert shown.endswith("loss 2, reward:max 3, reward:min 1")
     service.responses["list_history"] = history_pb2.ListHistoryResponse()
     assert "The history has nothing of s1:train:0." in run("history", "s1:train:0").out
 
