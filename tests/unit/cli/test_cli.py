@@ -463,6 +463,9 @@ def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeSe
     assert len(service.calls) == 3, "without changes it only shows"
     done = run("tenant", "limit", "bob", "adapters_max")
     assert (done.code, "NAME=VALUE" in done.err) == (1, True)
+    done = run("tenant", "limit", "bob", "weight=0.1", "weight=2")
+    assert (done.code, "weight is given twice" in done.err) == (1, True)
+    assert len(service.calls) == 3, "what is refused calls nothing"
 
 
 def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
