@@ -65,9 +65,9 @@ class AdminUseCases(UseCases):
 
     @uninterrupted
     async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
-        """Revoke a key."""
-        await self._authenticator.revoke_key(request.key_id, by=principal)
-        return pb.RevokeApiKeyResponse()
+        """Revoke a key and its successors."""
+        successors = await self._authenticator.revoke_key(request.key_id, by=principal)
+        return pb.RevokeApiKeyResponse(successors=successors)
 
     @uninterrupted
     async def create_tenant(self, principal: Principal, request: pb.CreateTenantRequest) -> pb.CreateTenantResponse:

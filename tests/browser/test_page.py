@@ -45,6 +45,14 @@ NOTE_SIZES = """(window.sizes = [], new MutationObserver(() =>
   window.sizes.push(document.querySelector(".drawn")?.textContent.length ?? 0)
 ).observe(document.querySelector(".answer"), { childList: true, subtree: true }))"""
 """Notes in a script how long the drawn text is, at each of its changes."""
+SLOW_HISTORY = """(window.numReads = 0, window.fetch = ((fetch) => async (url, ...rest) => {
+  const response = await fetch(url, ...rest);
+  if (!url.includes("ListHistory")) return response;
+  await new Promise((resolve) => setTimeout(resolve, 2500));
+  window.numReads += 1;
+  return response;
+})(window.fetch))"""
+"""Makes each read of a run's history slower than the page's refresh, and counts them."""
 AT_LIMIT, AT_END = "The limit of tokens is reached.", "The model has ended its text."
 DRAWS_MAX = 5
 ADAM = AdamParams(learning_rate=1e-2)
@@ -164,6 +172,9 @@ def test_a_wrong_key_is_refused_with_the_reason_and_the_right_one_opens_the_cloc
         key.clear()
         key.send_keys(pool.key("alice"), Keys.ENTER)
         page.one("main h1", "Clock")
+        page.open("Runs")
+        page.run("location.hash = '#/runs/%'")
+        page.one("main h1", "Clock")
         assert "alice (member)" in page.one(".who").text
         assert page.run("document.cookie") == "", "no script can read the sign-in"
         assert page.run("[localStorage.length, sessionStorage.length]") == [0, 0]
@@ -221,6 +232,12 @@ def test_a_curve_grows_while_the_run_goes_on(pool: ServedPool, client: TrainingC
         page.one("section", "evening")
         assert "project=harbour" in page.text
         page.picture("run-dark")
+        before = num_points()
+        page.open("Runs")
+        page.run(SLOW_HISTORY)
+        page.one("td a", "ferry").click()
+        page.until(lambda: page.run("window.numReads") >= 2)
+        assert num_points() == before, "a read that is slower than the refresh counts no step twice"
 
 
 def draw_to_limit(page: Page) -> None:
@@ -278,7 +295,13 @@ def test_an_administrator_sees_the_pool_with_its_problems_and_creates_a_key(
         keys = page.one("section[aria-label=Keys]", "alice")
         keys.find_element(By.CSS_SELECTOR, "input").send_keys("carol", Keys.ENTER)
         assert page.one(".made code", "tp_").text.startswith("tp_")
-        page.one("section[aria-label=Keys] tr", "carol")
+        row = page.one("section[aria-label=Keys] tr", "carol")
+        keys.find_element(By.CSS_SELECTOR, "input").send_keys("da")
+        row.find_element(By.CSS_SELECTOR, "button.danger").click()
+        page.one("dialog button", "Revoke").click()
+        page.until(lambda: not page.all("section[aria-label=Keys] tr", "carol"))
+        page.one(".made code", "tp_")  # a refresh keeps what is shown only once, and what is half typed
+        assert page.one("section[aria-label=Keys] input").get_attribute("value") == "da"
         page.picture("pool")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -135,5 +136,9 @@ def _took(entry: pb.HistoryEntry) -> str:
 
 
 def _metrics(entry: pb.HistoryEntry) -> str:
-    shown = {name.partition(":")[0]: value for name, value in sorted(entry.metrics.items())}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in LEFT_OUT)
+    uses = Counter(name.partition(":")[0] for name in entry.metrics)
+    return ", ".join(
+        f"{short if uses[short] == 1 else name} {value:.4g}"
+        for name, value in sorted(entry.metrics.items())
+        if (short := name.partition(":")[0]) not in LEFT_OUT
+    )

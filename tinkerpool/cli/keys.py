@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import JsonOption, LimitOption, call, fetch_list, note_rest
+from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.cli.references import find_key
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
@@ -126,7 +126,7 @@ def rotate(
 
     A key in this machine's credentials files is replaced there; otherwise the new key is printed once.
     """
-    key_id = _find(target, key_id) if key_id else ""
+    key_id = _find(target, key_id).key_id if key_id else ""
     request = admin_pb2.RotateApiKeyRequest(key_id=key_id, grace_seconds=seconds_of(grace))
     response = call(target, ROTATE_API_KEY, request)
     replaced, is_own = response.replaced, response.replaced.key_id == _id_of(target.api_key)
@@ -153,17 +153,22 @@ def revoke(
     key_id: Annotated[
         str, typer.Argument(help="The id in `tinkerpool key list`, a unique beginning of it, or a whole key.")
     ],
+    yes: YesOption = False,
 ) -> None:
-    """Revoke a key for good."""
-    key_id = _find(target, key_id)
-    call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
-    show.note(f"{key_id} is revoked.")
+    """Revoke a key for good, and its successors, but for the key of this command. It asks if the id is not whole."""
+    found = _find(target, key_id)
+    if not yes and found.key_id != _id_of(key_id):
+        typer.confirm(f"Revoke key {found.key_id} of tenant {found.tenant} for good?", abort=True)
+    response = call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=found.key_id))
+    show.note(f"{found.key_id} is revoked.")
+    for successor in response.successors:
+        show.note(f"Its successor {successor} is revoked, too.")
 
 
-def _find(target: Target, key: str) -> str:
-    """Return the id of the key that is meant. Raises CliError."""
+def _find(target: Target, key: str) -> admin_pb2.ApiKey:
+    """Return the key that is meant; of one that is named whole, the id alone. Raises CliError."""
     key_id = _id_of(key)
-    return key_id if len(key_id) >= KEY_ID_LENGTH else find_key(target, key_id)
+    return admin_pb2.ApiKey(key_id=key_id) if len(key_id) >= KEY_ID_LENGTH else find_key(target, key_id)
 
 
 def _id_of(key: str) -> str:
@@ -173,6 +178,10 @@ def _id_of(key: str) -> str:
 
 
 def _state(key: admin_pb2.ApiKey) -> Text:
+    return _standing(key).append(f", replaced by {key.successor}" if key.successor else "")
+
+
+def _standing(key: admin_pb2.ApiKey) -> Text:
     if key.is_revoked:
         return Text("revoked", "red")
     if key.is_expired:

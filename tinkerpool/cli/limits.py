@@ -26,7 +26,11 @@ def limit(
     json: JsonOption = False,
 ) -> None:
     """Set limits of a tenant, at once and for good, and show all of them. An administrator's key sets them."""
-    wanted = dict(_change(text) for text in changes or ())
+    wanted: dict[str, str] = {}
+    for name, value in map(_change, changes or ()):
+        if name in wanted:
+            raise show.CliError(f"{name} is given twice: give each limit once")
+        wanted[name] = value
     if wanted:
         call(target, SET_TENANT_LIMITS, limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits=wanted))
     response = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))

@@ -20,7 +20,7 @@ from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import LIST_ADAPTERS, LIST_API_KEYS, LIST_CHECKPOINTS
 from tinkerpool.names import SCHEME, CheckpointPath, is_adapter_id, operation_name
 from tinkerpool.v1.adapters_pb2 import Adapter, ListAdaptersRequest
-from tinkerpool.v1.admin_pb2 import ListApiKeysRequest
+from tinkerpool.v1.admin_pb2 import ApiKey, ListApiKeysRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 
 CANDIDATES_MAX = 10
@@ -106,13 +106,13 @@ def find_checkpoint(target: Target, reference: str) -> str:
         ) from None
 
 
-def find_key(target: Target, reference: str) -> str:
-    """Return the id of the key that is meant; a revoked one only by its whole id. Raises CliError."""
+def find_key(target: Target, reference: str) -> ApiKey:
+    """Return the key that is meant; a revoked one only by its whole id. Raises CliError."""
     _check(reference)
     found = fetch_list(target, LIST_API_KEYS, ListApiKeysRequest, "api_keys", KEYS_MAX)
     meant = [each for each in found.api_keys if each.key_id.startswith(reference) and not each.is_revoked]
     if len(meant) == 1:
-        return meant[0].key_id
+        return meant[0]
     if meant:
         lines = [f"{each.key_id}  {each.tenant}" for each in meant]
         _raise_ambiguous(f"{reference!r} may mean more than one key: give more of one of these", lines, len(meant))

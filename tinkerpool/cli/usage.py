@@ -86,9 +86,15 @@ def _number(group: str) -> pool_pb2.UsageGroup.ValueType:
 
 
 def _day(since: str) -> str:
-    """Return the day that `7d` or `2026-11-26` means; the pool refuses a day that does not exist."""
+    """Return the day that `7d`, `2026-11-26` or `20261126` means; the pool refuses a day that does not exist."""
     if not since or "-" in since:
         return since
+    if since.isdecimal():
+        if len(since) != len("YYYYMMDD"):
+            raise typer.BadParameter(
+                f"expected a day such as 2026-11-26 or 20261126, or a duration such as 7d, not {since!r}"
+            )
+        return f"{since[:4]}-{since[4:6]}-{since[6:]}"
     return time.strftime("%Y-%m-%d", time.gmtime(time.time() - seconds_of(since)))
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/admin.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd9\x02\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rlast_use_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08is_local\x18\t \x01(\x08\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\n \x01(\t\x12\x11\n\tsuccessor\x18\x0b \x01(\t\x12\x12\n\nis_expired\x18\x0c \x01(\x08J\x04\x08\x03\x10\x04R\x08is_admin\"\x89\x01\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x05 \x01(\tJ\x04\x08\x02\x10\x03R\x08is_admin\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"I\n\x12ListApiKeysRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"k\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"S\n\x13RotateApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"t\n\x14RotateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\'\n\x08replaced\x18\x03 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse\"\x8d\x01\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.tinkerpool.v1.TenantState\x12\x19\n\x11suspension_reason\x18\x04 \x01(\t\"\"\n\x10GetTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\xa7\x01\n\x11GetTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\x12\x10\n\x08num_keys\x18\x02 \x01(\x03\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x03\x12\x14\n\x0cnum_adapters\x18\x04 \x01(\x03\x12\x17\n\x0fnum_checkpoints\x18\x05 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x06 \x01(\x03\"6\n\x14SuspendTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\">\n\x15SuspendTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13ResumeTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14ResumeTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13\x44\x65leteTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x44\x65leteTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x43reateTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"I\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"j\n\x13ListTenantsResponse\x12&\n\x07tenants\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"\xef\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x05 \x01(\t\x12\x0f\n\x07subject\x18\x06 \x01(\t\x12\x37\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32&.tinkerpool.v1.AuditEntry.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"_\n\x18ListAuditEntriesResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_READ_ONLY\x10\x01\x12\x0f\n\x0bROLE_MEMBER\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03*{\n\x0bTenantState\x12\x1c\n\x18TENANT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENANT_STATE_ACTIVE\x10\x01\x12\x1a\n\x16TENANT_STATE_SUSPENDED\x10\x02\x12\x19\n\x15TENANT_STATE_DELETING\x10\x03\x32\xe1\x07\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRotateApiKey\x12\".tinkerpool.v1.RotateApiKeyRequest\x1a#.tinkerpool.v1.RotateApiKeyResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponse\x12W\n\x0c\x43reateTenant\x12\".tinkerpool.v1.CreateTenantRequest\x1a#.tinkerpool.v1.CreateTenantResponse\x12T\n\x0bListTenants\x12!.tinkerpool.v1.ListTenantsRequest\x1a\".tinkerpool.v1.ListTenantsResponse\x12N\n\tGetTenant\x12\x1f.tinkerpool.v1.GetTenantRequest\x1a .tinkerpool.v1.GetTenantResponse\x12Z\n\rSuspendTenant\x12#.tinkerpool.v1.SuspendTenantRequest\x1a$.tinkerpool.v1.SuspendTenantResponse\x12W\n\x0cResumeTenant\x12\".tinkerpool.v1.ResumeTenantRequest\x1a#.tinkerpool.v1.ResumeTenantResponse\x12W\n\x0c\x44\x65leteTenant\x12\".tinkerpool.v1.DeleteTenantRequest\x1a#.tinkerpool.v1.DeleteTenantResponse\x12\x63\n\x10ListAuditEntries\x12&.tinkerpool.v1.ListAuditEntriesRequest\x1a\'.tinkerpool.v1.ListAuditEntriesResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinkerpool/v1/admin.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd9\x02\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\x12!\n\x04role\x18\x06 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rlast_use_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08is_local\x18\t \x01(\x08\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\n \x01(\t\x12\x11\n\tsuccessor\x18\x0b \x01(\t\x12\x12\n\nis_expired\x18\x0c \x01(\x08J\x04\x08\x03\x10\x04R\x08is_admin\"\x89\x01\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tinkerpool.v1.Role\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x65rtificate_sha256\x18\x05 \x01(\tJ\x04\x08\x02\x10\x03R\x08is_admin\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"I\n\x12ListApiKeysRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"k\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"S\n\x13RotateApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"t\n\x14RotateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\x12\'\n\x08replaced\x18\x03 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"*\n\x14RevokeApiKeyResponse\x12\x12\n\nsuccessors\x18\x01 \x03(\t\"\x8d\x01\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.tinkerpool.v1.TenantState\x12\x19\n\x11suspension_reason\x18\x04 \x01(\t\"\"\n\x10GetTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\xa7\x01\n\x11GetTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\x12\x10\n\x08num_keys\x18\x02 \x01(\x03\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x03\x12\x14\n\x0cnum_adapters\x18\x04 \x01(\x03\x12\x17\n\x0fnum_checkpoints\x18\x05 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x06 \x01(\x03\"6\n\x14SuspendTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\">\n\x15SuspendTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13ResumeTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14ResumeTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13\x44\x65leteTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x44\x65leteTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"%\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"=\n\x14\x43reateTenantResponse\x12%\n\x06tenant\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tenant\"I\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0c\n\x04skip\x18\x03 \x01(\x05\"j\n\x13ListTenantsResponse\x12&\n\x07tenants\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x05\"\xef\x01\n\nAuditEntry\x12\x10\n\x08\x65ntry_id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x05 \x01(\t\x12\x0f\n\x07subject\x18\x06 \x01(\t\x12\x37\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32&.tinkerpool.v1.AuditEntry.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x01\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0e\n\x06key_id\x18\x05 \x01(\t\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"_\n\x18ListAuditEntriesResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.tinkerpool.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_READ_ONLY\x10\x01\x12\x0f\n\x0bROLE_MEMBER\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03*{\n\x0bTenantState\x12\x1c\n\x18TENANT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENANT_STATE_ACTIVE\x10\x01\x12\x1a\n\x16TENANT_STATE_SUSPENDED\x10\x02\x12\x19\n\x15TENANT_STATE_DELETING\x10\x03\x32\xe1\x07\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRotateApiKey\x12\".tinkerpool.v1.RotateApiKeyRequest\x1a#.tinkerpool.v1.RotateApiKeyResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponse\x12W\n\x0c\x43reateTenant\x12\".tinkerpool.v1.CreateTenantRequest\x1a#.tinkerpool.v1.CreateTenantResponse\x12T\n\x0bListTenants\x12!.tinkerpool.v1.ListTenantsRequest\x1a\".tinkerpool.v1.ListTenantsResponse\x12N\n\tGetTenant\x12\x1f.tinkerpool.v1.GetTenantRequest\x1a .tinkerpool.v1.GetTenantResponse\x12Z\n\rSuspendTenant\x12#.tinkerpool.v1.SuspendTenantRequest\x1a$.tinkerpool.v1.SuspendTenantResponse\x12W\n\x0cResumeTenant\x12\".tinkerpool.v1.ResumeTenantRequest\x1a#.tinkerpool.v1.ResumeTenantResponse\x12W\n\x0c\x44\x65leteTenant\x12\".tinkerpool.v1.DeleteTenantRequest\x1a#.tinkerpool.v1.DeleteTenantResponse\x12\x63\n\x10ListAuditEntries\x12&.tinkerpool.v1.ListAuditEntriesRequest\x1a\'.tinkerpool.v1.ListAuditEntriesResponseBN\n\rtinkerpool.v1P\x01Z\x1atinkerpool/v1;tinkerpoolv1\xaa\x02\rTinkerpool.V1\xea\x02\x0eTinkerpool::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\rtinkerpool.v1P\001Z\032tinkerpool/v1;tinkerpoolv1\252\002\rTinkerpool.V1\352\002\016Tinkerpool::V1'
   _globals['_AUDITENTRY_DETAILSENTRY']._loaded_options = None
   _globals['_AUDITENTRY_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2551
-  _globals['_ROLE']._serialized_end=2632
-  _globals['_TENANTSTATE']._serialized_start=2634
-  _globals['_TENANTSTATE']._serialized_end=2757
+  _globals['_ROLE']._serialized_start=2571
+  _globals['_ROLE']._serialized_end=2652
+  _globals['_TENANTSTATE']._serialized_start=2654
+  _globals['_TENANTSTATE']._serialized_end=2777
   _globals['_APIKEY']._serialized_start=78
   _globals['_APIKEY']._serialized_end=423
   _globals['_CREATEAPIKEYREQUEST']._serialized_start=426
@@ -56,41 +56,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKEAPIKEYREQUEST']._serialized_start=1029
   _globals['_REVOKEAPIKEYREQUEST']._serialized_end=1066
   _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=1068
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=1090
-  _globals['_TENANT']._serialized_start=1093
-  _globals['_TENANT']._serialized_end=1234
-  _globals['_GETTENANTREQUEST']._serialized_start=1236
-  _globals['_GETTENANTREQUEST']._serialized_end=1270
-  _globals['_GETTENANTRESPONSE']._serialized_start=1273
-  _globals['_GETTENANTRESPONSE']._serialized_end=1440
-  _globals['_SUSPENDTENANTREQUEST']._serialized_start=1442
-  _globals['_SUSPENDTENANTREQUEST']._serialized_end=1496
-  _globals['_SUSPENDTENANTRESPONSE']._serialized_start=1498
-  _globals['_SUSPENDTENANTRESPONSE']._serialized_end=1560
-  _globals['_RESUMETENANTREQUEST']._serialized_start=1562
-  _globals['_RESUMETENANTREQUEST']._serialized_end=1599
-  _globals['_RESUMETENANTRESPONSE']._serialized_start=1601
-  _globals['_RESUMETENANTRESPONSE']._serialized_end=1662
-  _globals['_DELETETENANTREQUEST']._serialized_start=1664
-  _globals['_DELETETENANTREQUEST']._serialized_end=1701
-  _globals['_DELETETENANTRESPONSE']._serialized_start=1703
-  _globals['_DELETETENANTRESPONSE']._serialized_end=1764
-  _globals['_CREATETENANTREQUEST']._serialized_start=1766
-  _globals['_CREATETENANTREQUEST']._serialized_end=1803
-  _globals['_CREATETENANTRESPONSE']._serialized_start=1805
-  _globals['_CREATETENANTRESPONSE']._serialized_end=1866
-  _globals['_LISTTENANTSREQUEST']._serialized_start=1868
-  _globals['_LISTTENANTSREQUEST']._serialized_end=1941
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=1943
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=2049
-  _globals['_AUDITENTRY']._serialized_start=2052
-  _globals['_AUDITENTRY']._serialized_end=2291
-  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_start=2245
-  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_end=2291
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=2294
-  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=2452
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=2454
-  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=2549
-  _globals['_ADMINSERVICE']._serialized_start=2760
-  _globals['_ADMINSERVICE']._serialized_end=3753
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=1110
+  _globals['_TENANT']._serialized_start=1113
+  _globals['_TENANT']._serialized_end=1254
+  _globals['_GETTENANTREQUEST']._serialized_start=1256
+  _globals['_GETTENANTREQUEST']._serialized_end=1290
+  _globals['_GETTENANTRESPONSE']._serialized_start=1293
+  _globals['_GETTENANTRESPONSE']._serialized_end=1460
+  _globals['_SUSPENDTENANTREQUEST']._serialized_start=1462
+  _globals['_SUSPENDTENANTREQUEST']._serialized_end=1516
+  _globals['_SUSPENDTENANTRESPONSE']._serialized_start=1518
+  _globals['_SUSPENDTENANTRESPONSE']._serialized_end=1580
+  _globals['_RESUMETENANTREQUEST']._serialized_start=1582
+  _globals['_RESUMETENANTREQUEST']._serialized_end=1619
+  _globals['_RESUMETENANTRESPONSE']._serialized_start=1621
+  _globals['_RESUMETENANTRESPONSE']._serialized_end=1682
+  _globals['_DELETETENANTREQUEST']._serialized_start=1684
+  _globals['_DELETETENANTREQUEST']._serialized_end=1721
+  _globals['_DELETETENANTRESPONSE']._serialized_start=1723
+  _globals['_DELETETENANTRESPONSE']._serialized_end=1784
+  _globals['_CREATETENANTREQUEST']._serialized_start=1786
+  _globals['_CREATETENANTREQUEST']._serialized_end=1823
+  _globals['_CREATETENANTRESPONSE']._serialized_start=1825
+  _globals['_CREATETENANTRESPONSE']._serialized_end=1886
+  _globals['_LISTTENANTSREQUEST']._serialized_start=1888
+  _globals['_LISTTENANTSREQUEST']._serialized_end=1961
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=1963
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=2069
+  _globals['_AUDITENTRY']._serialized_start=2072
+  _globals['_AUDITENTRY']._serialized_end=2311
+  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_start=2265
+  _globals['_AUDITENTRY_DETAILSENTRY']._serialized_end=2311
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=2314
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=2472
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=2474
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=2569
+  _globals['_ADMINSERVICE']._serialized_start=2780
+  _globals['_ADMINSERVICE']._serialized_end=3773
 # @@protoc_insertion_point(module_scope)

@@ -362,12 +362,19 @@ class RevokeApiKeyResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SUCCESSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def successors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The `ApiKey.key_id` of the successors that were revoked with it, the oldest first."""
+
     def __init__(
         self,
+        *,
+        successors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["successors", b"successors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

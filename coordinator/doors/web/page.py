@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from coordinator.doors.http.calls import Call
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.http.calls import Call, api_key
 from coordinator.doors.http.sign_ins import check_origin
 
 HOME = "/ui/"
@@ -65,8 +66,10 @@ def _file(files: dict[str, tuple[bytes, dict[str, str]]]) -> Callable[[Request],
 
 
 async def sign_in(call: Call) -> Response:
-    """POST with the key as a bearer token: sign the browser in, and tell who that is."""
+    """POST with the key as a bearer token: sign the browser in, and tell who that is. A cookie cannot renew itself."""
     check_origin(call.request)
+    if not api_key(call.request):
+        raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_MISSING", "a sign-in needs the API key as a bearer token")
     principal = call.principal
     response = JSONResponse({"tenant": principal.tenant_name, "role": str(principal.role)})
     call.door.sign_ins.begin(call.request, response, principal.key_id)

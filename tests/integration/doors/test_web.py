@@ -184,6 +184,12 @@ def test_no_other_site_signs_a_browser_in(web: Web, pool: ServedPool) -> None:
     assert refusal(response) == (403, "FOREIGN_ORIGIN")
 
 
+def test_a_sign_in_is_not_renewed_without_the_key(browser: httpx.Client) -> None:
+    response = browser.post("/ui/sign-in")
+    assert refusal(response) == (401, "API_KEY_MISSING")
+    assert "set-cookie" not in response.headers
+
+
 def test_a_sign_in_ends_with_its_key_when_it_expires_when_it_is_forged_and_by_the_sign_out(
     browser: httpx.Client, web: Web, pool: ServedPool
 ) -> None:

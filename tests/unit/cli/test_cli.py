@@ -343,6 +343,16 @@ def test_history_shows_the_last_entries_of_an_adapter(run: Run, service: FakeSer
     assert lines[1][-1] == "NON_FINITE"
     assert lines[2] == ["step", "4", "report", "0", "s", "0", "reward", "0.5"]
     assert run("history", "s1:train:0", "-n", "1").out.count("\n") == 3
+
+
+def test_history_shows_metrics_that_differ_only_in_their_reduction_by_their_whole_names(
+    run: Run, service: FakeService
+) -> None:
+    metrics = {"reward:max": 3.0, "reward:min": 1.0, "loss:sum": 2.0, "tokens:sum": 4.0, "tokens:mean": 2.0}
+    entry = history_pb2.HistoryEntry(target_id="s1:train:0", step=4, metrics=metrics)
+    service.responses["list_history"] = history_pb2.ListHistoryResponse(entries=[entry])
+    shown = " ".join(run("history", "s1:train:0").out.split())
+    assert shown.endswith("loss 2, reward:max 3, reward:min 1")
     service.responses["list_history"] = history_pb2.ListHistoryResponse()
     assert "The history has nothing of s1:train:0." in run("history", "s1:train:0").out
 
@@ -413,6 +423,17 @@ def test_a_duration_before_now_is_a_day_in_utc(run: Run, service: FakeService) -
     assert list(request.group_by) == [pool_pb2.USAGE_GROUP_TENANT, pool_pb2.USAGE_GROUP_KIND]
 
 
+def test_eight_digits_are_a_day_and_any_other_bare_number_is_refused(run: Run, service: FakeService) -> None:
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse()
+    assert run("usage", "--since", "20261126").code == 0
+    request = service.calls[-1][2]
+    assert isinstance(request, pool_pb2.GetUsageRequest)
+    assert request.since == "2026-11-26"
+    for number in ("7", "2026", "202611261"):
+        assert "2026-11-26 or 20261126" in " ".join(run("usage", "--since", number).err.split())
+    assert len(service.calls) == 1
+
+
 def test_usage_refuses_groups_days_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
     assert "--by takes some of tenant,model,adapter,kind,day" in run("usage", "--by", "tenant,gpu").err
     assert "expected a duration such as 90d" in run("usage", "--since", "yesterday").err
@@ -442,6 +463,9 @@ def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeSe
     assert len(service.calls) == 3, "without changes it only shows"
     done = run("tenant", "limit", "bob", "adapters_max")
     assert (done.code, "NAME=VALUE" in done.err) == (1, True)
+    done = run("tenant", "limit", "bob", "weight=0.1", "weight=2")
+    assert (done.code, "weight is given twice" in done.err) == (1, True)
+    assert len(service.calls) == 3, "what is refused calls nothing"
 
 
 def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
@@ -463,15 +487,20 @@ def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
     assert service.calls[0][2] == admin_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
 
 
+def test_key_revoke_says_which_successors_are_revoked_with_it(run: Run, service: FakeService) -> None:
+    service.responses["revoke_api_key"] = admin_pb2.RevokeApiKeyResponse(successors=["111111111111"])
+    assert "111111111111 is revoked, too" in run("key", "revoke", "0" * 12).err
+
+
 def test_key_list_shows_which_keys_are_revoked(run: Run, service: FakeService) -> None:
     keys = [
         admin_pb2.ApiKey(key_id="k1", tenant="a", role=admin_pb2.ROLE_ADMIN),
-        admin_pb2.ApiKey(key_id="k2", is_revoked=True),
+        admin_pb2.ApiKey(key_id="k2", is_revoked=True, successor="k3"),
     ]
     service.responses["list_api_keys"] = admin_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
     assert "good" in lines[2]
-    assert "revoked" in lines[3]
+    assert "revoked, replaced by k3" in lines[3]
 
 
 def test_key_list_shows_roles_last_uses_and_expiries(run: Run, service: FakeService) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def service() -> Iterator[FakeService]:
     keys = [
         ApiKey(key_id="aaaaaaaaaaa1"),
         ApiKey(key_id="aaaaaaaaaaa2", is_revoked=True),
-        ApiKey(key_id="bbbbbbbbbbb1"),
+        ApiKey(key_id="bbbbbbbbbbb1", tenant="bob"),
     ]
     fake = FakeService(
         list_adapters=ListAdaptersResponse(adapters=adapters),
@@ -178,6 +179,17 @@ def test_a_history_is_of_an_adapter_by_its_name_or_of_a_sampler_by_its_id(run: R
 
 def test_a_key_is_found_by_a_unique_beginning_among_those_that_are_not_revoked(run: Run, service: FakeService) -> None:
     for reference, key_id in (("a", "aaaaaaaaaaa1"), ("bbb", "bbbbbbbbbbb1"), ("cccccccccccc", "cccccccccccc")):
-        assert run("key", "revoke", reference).code == 0
+        assert run("key", "revoke", reference, "--yes").code == 0
         assert last(service, "revoke_api_key").key_id == key_id
     assert "no key has an id that begins with 'c'" in run("key", "revoke", "c").err
+
+
+def test_a_key_is_revoked_by_the_beginning_of_its_id_only_once_its_tenant_is_confirmed(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer, code in (("n\n", 1), ("y\n", 0)):
+        assert "revoke_api_key" not in [name for name, _, _ in service.calls]
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        done = run("key", "revoke", "b")
+        assert (done.code, "key bbbbbbbbbbb1 of tenant bob" in done.out) == (code, True), done.err
+    assert last(service, "revoke_api_key").key_id == "bbbbbbbbbbb1"

@@ -38,14 +38,19 @@ class View {
     leave.push(end);
   }
 
-  /** Run now, and again every so many seconds while the page is visible; return when it has run once. */
+  /** Run now, and again every so many seconds while the page is visible, never twice at once; return after the first. */
   async every(seconds, work) {
+    let isRunning = false;
     const once = async () => {
+      if (isRunning) return;
+      isRunning = true;
       try {
         if (!this.isLeft && !document.hidden) await work();
         this.warning?.remove();
       } catch (error) {
         if (!this.isLeft) this.warn(error);
+      } finally {
+        isRunning = false;
       }
     };
     const timer = setInterval(once, seconds * 1000);
@@ -67,7 +72,7 @@ async function show() {
   leave.forEach((end) => end());
   leave = [];
   if (me === null && !(await identify())) return;
-  const [path, ...rest] = location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+  const [path, ...rest] = place();
   const part = PARTS.find((each) => each.path === path) ?? PARTS[0];
   document.title = `${part.name} - tinkerpool`;
   fill(
@@ -82,6 +87,15 @@ async function show() {
     view.warn(error);
     const again = setTimeout(show, RETRY_MS);
     view.onLeave(() => clearTimeout(again));
+  }
+}
+
+/** Return the parts of the address behind `#/`; none if it is malformed. */
+function place() {
+  try {
+    return location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+  } catch {
+    return [];
   }
 }
 

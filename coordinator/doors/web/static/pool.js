@@ -19,7 +19,9 @@ export async function pool(view, me) {
     limits = section("Limits");
   const tenants = section("Tenants"),
     keys = section("Keys"),
+    keyRows = h("div", {}),
     audit = section("Audit log");
+  keys.append(h("h2", {}, "Keys"), keyRows, ...keyForm(() => showKeys(keyRows)));
   view.element.append(
     h("h1", {}, "Pool"),
     problems,
@@ -53,7 +55,7 @@ export async function pool(view, me) {
     await Promise.all([
       showUsage(usage),
       showLimits(limits, me),
-      ...(me.isAdmin ? [showTenants(tenants), showKeys(keys), showAudit(audit)] : []),
+      ...(me.isAdmin ? [showTenants(tenants), showKeys(keyRows), showAudit(audit)] : []),
     ]);
   };
   await view.every(2, now);
@@ -211,10 +213,9 @@ function tenantButton(row, changed) {
   );
 }
 
-async function showKeys(element) {
-  const keys = await all("AdminService/ListApiKeys", "apiKeys", { pageSize: 100 }, 500);
-  const refresh = () => showKeys(element);
-  const made = h("div", { "aria-live": "polite" });
+/** Return a form that creates a key, and the place of the new key, which no refresh clears. */
+function keyForm(refresh) {
+  const made = h("div", { class: "made", "aria-live": "polite" });
   const tenant = h("input", { required: true, placeholder: "tenant", "aria-label": "Tenant" });
   const role = h(
     "select",
@@ -225,18 +226,24 @@ async function showKeys(element) {
   );
   const create = async (event) => {
     event.preventDefault();
+    const form = event.currentTarget;
     try {
       const { key } = await rpc("AdminService/CreateApiKey", { tenant: tenant.value, role: role.value });
+      fill(made, h("p", {}, "The new key is shown only now: ", h("code", {}, key)));
+      form.reset();
       await refresh();
-      element.querySelector(".made").replaceChildren(h("p", {}, "The new key is shown only now: ", h("code", {}, key)));
     } catch (error) {
       notify(error.message);
     }
   };
-  made.className = "made";
+  return [h("form", { class: "row", onsubmit: create }, tenant, role, h("button", {}, "Create a key")), made];
+}
+
+async function showKeys(element) {
+  const keys = await all("AdminService/ListApiKeys", "apiKeys", { pageSize: 100 }, 500);
+  const refresh = () => showKeys(element);
   fill(
     element,
-    h("h2", {}, "Keys"),
     table(
       [
         { name: "key", cell: (row) => h("span", { class: "mono" }, row.keyId) },
@@ -255,7 +262,8 @@ async function showKeys(element) {
               {
                 class: "danger",
                 onclick: async () => {
-                  if (await confirmed(`Revoke key ${row.keyId} of ${row.tenant}? Its calls end at once.`, "Revoke")) {
+                  const keys = row.successor ? `${row.keyId}, and its successor ${row.successor},` : row.keyId;
+                  if (await confirmed(`Revoke key ${keys} of ${row.tenant}? Running calls end at once.`, "Revoke")) {
                     await did(rpc("AdminService/RevokeApiKey", { keyId: row.keyId }), refresh);
                   }
                 },
@@ -267,8 +275,6 @@ async function showKeys(element) {
       keys.filter((each) => !each.isRevoked),
       "There is no key.",
     ),
-    h("form", { class: "row", onsubmit: create }, tenant, role, h("button", {}, "Create a key")),
-    made,
   );
 }
 
