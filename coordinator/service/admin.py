@@ -65,7 +65,7 @@ class AdminUseCases(UseCases):
 
     @uninterrupted
     async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
-        """Revoke a key and its successors."""
+        """Revoke a key; say which of its successors are valid."""
         successors = await self._authenticator.revoke_key(request.key_id, by=principal)
         return pb.RevokeApiKeyResponse(successors=successors)
 

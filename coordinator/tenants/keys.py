@@ -231,23 +231,20 @@ class Authenticator:
         return self._used.get(row.key_id, row.last_used_at)
 
     async def revoke_key(self, key_id: str, *, by: Principal | None = None) -> list[str]:
-        """Revoke a key and its successors, and end the calls that run with them. Return the ids of those successors.
+        """Revoke a key, and end the calls that run with it. Return the ids of its successors that are still valid.
 
-        A leaked key may have been replaced by its thief. The key of `by` and its successors stay, unless `key_id` is
-        that key: an administrator ends a key that they have replaced themselves.
+        Their owner may need them; but the thief of a leaked key may have replaced it.
 
         Raises ServiceError if it is unknown, or if no administrator's key without an expiry would remain.
         """
         if self._store.api_keys.get(key_id) is None:
             raise not_found("API key", key_id)
         try:
-            revoked = await self._store.api_keys.revoke(key_id, self._act("key.revoke", key_id, by, {}, self._wall()))
+            await self._store.api_keys.revoke(key_id, self._act("key.revoke", key_id, by, {}, self._wall()))
         except NoAdminError:
             raise last_admin_key() from None
-        successors = [each for each in revoked if each != key_id]
-        for each in (key_id, *successors):
-            self._end(each)
-        return successors
+        self._end(key_id)
+        return self._store.api_keys.live_successors(key_id)
 
     def end_calls_of(self, tenant_id: str) -> None:
         """End the running calls of a tenant that is suspended or being deleted."""

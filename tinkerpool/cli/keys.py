@@ -155,14 +155,17 @@ def revoke(
     ],
     yes: YesOption = False,
 ) -> None:
-    """Revoke a key for good, and its successors, but for the key of this command. It asks if the id is not whole."""
+    """Revoke a key for good. It asks first if the id is not whole."""
     found = _find(target, key_id)
     if not yes and found.key_id != _id_of(key_id):
         typer.confirm(f"Revoke key {found.key_id} of tenant {found.tenant} for good?", abort=True)
     response = call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=found.key_id))
     show.note(f"{found.key_id} is revoked.")
     for successor in response.successors:
-        show.note(f"Its successor {successor} is revoked, too.")
+        show.note(
+            f"Its successor {successor} is still valid. If you do not know who replaced the key: "
+            f"tinkerpool key revoke {successor}"
+        )
 
 
 def _find(target: Target, key: str) -> admin_pb2.ApiKey:

@@ -365,7 +365,9 @@ class RevokeApiKeyResponse(_message.Message):
     SUCCESSORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def successors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The `ApiKey.key_id` of the successors that were revoked with it, the oldest first."""
+        """The `ApiKey.key_id` of its successors that are still valid, the oldest first: the thief of a key that leaked may
+        have replaced it.
+        """
 
     def __init__(
         self,

@@ -132,8 +132,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RevokeApiKey(self, request, context):
-        """Revokes a key within a second, and the keys that replaced it: one that leaked may have been replaced by its thief.
-        The caller's own key and its successors stay, unless the caller names that key. Durable when it returns. Idempotent.
+        """Revokes a key within a second, not the keys that replaced it. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
         """

@@ -57,8 +57,7 @@ class AdminServiceStub:
     replaced 100 keys within a day; an administrator may replace more.
     """
     RevokeApiKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]
-    """Revokes a key within a second, and the keys that replaced it: one that leaked may have been replaced by its thief.
-    The caller's own key and its successors stay, unless the caller names that key. Durable when it returns. Idempotent.
+    """Revokes a key within a second, not the keys that replaced it. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
@@ -133,8 +132,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     replaced 100 keys within a day; an administrator may replace more.
     """
     RevokeApiKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeApiKeyRequest, _admin_pb2.RevokeApiKeyResponse]  # type: ignore[assignment]
-    """Revokes a key within a second, and the keys that replaced it: one that leaked may have been replaced by its thief.
-    The caller's own key and its successors stay, unless the caller names that key. Durable when it returns. Idempotent.
+    """Revokes a key within a second, not the keys that replaced it. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
     """
@@ -230,8 +228,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RevokeApiKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RevokeApiKeyResponse, _abc.Awaitable[_admin_pb2.RevokeApiKeyResponse]]:
-        """Revokes a key within a second, and the keys that replaced it: one that leaked may have been replaced by its thief.
-        The caller's own key and its successors stay, unless the caller names that key. Durable when it returns. Idempotent.
+        """Revokes a key within a second, not the keys that replaced it. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such key. FAILED_PRECONDITION: no administrator's key without an expiry would remain.
         """

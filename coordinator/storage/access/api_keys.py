@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coordinator.storage.access.admins import keeping_admins
 from coordinator.storage.access.audit import Act, record
@@ -17,11 +17,11 @@ from coordinator.storage.rows import ApiKeyRow, Listing, Place, Table
 from coordinator.storage.sqlite import Connection
 from coordinator.storage.tenants import add_tenant
 
-_LIVE_WITH_SUCCESSORS = """WITH RECURSIVE chain (key_id, successor, revoked_at, place) AS (
+_LIVE_SUCCESSORS = """WITH RECURSIVE chain (key_id, successor, revoked_at, place) AS (
         SELECT key_id, successor, revoked_at, 0 FROM api_keys WHERE key_id = ?
         UNION ALL SELECT new.key_id, new.successor, new.revoked_at, place + 1
-        FROM chain JOIN api_keys AS new ON new.key_id = chain.successor WHERE new.key_id != ?)
-    SELECT key_id FROM chain WHERE revoked_at IS NULL ORDER BY place"""
+        FROM chain JOIN api_keys AS new ON new.key_id = chain.successor)
+    SELECT key_id FROM chain WHERE place > 0 AND revoked_at IS NULL ORDER BY place"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +137,21 @@ class ApiKeys(Table[ApiKeyRow]):
 
         return self._database.write(write)
 
-    def revoke(self, key_id: str, act: Act) -> asyncio.Future[list[str]]:
-        """Revoke a key and its successors, up to the acting key. Raises NoAdminError through the future.
+    def live_successors(self, key_id: str) -> list[str]:
+        """Return the ids of the keys that replaced a key, one after another, and are not revoked, the oldest first."""
+        return [row["key_id"] for row in self._database.read(_LIVE_SUCCESSORS, (key_id,))]
 
-        The future: the ids of those that were not revoked before, the oldest first.
-        """
+    def revoke(self, key_id: str, act: Act) -> asyncio.Future[bool]:
+        """Revoke a key. The future: False if it was revoked before. Raises NoAdminError through the future."""
 
-        def write(db: Connection) -> list[str]:
-            revoked = [each for (each,) in db.execute(_LIVE_WITH_SUCCESSORS, (key_id, act.key_id))]
+        def write(db: Connection) -> bool:
             with keeping_admins(db):
-                db.executemany(
-                    "UPDATE api_keys SET revoked_at = ? WHERE key_id = ?", [(act.at, each) for each in revoked]
-                )
-            for each in revoked:
-                record(db, act if each == key_id else replace(act, subject=each, details={"successor_of": key_id}))
-            return revoked
+                revoked = db.execute(
+                    "UPDATE api_keys SET revoked_at = ? WHERE key_id = ? AND revoked_at IS NULL", (act.at, key_id)
+                ).rowcount
+            if revoked:
+                record(db, act)
+            return bool(revoked)
 
         return self._database.write(write, is_deletion=True)
 

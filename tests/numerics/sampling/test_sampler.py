@@ -337,7 +337,7 @@ def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(q
         ErrorCode.DATA_LOSS: [replace(request("damaged"), version=damaged)],
         ErrorCode.INVALID_ARGUMENT: [
             request("empty", length=0),
-            request("long", length=500, max_tokens=13),
+            request("long", length=500, max_tokens=14),
             request("large", prompt=np.array([1, 258], np.int32)),
             request("negative", prompt=np.array([-1], np.int32)),
         ],

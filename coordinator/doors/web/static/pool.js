@@ -262,8 +262,9 @@ async function showKeys(element) {
               {
                 class: "danger",
                 onclick: async () => {
-                  const keys = row.successor ? `${row.keyId}, and its successor ${row.successor},` : row.keyId;
-                  if (await confirmed(`Revoke key ${keys} of ${row.tenant}? Running calls end at once.`, "Revoke")) {
+                  const successor = row.successor ? ` Its successor ${row.successor} stays valid.` : "";
+                  const question = `Revoke key ${row.keyId} of ${row.tenant}? Its calls end at once.${successor}`;
+                  if (await confirmed(question, "Revoke")) {
                     await did(rpc("AdminService/RevokeApiKey", { keyId: row.keyId }), refresh);
                   }
                 },
