@@ -26,7 +26,7 @@ def long(settings: dict[str, Any]) -> Any:
         {"exact": True},
         long({"has_triton": False}),
         long({"recompute": "on"}),
-        {"model": "tiny-hybrid"},
+        long({"model": "tiny-hybrid"}),
         {"model": "tiny-mixture"},
         long({"model": "tiny-mixture", "has_gaps": True, "recompute": "on"}),
     ],

@@ -161,7 +161,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
 def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
     model_directory: Path, visits: list[Visit], num_rows: int, prefill_tokens: int
