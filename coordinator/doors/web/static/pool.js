@@ -262,7 +262,7 @@ async function showKeys(element) {
               {
                 class: "danger",
                 onclick: async () => {
-                  const successor = row.successor ? ` Its successor ${row.successor} stays valid.` : "";
+                  const successor = row.successor ? ` Its successor ${row.successor} is not revoked with it.` : "";
                   const question = `Revoke key ${row.keyId} of ${row.tenant}? Its calls end at once.${successor}`;
                   if (await confirmed(question, "Revoke")) {
                     await did(rpc("AdminService/RevokeApiKey", { keyId: row.keyId }), refresh);
