@@ -198,6 +198,9 @@ class RowLayout:
                 self.parts.append(None)
         self.num_values = end
         """P."""
+        sizes = (part.num_rows * part.num_columns for group in self.parts if group for part in (group.A, *group.Bs))
+        self.has_gaps = sum(sizes) < end
+        """Whether there are values between matrices."""
         self._places: dict[int, list[tuple[str, tuple[int, ...], int, tuple[int, ...]]]] = {}
         """Rank to name, shape, first byte and strides of each matrix of an adapter."""
 
@@ -212,6 +215,11 @@ class RowLayout:
             A_grad=None if grad is None else parts.A.view(grad),
             B_grads=() if grad is None else tuple(part.view(grad) for part in parts.Bs),
         )
+
+    def unembedding(self, flat: Tensor) -> Tensor:
+        """Return the values of the last group, of a row (P,), sharing memory; empty if it is not adapted."""
+        last = self.parts[-1]
+        return flat[self.num_values if last is None else last.A.offset :]
 
     def matrices(self, flat: NDArray[np.float32], rank: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r).

@@ -24,12 +24,12 @@ def make_bank(num_slots: int, keys: str) -> Bank:
 def fill(bank: Bank, key: str, seed: int) -> dict[str, torch.Tensor]:
     """Fill a key's row with random values; return copies on the CPU."""
     (row,) = bank.acquire([key])
+    bank.entry(key).note_step()
+    bank.entry(key).begin_gradient()
     generator = torch.Generator("cuda").manual_seed(seed)
     for name in NAMES:
         getattr(row, name).normal_(generator=generator)
     row.refresh()
-    bank.entry(key).note_step()
-    bank.entry(key).note_gradient()
     return contents(bank.entry(key).read())
 
 

@@ -319,7 +319,6 @@ def test_optimizer_step_that_is_not_finite_changes_no_weights_and_no_neighbour(
     outcomes, expected = adamw_steps(steps), adamw_steps(steps_of(sound))
     assert isinstance(outcomes[4], NonFiniteStepError)
     assert is_same(state(rows[4])[:3], before[:3])
-    assert not rows[4].grad.any()
     for index in range(4):
         assert isinstance(outcomes[index], StepNorms)
         assert outcomes[index] == expected[index]

@@ -341,17 +341,18 @@ class Bank:
         self.stats.num_loads += 1
 
     def _fill(self, row: Row, entry: Entry, host: HostRow) -> Transfer:
-        """Begin to copy host memory to all of a row, which may hold anything before."""
+        """Begin to copy host memory to a row, which may hold anything before: to all but a gradient that is zero."""
         copies: list[tuple[Tensor, Tensor | None]] = [(row.weights, entry.host_weights())]
         copies += [
             (vector, value)
             for vector, value in (
                 (row.exp_avg, host.exp_avg),
                 (row.exp_avg_sq, host.exp_avg_sq),
-                (row.grad, host.grad),
             )
             if vector is not None
         ]
+        if row.grad is not None and host.grad is not None:
+            copies.append((row.grad, host.grad))
         if row.compute is not None:
             copies.append((row.compute, row.weights))
         return self._transfers.to_device(copies, filling=host.transfer, emptying=row.transfer)

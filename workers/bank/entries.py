@@ -222,7 +222,7 @@ class Entry:
     has_moments: bool = False
     """Whether the moments may be other than zero."""
     has_grad: bool = False
-    """Whether the gradient may be other than zero."""
+    """Whether there is a gradient; otherwise it is zero, and the row's vector of it holds anything."""
     num_pins: int = 0
     """Users that keep the entry from being removed."""
     is_removed: bool = False
@@ -240,25 +240,29 @@ class Entry:
             return self.row.host_bytes
         return self.host.num_bytes if self.host is not None else 0
 
-    def note_gradient(self) -> None:
-        """Record that a pass adds to the gradient of the row."""
+    def begin_gradient(self, *, are_layers_set: bool = False) -> bool:
+        """Let the row's vector be the gradient from now on, zeros if there was none; the row is settled.
+
+        With `are_layers_set`, a pass is about to set what belongs to layers, if there was no gradient, instead of
+        adding to it. So only what belongs to the unembedding becomes zero. Returns whether the pass is to do so.
+        """
+        if self.has_grad:
+            return False
+        assert self.row is not None
+        assert self.row.grad is not None
+        is_set = are_layers_set and not self.layout.has_gaps  # nobody sets what is between matrices
+        (self.layout.unembedding(self.row.grad) if is_set else self.row.grad).zero_()
         self.has_grad = True
+        return is_set
 
     def note_step(self) -> None:
-        """Record an optimizer step on the row, which has written the moments and made the gradient zero."""
+        """Record an optimizer step on the row, which has written the moments and used the gradient up."""
         self.has_grad = False
         self.has_moments = True
 
     def drop_grad(self) -> None:
         """Make the gradient zero."""
-        if not self.has_grad:
-            return
-        if self.row is not None:
-            assert self.row.grad is not None
-            self.row.settle()
-            self.row.grad.zero_()
-        else:
-            assert self.host is not None
+        if self.host is not None:
             self.host.grad = None
         self.has_grad = False
 
@@ -269,6 +273,7 @@ class Entry:
             return
         if self.row is not None:
             assert self.row.grad is not None
+            self.row.settle()
             self.row.grad.copy_(gradient)
         else:
             assert self.host is not None

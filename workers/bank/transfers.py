@@ -54,7 +54,7 @@ class Transfers(Protocol):
         """Copy each pair's second tensor to its first, in order, converting dtypes; None: zeros.
 
         `filling` may still fill the second tensors. `emptying` may still copy the first ones to the host: each follows
-        its own copy alone.
+        its own copy alone, and the transfer ends after all of it.
         """
 
 
@@ -101,7 +101,12 @@ class _CudaTransfer:
 
     def note(self, vector: Tensor) -> None:
         """Note the last copy on the stream: from or to this vector on the device."""
-        self._event = self._events[vector.data_ptr()] = torch.cuda.Event()
+        self.note_end()
+        self._events[vector.data_ptr()] = self._event
+
+    def note_end(self) -> None:
+        """Let the transfer end after all that is on the stream."""
+        self._event = torch.cuda.Event()
         self._event.record(self._stream)
 
     def event_of(self, vector: Tensor | None) -> torch.cuda.Event:
@@ -172,6 +177,9 @@ class CudaTransfers:
                 transfer.note(target)
                 if source is not None:
                     self._pinned.note(source, transfer)
+            if isinstance(emptying, _CudaTransfer):
+                self._up.wait_event(emptying.event_of(None))
+                transfer.note_end()
         return transfer
 
     def _staged(self, source: Tensor | None) -> Tensor | None:

@@ -240,10 +240,12 @@ def _expand_inputs(
 @triton.jit
 def _add_gradients(
     x, dy0, dy1, dy2, x_stride, stride0, stride1, stride2, d_in, d_out0, d_out1, d_out2, blocks, blocks0, blocks1,
-    xa, dxa, xa_stride, gradients, pieces, firsts, ranks,
-    G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    xa, dxa, xa_stride, gradients, pieces, firsts, ranks, are_set,
+    G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CAN_SET: tl.constexpr,
 ):  # fmt: skip
     """Add left^T right of each segment, in order, to some rows and columns of one gradient of an adapter.
+
+    Or to zeros, where the adapter's gradients are set.
 
     Grid: adapters, columns, rows. The columns are of A (`blocks` of them) and of the B^T of each linear, one after
     another. Products are right^T left: tensor cores take the operand of the pass as it was loaded.
@@ -268,7 +270,11 @@ def _add_gradients(
         mask = is_column[:, None] & is_own[None, :]
         gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED_BYTES)
         out = gradient + own_rows[None, :].to(tl.int64) * width + columns[:, None]
-        sums = tl.load(out, mask=mask, other=0.0)
+        is_read = mask
+        if CAN_SET:
+            num_read = tl.where(tl.load(are_set + adapter) == 0, height, 0)
+            is_read = is_column[:, None] & (own_rows < num_read)[None, :]
+        sums = tl.load(out, mask=is_read, other=0.0)
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         number = tl.arange(0, DEPTH)
         for piece in range(tl.load(firsts + adapter), tl.load(firsts + adapter + 1)):
@@ -386,6 +392,8 @@ def add_gradients(
     pieces: Tensor,
     firsts: Tensor,
     ranks: Tensor,
+    are_set: Tensor | None,
+    num_set: int,
 ) -> None:
     """See `gpu_operations.ADD_GRADIENTS`."""
     dys = [dy for dy in (dy0, dy1, dy2) if dy is not None]
@@ -394,8 +402,8 @@ def add_gradients(
     rows = gradient_rows(dxa.shape[1] // len(dys))
     _add_gradients[len(ranks), sum(blocks), blocks_of(dxa.shape[1], rows)](
         x, *filled, x.stride(0), *strides, x.shape[1], *widths, *[*blocks, 0][:3],
-        xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks,
-        G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH,
+        xa, dxa, dxa.stride(0), gradients, pieces, firsts, ranks, ranks if are_set is None else are_set,
+        G=len(dys), ROWS=rows, COLUMNS=GRADIENT_COLUMNS, DEPTH=GRADIENT_DEPTH, CAN_SET=are_set is not None,
         **gradient_options(rows),
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ from workers.model.experts import choices_of_probe, is_router
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
-from workers.model.fused_runs import can_run, forward_runs, training_runs
+from workers.model.fused_runs import TrainingRun, can_run, forward_runs, training_runs
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.gpu_operations import has_kernels
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
@@ -186,6 +186,12 @@ class BaseModel:
         """Whether adapters of passes with a backward are added by kernels of our own."""
         return self.current.fuse is not None
 
+    @property
+    def sets_gradients(self) -> bool:
+        """Whether a pass can set the gradients of layers: by kernels, each of them once."""
+        are_fused = all(group.is_batched for group in self.groups)
+        return self.trains_by_kernels and self.training_layers is not None and are_fused
+
     @contextmanager
     def training_by_modules(self) -> Iterator[None]:
         """Train by the modules, and without kernels of our own for adapters and heads, in this block."""
@@ -317,6 +323,9 @@ class BaseModel:
         """Add every adapter's gradient to its row, from the hidden states of the last forward and d(loss)/d(hidden)."""
         with fixed_order() if self._is_ordered else nullcontext():
             torch.autograd.backward(hidden, dhidden)
+        for run in self.current.routing.runs:
+            if isinstance(run, TrainingRun):
+                run.check_set()
 
     @torch.no_grad()
     def unembed(self, hidden: Tensor, segments: Sequence[Segment] | Routing) -> Tensor:

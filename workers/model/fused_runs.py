@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -117,8 +117,12 @@ class GradientTables(Generic[T]):
     """(N, 3) int32; see `gpu_operations.ADD_GRADIENTS`."""
     firsts: T
     """(S + 1,) int32: the first piece of each adapter, and their number."""
+    are_set: T
+    """(S,) int32: 1 for adapters whose gradients of layers the pass sets instead of adding to them."""
     arrivals: T
     """Zeros, int32; see `gpu_operations.SHRINK`."""
+    num_set: int = 0
+    """Of `are_set`."""
 
     @staticmethod
     def of(segments: Sequence[Segment], tables: AdapterTables[NDArray[Any]]) -> GradientTables[NDArray[Any]]:
@@ -130,25 +134,29 @@ class GradientTables(Generic[T]):
         addresses = _addresses([adapter.gradient_addresses for adapter in adapters], len(tables.addresses))
         pieces = np.array([piece for own in of_adapter.values() for piece in own], np.int32).reshape(-1, 3)
         firsts = np.cumsum([0, *map(len, of_adapter.values())], dtype=np.int32)
+        set_adapters = {id(segment.adapter) for segment in segments if segment.is_set}
+        are_set = np.array([id(adapter) in set_adapters for adapter in adapters], np.int32)
         arrivals = np.zeros(num_arrivals(len(tables.tiles), tables.rank_max), np.int32)
-        return GradientTables(addresses, pieces, firsts, arrivals)
+        return GradientTables(addresses, pieces, firsts, are_set, arrivals, len(set_adapters))
 
     @staticmethod
     def shapes(num_groups: int, num_adapters: int, num_pieces: int) -> list[Shape]:
-        """Return types and shapes of addresses, pieces and firsts, for an `InputBlock`."""
+        """Return types and shapes of addresses, pieces, firsts and `are_set`, for an `InputBlock`."""
         return [
             (np.int64, (num_groups, num_adapters, 4)),
             (np.int32, (num_pieces, 3)),
             (np.int32, (num_adapters + 1,)),
+            (np.int32, (num_adapters,)),
         ]
 
     def write(self: GradientTables[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> None:
         """Write to zeros of `shapes`: further adapters have no pieces, and further pieces are no adapter's."""
-        addresses, pieces, firsts = targets
+        addresses, pieces, firsts, are_set = targets
         num_adapters = self.addresses.shape[1]
         addresses[:, :num_adapters] = self.addresses
         pieces[: len(self.pieces)] = self.pieces
         firsts[:num_adapters], firsts[num_adapters:] = self.firsts[:-1], self.firsts[-1]
+        are_set[:num_adapters] = self.are_set
 
 
 class FusedRun(ABC):
@@ -232,6 +240,8 @@ class TrainingRun(FusedRun):
         """See `FusedRun`."""
         super().__init__(tables, is_adapted, first_group)
         self.gradients = gradients
+        self._begun: set[int] = set()
+        """Groups whose gradients have been set or added to."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], group: int | None = None) -> TrainingRun:
@@ -242,10 +252,13 @@ class TrainingRun(FusedRun):
         groups = slice(None) if group is None else slice(group, group + 1)
         is_adapted = [bool(own.any()) for own in made.addresses[groups]]
         arrays = [made.addresses[groups], made.tiles, made.ranks, made.scalings]
-        arrays += [gradients.addresses[groups], gradients.pieces, gradients.firsts, gradients.arrivals]
+        arrays += [gradients.addresses[groups], gradients.pieces, gradients.firsts]
+        arrays += [gradients.are_set, gradients.arrivals]
         addresses, tiles, ranks, scalings, *of_gradients = all_on_device(arrays, adapter.device)
         tables = AdapterTables(addresses, tiles, ranks, scalings, made.rank_max)
-        return cls(tables, GradientTables(*of_gradients), is_adapted, group or 0)
+        slots, pieces, firsts, are_set, arrivals = of_gradients
+        own = GradientTables(slots, pieces, firsts, are_set, arrivals, gradients.num_set)
+        return cls(tables, own, is_adapted, group or 0)
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
         """See `FusedRun`; returns the scaled x A^T (1, T, M), fp32."""
@@ -284,8 +297,12 @@ class TrainingRun(FusedRun):
         return parts, *((None, None) if num_parts == 1 else (parts.new_empty(1, *shape), self.gradients.arrivals))
 
     def add_gradients(self, group: int, x: Tensor, dys: Sequence[Tensor], xa: Tensor, dxa: Tensor) -> None:
-        """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0."""
-        own = self.gradients
+        """Add dxa^T x to the gradients of A, and xa_i^T dys[i] to those of B_i^T; nothing where F or D is 0.
+
+        The first call of a group sets those that the pass is to set.
+        """
+        own, can_set = self.gradients, group not in self._begun
+        self._begun.add(group)
         torch.ops.tinkerpool.add_gradients(
             x,
             *_three(dys),
@@ -295,7 +312,19 @@ class TrainingRun(FusedRun):
             own.pieces,
             own.firsts,
             self.tables.ranks,
+            own.are_set if can_set else None,
+            own.num_set if can_set else 0,
         )
+
+    def begin(self, num_set: int) -> None:
+        """Begin another pass, whose tables have been written over the last ones, with so many adapters to set."""
+        self.gradients = replace(self.gradients, num_set=num_set)
+        self._begun.clear()
+
+    def check_set(self) -> None:
+        """Raise an AssertionError if the pass, which has ended, has left memory that it was to set as it was."""
+        layers = [group for group, is_adapted in enumerate(self._is_adapted[:-1]) if is_adapted]
+        assert not self.gradients.num_set or self._begun.issuperset(layers), "gradients of some layers were not set"
 
     def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
         """Add dxa A to dx (T, D)."""

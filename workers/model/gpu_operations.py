@@ -65,14 +65,15 @@ EXPAND_INPUTS = (
 """Add dxa A to dx (T, D); the others as in `SHRINK`."""
 ADD_GRADIENTS = (
     "add_gradients(Tensor x, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor xa, Tensor dxa, Tensor gradients, "
-    "Tensor pieces, Tensor firsts, Tensor ranks)"
+    "Tensor pieces, Tensor firsts, Tensor ranks, Tensor? are_set, int num_set)"
 )
 """Add dxa^T x to the gradients of A, and xa_i^T dy_i to those of B_i^T, segment by segment of each adapter in order.
 
 x (T, D), dy_i (T, F), xa (1, T, M) and dxa (T, M) the sums of parts of `SHRINK` and `SHRINK_OUTPUTS`. `gradients`
 (S, 4) int64: the addresses of those of A and of each B^T, fp32; 0: not adapted. `pieces` (N, 3) int32, of segments, by
 adapter, then by row: first row, number of rows, at most GRADIENT_DEPTH, and 1 if it is the segment's last piece.
-`firsts` (S + 1,) int32: the first piece of each adapter, and their number.
+`firsts` (S + 1,) int32: the first piece of each adapter, and their number. `are_set` (S,) int32: 1 for adapters whose
+gradients are set instead: their memory may hold anything. `num_set` of them, for those who count what is read.
 """
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")

@@ -104,7 +104,7 @@ class LinearGroup:
         self.weights = [linear.weight.detach() for linear in linears]  # (F, D) each
         self.biases = [cast("Tensor | None", linear.bias) for linear in linears]
         self.products: FrozenProducts
-        self._is_batched = True
+        self.is_batched = True
         """Whether segments in one batch have the bits that each has solo."""
         self.is_in_parts = False
         """Whether adapters add up sums in parts: one product is for all linears, so they do if one linear needs it."""
@@ -116,7 +116,7 @@ class LinearGroup:
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""
         shapes = {(len(weight), weight.shape[1]) for weight in self.weights}
-        self._is_batched = shapes.isdisjoint(numerics.unbatched)
+        self.is_batched = shapes.isdisjoint(numerics.unbatched)
         self.is_in_parts = not shapes.isdisjoint(numerics.in_parts)
         self.products = products_of(self.weights, self.biases, numerics)
 
@@ -159,7 +159,7 @@ class LinearGroup:
     def adapt(self, x: Tensor, ys: Sequence[Tensor], routing: Routing) -> Kept:
         """Add the adapters' parts to ys (T, F), the products of x (T, D) with the frozen weights; count these."""
         self.current.count_matmuls(len(ys))
-        runs = routing.runs if self._is_batched else routing.single_runs
+        runs = routing.runs if self.is_batched else routing.single_runs
         parts = [(run, run.forward(self.shape.index, x, ys)) for run in runs]
         return [(run, part) for run, part in parts if part is not None]
 

@@ -36,6 +36,8 @@ class Segment:
     start: int
     stop: int
     adapter: AdapterViews
+    is_set: bool = False
+    """Whether the pass sets its adapter's gradients of layers, whose memory may hold anything, instead of adding."""
 
 
 class SegmentRun(Protocol):

@@ -120,6 +120,8 @@ class _Trial:
     def _step(self) -> None:
         params = AdamParams(learning_rate=1e-4)
         rows = self._bank.acquire(self._names)
+        for name in self._names:
+            self._bank.entry(name).begin_gradient()  # no pass may have added to it
         if self._base_model.is_deferred:
             adamw_steps([Step(row=row, params=params, num_steps=1) for row in rows])
         else:

@@ -114,7 +114,6 @@ def _stepped(
     tl.store(weights + place, new, mask=is_place)
     tl.store(exp_avg + place, first, mask=is_place)
     tl.store(exp_avg_sq + place, second, mask=is_place)
-    tl.store(gradient + place, tl.zeros_like(slope), mask=is_place)
     if has_copy:
         tl.store(copy + place, new.to(tl.bfloat16), mask=is_place)
     change = tl.where(is_place, new - old, 0.0)

@@ -1,7 +1,7 @@
 """AdamW of any number of rows on a GPU as two launches and one copy to the host.
 
 The first launch adds up the squares of the gradients, and reads 4 bytes a value. The second takes the steps, and moves
-32, with copies of the weights in bf16 34. Rows are reached by address, so their slabs do not matter.
+28, with copies of the weights in bf16 30. Rows are reached by address, so their slabs do not matter.
 
 A step whose gradient is not finite is not taken. Nor is one whose new weights might not be: the second launch bounds
 their norm before it writes. The bound needs the norms of the weights and of the first moment, which a row has from its
@@ -68,9 +68,9 @@ moment where the norms are not known, infinite if a value of the second moment i
 the launch reads, for those who count it.
 """
 UPDATE = "adamw_update(Tensor(a!) results, Tensor squares, Tensor rows, Tensor numbers, int num_values, int num_copied)"
-"""Take the steps: write weights, moments and copies, and make gradients zero. Set results (S, C, 4), fp32, for each
-part of a row: the gradient's norm, and sums of squares of the change, of the new weights and of the new first moment. A
-step that is not taken writes no more than that, with infinite sums for the new weights."""
+"""Take the steps: write weights, moments and copies. Set results (S, C, 4), fp32, for each part of a row: the
+gradient's norm, and sums of squares of the change, of the new weights and of the new first moment. A step that is not
+taken writes no more than that, with infinite sums for the new weights."""
 define("workers.training.adamw_kernels", SQUARES, UPDATE)
 
 

@@ -131,8 +131,11 @@ class AdapterCopies:
         return self._bank.fits(adapter_ids)
 
     def rows(self, adapter_ids: Sequence[str]) -> list[Row]:
-        """Return the rows of copies, resident together; valid until the bank loads others."""
-        return self._bank.acquire(adapter_ids)
+        """Return the rows of copies, resident together, with their gradients; valid until the bank loads others."""
+        rows = self._bank.acquire(adapter_ids)
+        for adapter_id in adapter_ids:
+            self._bank.entry(adapter_id).begin_gradient()  # zeros, if no pass has added to it
+        return rows
 
     def next_step(self, adapter_id: str) -> int:
         """Return the number of the copy's next optimizer step, counted from 1."""

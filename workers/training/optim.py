@@ -71,7 +71,7 @@ class Step:
 
 @torch.no_grad()
 def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
-    """Take the steps of different rows in place and make the gradients zero; return their outcomes in order.
+    """Take the steps of different rows in place and use the gradients up; return their outcomes in order.
 
     The same definition as `adamw_step`, and the same promise: a step whose outcome is an error (NonFiniteStepError, or
     out of memory) has changed no weights or moments. Compute copies of weights are updated too.
@@ -104,13 +104,11 @@ def _launched_unchecked(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[St
 
 
 def _launch(steps: Sequence[Step], *, is_checked: bool) -> list[LaunchedNorms]:
-    """Take steps by two launches; note the norms of rows that were stepped, and drop gradients that are not finite."""
+    """Take steps by two launches; note the norms of rows that were stepped."""
     rows = [step.row for step in steps]
     found = launch(rows, [step.params for step in steps], [step.num_steps for step in steps], is_checked=is_checked)
     for row, norms in zip(rows, found, strict=True):
-        if not math.isfinite(norms.gradient):
-            _state(row)[3].zero_()
-        elif math.isfinite(norms.weights):
+        if math.isfinite(norms.gradient) and math.isfinite(norms.weights):
             row.norms = RowNorms(norms.weights, norms.exp_avg)
     return found
 
@@ -179,11 +177,10 @@ def _steps_together(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[StepNo
         update, adapter = torch.linalg.vector_norm(before.change), torch.linalg.vector_norm(weights_now)
         norms.append(torch.stack((gradient_norm, update, adapter)))
     outcomes: list[StepNorms | Exception] = []
-    for step, state, before, three in zip(steps, states, kept, torch.stack(norms).tolist(), strict=True):
+    for step, before, three in zip(steps, kept, torch.stack(norms).tolist(), strict=True):
         outcomes.append(_outcome(*three))
         if isinstance(outcomes[-1], NonFiniteStepError):
             before.restore(step.row)
-        state[3].zero_()
         step.row.refresh()
     return outcomes
 
@@ -207,7 +204,7 @@ def _state(row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def adamw_step(row: Row, params: AdamParams, num_steps: int) -> StepNorms:
-    """Take one step in place and make the gradient zero. `num_steps` includes this step (bias correction).
+    """Take one step in place and use the gradient up. `num_steps` includes this step (bias correction).
 
     Same definition as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`. Raises NonFiniteStepError.
     """
@@ -226,7 +223,6 @@ def adamw_step(row: Row, params: AdamParams, num_steps: int) -> StepNorms:
         for vector, old in zip(state, before, strict=True):
             vector.copy_(old)
         raise NonFiniteStepError(f"the norm of the weights would be {adapter_norm}")
-    gradient.zero_()
     row.refresh()
     return StepNorms(gradient=norm, update=_norm(before[0].sub_(weights)), adapter=adapter_norm)
 

@@ -160,15 +160,13 @@ class PassGraphs:
             adapters.rank_max,
             requests,
         )
-        trunk = self._trunks.pop(bucket, None)
-        if trunk is None:
-            trunk = Trunk(self._model, bucket)
-        elif trunk.has_run and not trunk.is_captured and not self._captured(trunk):
+        trunk = self._trunks.pop(bucket, None) or Trunk(self._model, bucket)
+        trunk.fill(rows, lengths, adapters, gradients)
+        if trunk.has_run and not trunk.is_captured and not self._captured(trunk):
             return None
         self._trunks[bucket] = trunk
         if len(self._trunks) > GRAPHS_MAX:
             del self._trunks[next(iter(self._trunks))]
-        trunk.fill(rows, lengths, adapters, gradients)
         return trunk
 
     def clear(self) -> bool:
@@ -215,12 +213,13 @@ class Trunk:
             device,
         )
         """Ends of sequences, and what adapters and their gradients need."""
-        ends, addresses, tiles, ranks, scalings, of_gradients, pieces, firsts = self._tables.tensors
+        ends, addresses, tiles, ranks, scalings, of_gradients, pieces, firsts, are_set = self._tables.tensors
         arrivals = torch.zeros(num_arrivals(bucket.num_tiles, bucket.rank), dtype=torch.int32, device=device)
         adapters = AdapterTables(addresses, tiles, ranks, scalings, bucket.rank)
-        gradients = GradientTables(of_gradients, pieces, firsts, arrivals)
+        gradients = GradientTables(of_gradients, pieces, firsts, are_set, arrivals)
+        self._run_of_all = TrainingRun(adapters, gradients, [True] * num_groups)
         self._routing = Routing((), 1)
-        self._routing.runs.append(TrainingRun(adapters, gradients, [True] * num_groups))
+        self._routing.runs.append(self._run_of_all)
         self._dhidden = torch.zeros(bucket.num_rows, model.hidden_size, dtype=model.dtype, device=device)
         own = model.attend_packed([1], [1])
         self._attend: Attend = VarlenAttention.between(own, ends, bucket.num_rows, bucket.longest)
@@ -251,6 +250,7 @@ class Trunk:
         adapters.write(targets[:4])
         gradients.write(targets[4:])
         self._tables.send(block)
+        self._run_of_all.begin(gradients.num_set)
         self._rows[:, num_rows:] = 0
         self._rows[0, :num_rows] = rows.tokens
         self._rows[1, :num_rows] = rows.positions
@@ -281,7 +281,7 @@ class Trunk:
             self._replays[1]()
 
     def capture(self, pool: Any) -> None:
-        """Capture both ways. Raises RuntimeError."""
+        """Capture both ways; the inputs are filled. Raises RuntimeError."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capturing(forward, pool):
             hidden = self._run()

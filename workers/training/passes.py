@@ -280,12 +280,12 @@ class PassRunner:
         keys = [request.item.adapter_id for request in requests]
         rows = self._bank.acquire(keys)
         is_fused = self.base_model.trains_by_kernels
-        packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused)
-        if backward:
-            for key in keys:
-                self._bank.entry(key).note_gradient()
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
+        are_layers_set = is_deep and self.base_model.sets_gradients
+        entries = {key: self._bank.entry(key) for key in keys if backward}
+        are_set = {key for key, entry in entries.items() if entry.begin_gradient(are_layers_set=are_layers_set)}
+        packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused, are_set=are_set)
         load = partial(self._load, packed, rows, num_pending)
         recompute = is_deep and (must_recompute or self.room.must_recompute(load()))
         is_tight = recompute and self.base_model.device.type == "cpu"
@@ -310,8 +310,18 @@ class PassRunner:
         return packed.parts
 
 
-def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device, *, by_adapter: bool = False) -> Packed:
-    """Concatenate requests; `rows[i]` is the adapter of request i. `by_adapter`: see `row_order`."""
+def pack(
+    requests: Sequence[Request],
+    rows: Sequence[Row],
+    device: torch.device,
+    *,
+    by_adapter: bool = False,
+    are_set: Collection[str] = (),
+) -> Packed:
+    """Concatenate requests; `rows[i]` is the adapter of request i.
+
+    `by_adapter`: see `row_order`. `are_set`: adapters whose gradients of layers the pass is to set (`Segment`).
+    """
     tokens, positions, segments = [], [], []
     lengths: list[int] = []
     counts: list[int] = []
@@ -325,7 +335,7 @@ def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device,
             positions.append(np.arange(len(datum.tokens)))
         lengths.extend(request.loss.lengths)
         counts.append(len(request.loss.lengths))
-        segments.append(Segment(start, stop, adapter))
+        segments.append(Segment(start, stop, adapter, is_set=request.item.adapter_id in are_set))
         parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
         start = stop
     rows_of_pass = np.stack([np.concatenate(tokens), np.concatenate(positions)]).astype(np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,51 @@ def test_gradients_are_added_to_those_of_earlier_passes() -> None:
     backward(segments, 0, x, dys)
     for key, own in gradients_of(segments, 0).items():
         assert all(torch.equal(twice, 2 * first) for twice, first in zip(own, once[key], strict=True))
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_gradients_that_a_pass_sets_are_those_that_it_adds_to_zeros(group: int) -> None:
+    interpret()
+    (x, dys), segments, others = (
+        operands(group, torch.bfloat16),
+        segments_of(torch.bfloat16),
+        segments_of(torch.bfloat16),
+    )
+    backward(others, group, x, dys)
+    is_new = [segment.adapter is not segments[1].adapter for segment in segments]  # all adapters but one
+    for segment, is_set in zip(segments, is_new, strict=True):
+        if is_set and (views := segment.adapter.groups[group]) is not None:
+            assert views.A_grad is not None
+            for gradient in (views.A_grad, *views.B_grads):
+                gradient.fill_(math.nan)
+    backward([replace(each, is_set=is_set) for each, is_set in zip(segments, is_new, strict=True)], group, x, dys)
+    for segment, other in zip(segments, others, strict=True):
+        pairs = zip(gradients_of([segment], group).values(), gradients_of([other], group).values(), strict=True)
+        assert all(torch.equal(one, two) for own, theirs in pairs for one, two in zip(own, theirs, strict=True))
+
+
+def test_a_group_that_runs_again_adds_to_what_it_has_set() -> None:
+    interpret()
+    (x, dys), segments = operands(0, torch.float32), segments_of(torch.float32)[:4]
+    (run,) = training_runs([replace(segment, is_set=True) for segment in segments])
+    kept = run.forward(0, x, [torch.zeros_like(dy) for dy in dys])
+    run.backward(0, kept, x, dys, None)
+    once = gradients_of(segments, 0)
+    run.backward(0, kept, x, dys, None)
+    for key, own in gradients_of(segments, 0).items():
+        assert all(torch.equal(twice, 2 * first) for twice, first in zip(own, once[key], strict=True))
+
+
+def test_a_pass_that_leaves_memory_which_it_was_to_set_is_an_error() -> None:
+    interpret()
+    (x, dys), segments = operands(0, torch.float32), segments_of(torch.float32)
+    run = TrainingRun.of([replace(segment, is_set=True) for segment in segments])
+    with pytest.raises(AssertionError, match="gradients of some layers were not set"):
+        run.check_set()
+    kept = run.forward(0, x, [torch.zeros_like(dy) for dy in dys])
+    assert kept is not None
+    run.backward(0, kept, x, dys, None)
+    run.check_set()  # group 1 is the last one: no layer's
 
 
 def test_segments_add_the_same_bits_in_one_pass_as_in_one_after_another() -> None:
@@ -196,7 +242,8 @@ def test_a_backward_takes_three_launches_whatever_the_number_of_adapters() -> No
         assert moved.num_launches == 3
 
 
-def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts() -> None:
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts(*, is_set: bool) -> None:
     interpret()
     slab, (x, ys) = Slab.of(32, ("attn",), 3, torch.bfloat16), operands(0, torch.bfloat16)
     run = ForwardRun.of([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
@@ -204,7 +251,8 @@ def test_the_kernels_move_as_many_bytes_as_the_fake_device_counts() -> None:
         run.forward(0, x, ys)
     assert moved.num_launches == moved.num_counted == 2
     assert moved.num_bytes == pytest.approx(moved.num_counted_bytes, rel=0.05)
-    trained = TrainingRun.of([Segment(20 * slot, 20 * slot + 20, slab.rows[slot]) for slot in range(3)])
+    segments = [Segment(20 * slot, 20 * slot + 20, slab.rows[slot], is_set=is_set) for slot in range(3)]
+    trained = TrainingRun.of(segments)
     with metered() as moved:
         kept = trained.forward(0, x, ys)
         assert kept is not None

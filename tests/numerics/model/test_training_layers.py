@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.support.numerics.agreement import distance, observe
-from tests.support.numerics.by_kernels import FEW, fused
+from tests.support.numerics.by_kernels import FEW, fused, spoil_new_gradients
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.tenants import assert_same, train
 from workers.model.pretrained import UnsupportedModelError
@@ -60,6 +61,16 @@ def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(qwen3: Path, dtype
     info = driver.engine.base_model.info(is_thread_count_invariant=True, are_samples_batch_invariant=True)
     assert info.is_exact
     assert "exact in tiles" in info.fingerprint
+
+
+@pytest.mark.parametrize("make_driver", [Driver, fused], ids=["modules", "kernels"])
+def test_what_is_in_the_memory_of_a_gradient_before_its_first_pass_reaches_nothing(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, make_driver: Callable[[Path], Driver]
+) -> None:
+    expected = train(make_driver(qwen3), FEW, num_steps=2)
+    set_by_passes = spoil_new_gradients(monkeypatch)
+    assert_same(train(make_driver(qwen3), FEW, num_steps=2), expected)
+    assert any(set_by_passes) == (make_driver is fused)
 
 
 def test_kernels_with_other_gradients_are_not_used(

@@ -103,7 +103,6 @@ def test_gradient_that_is_not_finite_changes_its_row_no_more_than_its_neighbours
     assert moved.num_launches == 2
     assert isinstance(outcomes[3], NonFiniteStepError)
     assert "the gradient's norm is " in str(outcomes[3])
-    assert not rows[3].grad.any()
     assert is_same(state(rows[3])[:3], before[:3])
     assert is_same(state(rows[3])[4:], before[4:])
     for index in (0, 1, 2, 4):
@@ -114,7 +113,7 @@ def test_gradient_that_is_not_finite_changes_its_row_no_more_than_its_neighbours
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("params", [AdamParams(learning_rate=3e38), AdamParams(learning_rate=1e30, weight_decay=1e30),
                                     AdamParams(eps=1e-50)], ids=str)  # fmt: skip
-def test_step_whose_weights_overflow_changes_nothing_but_the_gradient(params: AdamParams, *, is_known: bool) -> None:
+def test_step_whose_weights_overflow_changes_nothing(params: AdamParams, *, is_known: bool) -> None:
     interpret()
     rows, sound = make_rows(), make_rows()
     for row in (*rows, *sound):
@@ -233,7 +232,7 @@ def test_whatever_the_numbers_a_row_stays_finite_or_unchanged(
 def test_the_launches_move_as_many_bytes_as_the_fake_device_counts(num_rows: int, *, has_copy: bool) -> None:
     interpret()
     rows = [make_row(12_000 + seed, seed, has_copy=has_copy) for seed in range(num_rows)]
-    for bytes_a_value in ((51, 49), (39, 37)):  # with norms that are not known, and with those of the step before
+    for bytes_a_value in ((47, 45), (35, 33)):  # with norms that are not known, and with those of the step before
         with metered() as moved:
             launched([Step(row=row, params=PARAMS[0], num_steps=1) for row in rows])
         assert moved.num_launches == moved.num_counted == 2

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.agreement import distance
-from tests.support.numerics.by_kernels import FEW, fused
+from tests.support.numerics.by_kernels import FEW, fused, spoil_new_gradients
 from tests.support.numerics.harness import Driver, make_data, make_spec
-from tests.support.numerics.tenants import train
+from tests.support.numerics.tenants import assert_same, train
 from workers.model.attention import PackedAttention
 from workers.model.gpu_attention import VarlenAttention
 from workers.selftest.training_kernels import check_training_kernels
@@ -79,6 +79,16 @@ def test_passes_by_graphs_train_as_passes_without(
     assert len(captured) == 1, "one bucket: its first pass runs without a graph, two by one"
     assert apart.logprobs < 1e-3
     assert apart.gradients < 1e-3
+
+
+def test_what_is_in_the_memory_of_a_gradient_before_its_first_pass_reaches_nothing(
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(fused(qwen3), FEW, num_steps=3)
+    set_by_passes = spoil_new_gradients(monkeypatch)
+    assert_same(train(fused(qwen3), FEW, num_steps=3), expected)
+    assert any(set_by_passes)
+    assert len(captured) == 2, "one of either training"
 
 
 @pytest.mark.parametrize(("fewest", "num_sequences"), [(16, 16), (None, 8)])

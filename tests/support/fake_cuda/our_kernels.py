@@ -77,7 +77,7 @@ def _expanded_inputs(call: Call) -> Cost:
 
 
 def _added_gradients(call: Call) -> Cost:
-    """A block of a gradient reads the rows of both sides; gradients are read and written."""
+    """A block of a gradient reads the rows of both sides; gradients are written, and read if they are not set."""
     x, dxa, dys, num_adapters = (
         call.argument("x"),
         call.argument("dxa"),
@@ -92,7 +92,8 @@ def _added_gradients(call: Call) -> Cost:
         read += -(-height // rows) * num_bytes(right) + -(-right.shape[1] // GRADIENT_COLUMNS) * left
         num_values += num_adapters * height * right.shape[1]
     flops = 2.0 * len(dxa) * num_values / num_adapters
-    return Cost(1, read + 2 * num_values * dxa.element_size(), flops)
+    num_read = num_values * (num_adapters - call.argument("num_set")) // num_adapters
+    return Cost(1, read + (num_read + num_values) * dxa.element_size(), flops)
 
 
 PROGRAM_BYTES = 24
@@ -279,10 +280,10 @@ def _squared(call: Call) -> Cost:
 
 
 def _updated(call: Call) -> Cost:
-    """Four vectors are read and written, copies written; every part reads the sums of squares of all of its row."""
+    """Four vectors are read, three and copies written; every part reads the sums of squares of all of its row."""
     squares, results = call.argument("squares"), call.argument("results")
     sums = squares[:, 0].numel() * squares.shape[2] * squares.element_size()
-    moved = 32 * call.argument("num_values") + 2 * call.argument("num_copied")
+    moved = 28 * call.argument("num_values") + 2 * call.argument("num_copied")
     return Cost(1, moved + sums + num_bytes(results))
 
 

@@ -86,7 +86,5 @@ def assert_stepped(step: Step, norms: StepNorms | Exception, expected: Expected)
     assert norms.adapter == pytest.approx(float(vectors[0].norm()), rel=1e-5)
     for mine, theirs in zip(state(step.row), vectors, strict=False):
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-6)
-    assert step.row.grad is not None
-    assert not step.row.grad.any()
     if step.row.compute is not None:  # the interpreter cuts values off where a GPU rounds
         torch.testing.assert_close(step.row.compute.float(), step.row.weights, rtol=2.0**-7, atol=0)

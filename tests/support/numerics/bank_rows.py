@@ -27,12 +27,12 @@ def make_spec(adapter_id: str = "a", rank: int = 8, seed: int = 1, **flags: bool
 def fill(bank: Bank, key: str, seed: int) -> HostRow:
     """Fill a key's row with random values; return copies of them."""
     (row,) = bank.acquire([key])
+    bank.entry(key).note_step()
+    bank.entry(key).begin_gradient()
     generator = torch.Generator().manual_seed(seed)
     for vector in (row.weights, row.exp_avg, row.exp_avg_sq, row.grad):
         assert vector is not None
         vector.copy_(torch.randn(vector.shape, generator=generator))
-    bank.entry(key).note_step()
-    bank.entry(key).note_gradient()
     return copy_of(bank, key)
 
 

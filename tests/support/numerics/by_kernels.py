@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.interpreted import interpret
+from workers.bank.entries import Entry
 from workers.model.fused_runs import forward_runs, training_runs
 from workers.model.numerics import Numerics
 from workers.model.training_layers import TrainingLayers, can_train
@@ -18,6 +22,22 @@ FEW = (
     Tenant(spec=make_spec("wide", 32), passes=[make_data("cross_entropy", [7]), make_data("cross_entropy", [3], 1)]),
 )
 """With few tokens: the interpreter takes seconds for a hundred."""
+
+
+def spoil_new_gradients(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let the memory of a gradient hold no number before its first pass; return whether passes set each."""
+    begin, are_set = Entry.begin_gradient, list[bool]()
+
+    def begin_spoilt(self: Entry, **options: bool) -> bool:
+        if not self.has_grad:
+            assert self.row is not None
+            assert self.row.grad is not None
+            self.row.grad.fill_(math.nan)
+        are_set.append(begin(self, **options))
+        return are_set[-1]
+
+    monkeypatch.setattr(Entry, "begin_gradient", begin_spoilt)
+    return are_set
 
 
 def fused(path: Path, *, exact: bool = False, **config: Any) -> Driver:

@@ -123,6 +123,8 @@ def test_reused_row_holds_no_value_of_its_last_entry() -> None:
     bank.remove("a")
     bank.add("b", make_spec("b"))
     (row,) = bank.acquire(["b"])
+    assert bank.entry("b").read().grad is None
+    bank.entry("b").begin_gradient()
     for vector in (row.exp_avg, row.exp_avg_sq, row.grad):
         assert vector is not None
         assert not vector.any()
@@ -185,6 +187,7 @@ def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
         bank.entry(key).drop_grad()
         assert bank.entry(key).read().grad is None
         (row,) = bank.acquire([key])
+        bank.entry(key).begin_gradient()
         assert row.grad is not None
         assert not row.grad.any()
 

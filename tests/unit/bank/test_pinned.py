@@ -204,6 +204,7 @@ def test_the_directions_run_side_by_side_and_a_row_is_filled_one_vector_behind(
         ("up", "copy"),
         ("up", "after down 2"),  # no copy of this vector: after all
         ("up", "copy"),
+        ("up", "after down 2"),  # so that nobody writes what is copied to the host and was not copied from it
         ("down", "after compute"),
         ("down", "after up 3"),
         ("down", "copy"),

@@ -142,6 +142,8 @@ def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:
     bank.prefetch(["a"], keep=())
     bank.entry("a").drop_grad()
     (row,) = bank.acquire(["a"])
+    assert bank.entry("a").read().grad is None
+    bank.entry("a").begin_gradient()
     assert row.grad is not None
     assert not row.grad.any()
 
