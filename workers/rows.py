@@ -216,11 +216,6 @@ class RowLayout:
             B_grads=() if grad is None else tuple(part.view(grad) for part in parts.Bs),
         )
 
-    def unembedding(self, flat: Tensor) -> Tensor:
-        """Return the values of the last group, of a row (P,), sharing memory; empty if it is not adapted."""
-        last = self.parts[-1]
-        return flat[self.num_values if last is None else last.A.offset :]
-
     def matrices(self, flat: NDArray[np.float32], rank: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r).
 

@@ -240,20 +240,21 @@ class Entry:
             return self.row.host_bytes
         return self.host.num_bytes if self.host is not None else 0
 
-    def begin_gradient(self, *, are_layers_set: bool = False) -> bool:
+    def begin_gradient(self, *, can_set: bool = False) -> bool:
         """Let the row's vector be the gradient from now on, zeros if there was none; the row is settled.
 
-        With `are_layers_set`, a pass is about to set what belongs to layers, if there was no gradient, instead of
-        adding to it. So only what belongs to the unembedding becomes zero. Returns whether the pass is to do so.
+        With `can_set`, a pass is about to set gradients that begin, instead of adding to zeros. Returns whether it is
+        to set this one, whose vector holds anything until then.
         """
         if self.has_grad:
             return False
+        self.has_grad = True
+        if can_set and not self.layout.has_gaps:  # nobody sets what is between matrices
+            return True
         assert self.row is not None
         assert self.row.grad is not None
-        is_set = are_layers_set and not self.layout.has_gaps  # nobody sets what is between matrices
-        (self.layout.unembedding(self.row.grad) if is_set else self.row.grad).zero_()
-        self.has_grad = True
-        return is_set
+        self.row.grad.zero_()
+        return False
 
     def note_step(self) -> None:
         """Record an optimizer step on the row, which has written the moments and used the gradient up."""

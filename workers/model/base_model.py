@@ -188,9 +188,9 @@ class BaseModel:
 
     @property
     def sets_gradients(self) -> bool:
-        """Whether a pass can set the gradients of layers: by kernels, each of them once."""
+        """Whether a pass can set gradients instead of adding to them: its kernels write all of them."""
         are_fused = all(group.is_batched for group in self.groups)
-        return self.trains_by_kernels and self.training_layers is not None and are_fused
+        return self.trains_by_kernels and self.training_layers is not None and are_fused and self.is_deferred
 
     @contextmanager
     def training_by_modules(self) -> Iterator[None]:

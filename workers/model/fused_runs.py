@@ -118,7 +118,7 @@ class GradientTables(Generic[T]):
     firsts: T
     """(S + 1,) int32: the first piece of each adapter, and their number."""
     are_set: T
-    """(S,) int32: 1 for adapters whose gradients of layers the pass sets instead of adding to them."""
+    """(S,) int32: 1 for adapters whose gradients the pass sets instead of adding to them."""
     arrivals: T
     """Zeros, int32; see `gpu_operations.SHRINK`."""
     num_set: int = 0

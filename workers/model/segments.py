@@ -37,7 +37,7 @@ class Segment:
     stop: int
     adapter: AdapterViews
     is_set: bool = False
-    """Whether the pass sets its adapter's gradients of layers, whose memory may hold anything, instead of adding."""
+    """Whether the pass sets its adapter's gradients, whose memory may hold anything, instead of adding to them."""
 
 
 class SegmentRun(Protocol):

@@ -17,7 +17,7 @@ Dimensions: T rows of the pass, B rows of a block, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -68,8 +68,9 @@ class DeviceLoss:
             if not own.loss.loss.is_local:
                 self._find_slopes(hidden, scores, own)
         dhidden = torch.zeros_like(hidden) if backward else None
+        begun: set[int] = set()
         for block in blocks_of(ordered, self.block_rows):
-            self._run_block(hidden, dhidden, scores, [(piece, of_part[id(piece.part)]) for piece in block])
+            self._run_block(hidden, dhidden, scores, [(piece, of_part[id(piece.part)]) for piece in block], begun)
         return dhidden
 
     def settle(self) -> None:
@@ -81,14 +82,17 @@ class DeviceLoss:
     def _find_slopes(self, hidden: Tensor, scores: PassScores, own: DevicePart) -> None:
         """Compute the slopes of a loss over whole sequences, from all log-probabilities. The logits are not kept."""
         for block in blocks_of([own.part], self.block_rows):
-            logits, _ = self._logits_of(hidden, block)
+            logits, _ = self._logits_of(hidden, block, ())
             scores.score(logits, [(piece, own) for piece in block])
         whole = Piece(own.part, 0, own.part.stop - own.part.start)
         scores.add([(whole, own)], [own.loss.sequence_terms(own.logprobs)])
 
-    def _run_block(self, hidden: Tensor, dhidden: Tensor | None, scores: PassScores, block: Block) -> None:
+    def _run_block(
+        self, hidden: Tensor, dhidden: Tensor | None, scores: PassScores, block: Block, begun: set[int]
+    ) -> None:
+        """Run a block; `begun` has the `id` of each adapter whose gradient an earlier one has set or added to."""
         pieces = [piece for piece, _ in block]
-        logits, kept = self._logits_of(hidden, pieces)
+        logits, kept = self._logits_of(hidden, pieces, begun)
         scored = scores.score(logits, block)
         for is_local, adjacent in groupby(block, key=lambda pair: pair[1].loss.loss.is_local):
             if is_local:
@@ -100,11 +104,20 @@ class DeviceLoss:
         dblock = self.unembedding.backward(hidden[rows], kept, [logits])
         assert dblock is not None
         dhidden[rows] = dblock
+        begun.update(id(piece.part.adapter) for piece in pieces)
 
-    def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, Kept]:
+    def _logits_of(self, hidden: Tensor, block: Sequence[Piece], begun: Collection[int]) -> tuple[Tensor, Kept]:
         """Return the block's logits (B, V) in the model's dtype, and values for the backward."""
         first = block[0].first_row
-        segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
+        segments = [
+            Segment(
+                piece.first_row - first,
+                piece.end_row - first,
+                piece.part.adapter,
+                is_set=piece.part.is_set and id(piece.part.adapter) not in begun,
+            )
+            for piece in block
+        ]
         rows, unembedding = hidden[first : block[-1].end_row], self.unembedding
         (logits,), kept = unembedding.forward(rows, unembedding.current.route(segments, group=unembedding.shape.index))
         return logits, kept

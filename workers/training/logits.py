@@ -48,6 +48,8 @@ class Part:
     stop: int
     adapter: AdapterViews
     loss: RequestLoss
+    is_set: bool = False
+    """See `Segment`."""
     logprobs: Tensor = field(init=False)
     """(N, K), filled piece by piece."""
     slopes: Tensor | None = None

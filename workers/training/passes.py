@@ -282,9 +282,9 @@ class PassRunner:
         is_fused = self.base_model.trains_by_kernels
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
-        are_layers_set = is_deep and self.base_model.sets_gradients
         entries = {key: self._bank.entry(key) for key in keys if backward}
-        are_set = {key for key, entry in entries.items() if entry.begin_gradient(are_layers_set=are_layers_set)}
+        can_set = self.base_model.sets_gradients
+        are_set = {key for key, entry in entries.items() if entry.begin_gradient(can_set=can_set)}
         packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused, are_set=are_set)
         load = partial(self._load, packed, rows, num_pending)
         recompute = is_deep and (must_recompute or self.room.must_recompute(load()))
@@ -320,7 +320,7 @@ def pack(
 ) -> Packed:
     """Concatenate requests; `rows[i]` is the adapter of request i.
 
-    `by_adapter`: see `row_order`. `are_set`: adapters whose gradients of layers the pass is to set (`Segment`).
+    `by_adapter`: see `row_order`. `are_set`: adapters whose gradients the pass is to set (`Segment`).
     """
     tokens, positions, segments = [], [], []
     lengths: list[int] = []
@@ -335,8 +335,9 @@ def pack(
             positions.append(np.arange(len(datum.tokens)))
         lengths.extend(request.loss.lengths)
         counts.append(len(request.loss.lengths))
-        segments.append(Segment(start, stop, adapter, is_set=request.item.adapter_id in are_set))
-        parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
+        is_set = request.item.adapter_id in are_set
+        segments.append(Segment(start, stop, adapter, is_set))
+        parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss, is_set=is_set)
         start = stop
     rows_of_pass = np.stack([np.concatenate(tokens), np.concatenate(positions)]).astype(np.int64)
     on_its_device = on_device(rows_of_pass, device)  # (2, T), together
