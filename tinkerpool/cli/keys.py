@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.cli.references import find_key
+from tinkerpool.cli.times import seconds_of
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
 from tinkerpool.credentials import replace_key
 from tinkerpool.v1 import admin_pb2
@@ -21,8 +21,6 @@ app = typer.Typer(no_args_is_help=True)
 
 KEY_ID_LENGTH = 12
 """A shorter text is the beginning of a key's id."""
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"(\d{1,10})([smhd]?)")
 
 
 class Role(StrEnum):
@@ -39,14 +37,6 @@ NUMBERS = {
     Role.ADMIN: admin_pb2.ROLE_ADMIN,
 }
 _NAMES = {number: role.value for role, number in NUMBERS.items()}
-
-
-def seconds_of(text: str) -> int:
-    """Return the seconds of a duration such as `90d`, `12h`, `30m` or `45s`. Raises typer.BadParameter."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise typer.BadParameter(f"expected a duration such as 90d, 12h, 30m or 45s, not {text!r}")
-    return int(match[1]) * _UNITS[match[2] or "s"]
 
 
 @app.command()
