@@ -463,6 +463,19 @@ def limits_of_bob() -> limits_pb2.GetTenantLimitsResponse:
     return limits_pb2.GetTenantLimitsResponse(tenant="bob", limits=limits)
 
 
+def test_tenant_limit_names_the_base_models_that_the_pool_does_not_serve(run: Run, service: FakeService) -> None:
+    service.responses["set_tenant_limits"] = limits_pb2.SetTenantLimitsResponse()
+    service.responses["get_tenant_limits"] = limits_of_bob()
+    service.responses["get_capabilities"] = pool_of("toy")
+    done = run("tenant", "limit", "bob", "base_models=toy, tyo,later")
+    assert (done.code, done.err) == (0, "Note: the pool does not serve tyo, later. It serves toy.\n")
+    assert service.calls[0][2] == limits_pb2.SetTenantLimitsRequest(
+        tenant="bob", limits={"base_models": "toy, tyo,later"}
+    )
+    for value in ("toy", "unlimited", ""):
+        assert run("tenant", "limit", "bob", f"base_models={value}").err == ""
+
+
 def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeService) -> None:
     service.responses["set_tenant_limits"] = limits_pb2.SetTenantLimitsResponse()
     service.responses["get_tenant_limits"] = limits_of_bob()
