@@ -41,7 +41,10 @@ LOCAL_KEY_NOTE = "an administrator's key for programs on the pool's machine; for
 """What the operator's key may do: for the credentials file, and for people who read it there."""
 TOKENIZERS_DIR = "tokenizers"
 """In the data directory: tokenizers of the base models, for clients on this machine."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_KILLS_WHEN_REPEATED = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (*_KILLS_WHEN_REPEATED, signal.SIGHUP)
+_ENDS_WORKERS = (signal.SIGINT, signal.SIGHUP)
+"""SIGTERM, from a service manager, may leave workers on a cluster for the next start."""
 
 
 class StartError(Exception):
@@ -64,10 +67,10 @@ class Server:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then finish the running cycles and return. A second signal kills the process.
+        """Serve until SIGTERM, SIGINT or SIGHUP, then finish the running cycles and return.
 
-        No worker outlives a stop by SIGINT. Raises StartError if the pool cannot start, and any fatal error of the
-        coordinator.
+        A SIGTERM or SIGINT during the stop kills the process. No worker outlives a stop by SIGINT or SIGHUP. Raises
+        StartError if the pool cannot start, and any fatal error of the coordinator.
         """
         stopping = _Stopping()
         with stopping.signals() as take_signals:
@@ -78,7 +81,7 @@ class Server:
                 await _before(stopping.wait(), self._coordinator.failed())
                 self._say("Stopping: finishing the running cycles.")
             finally:
-                await self._stop(is_final=stopping.signum is signal.SIGINT)
+                await self._stop(is_final=stopping.signum in _ENDS_WORKERS)
         self._say("Stopped.")
 
     async def _start_before(self, stopping: _Stopping) -> bool:
@@ -224,7 +227,7 @@ async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> boo
 
 
 class _Stopping:
-    """The first SIGTERM or SIGINT, which stops the server."""
+    """The first SIGTERM, SIGINT or SIGHUP, which stops the server."""
 
     def __init__(self) -> None:
         self.signum: signal.Signals | None = None
@@ -236,22 +239,27 @@ class _Stopping:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[Callable[[], None]]:
-        """Handle signals inside the block: the first one is noted, the next one kills the process.
+        """Handle signals inside the block: the first one is noted, a SIGTERM or SIGINT after it kills the process.
 
-        Yields a function that installs the handlers again.
+        A SIGHUP after the first signal does nothing: a terminal that closes may send two. An ignored SIGHUP (nohup)
+        stays ignored. Yields a function that installs the handlers again.
         """
         loop = asyncio.get_running_loop()
         previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+        if previous[signal.SIGHUP] is signal.SIG_IGN:
+            del previous[signal.SIGHUP]
 
         def on_signal(signum: signal.Signals) -> None:
+            if self.signum is not None:
+                return
             _log.info("%s: stopping", signum.name)
             self.signum = signum
             self._has_come.set()
-            release(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+            release(dict.fromkeys(_KILLS_WHEN_REPEATED, signal.SIG_DFL))
 
         def take() -> None:
             if self.signum is None:
-                for signum in _SIGNALS:
+                for signum in previous:
                     loop.add_signal_handler(signum, on_signal, signum)
 
         def release(handlers: Mapping[signal.Signals, Any]) -> None:

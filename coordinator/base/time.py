@@ -43,6 +43,11 @@ def day_number(year: int, month: int, day: int) -> int:
     return (year * 100 + month) * 100 + day
 
 
+def month_after(month: int) -> int:
+    """Return the calendar month after one, see `month_of`."""
+    return month + 1 if month % 100 < 12 else (month // 100 + 1) * 100 + 1
+
+
 def month_of(day: int) -> int:
     """Return the calendar month of a day, as a number that grows: 202611."""
     return day // 100

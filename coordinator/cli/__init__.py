@@ -16,7 +16,7 @@ from coordinator.cli.options import KeepsArguments, with_options
 from tinkerpool.cli.app import DATA_PANEL, RUN_PANEL
 
 _SERVE_HELP = (
-    "Run a pool in this terminal, until Ctrl-C or SIGTERM.\n\n"
+    "Run a pool in this terminal, until Ctrl-C or SIGTERM, or until the terminal closes.\n\n"
     "The first start on a data directory creates an administrator's key and writes it, with the address, to "
     "~/.tinkerpool/credentials.json, where programs on this machine find it. The pool is ready after the line "
     "'tinkerpool is ready at URL'; scripts use --ready-file."

@@ -52,13 +52,21 @@ def serve(settings: Settings, _arguments: Sequence[str]) -> None:
     for logger in (STAGES, _said):
         logger.setLevel(logging.INFO)  # also where others log only errors
     if settings.pool.log.format == "text":
-        _serve(settings, show.say)
+        _serve(settings, _say)
         return
     try:
         _serve(settings, _said.info)
     except CliError as error:
         _said.error("%s", error)
         raise typer.Exit(1) from None
+
+
+def _say(text: str) -> None:
+    """Print a line. A closed terminal or pipe is no error: the pool runs on, or stops in order."""
+    try:
+        show.say(text)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve(settings: Settings, say: Callable[[str], None]) -> None:

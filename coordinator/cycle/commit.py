@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator.base.time import Time
+from coordinator.base.time import Time, day_of
 from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
 from coordinator.observe import metrics
@@ -279,11 +279,11 @@ class Committer:
             virtual_tokens=self._planning.counters(cycle.tenants()),
             fingerprints=self._classes.take_moved(cycle.entries),
         )
-        began = self._time.monotonic()
+        began, day = self._time.monotonic(), day_of(self._time.wall())
         lost: frozenset[str] = frozenset()
         if has_run or cycle.finished:
-            lost = await self._persist(commit, cycle)
-        self._publish_outcomes(cycle, message, lost)
+            lost = await self._persist(commit, cycle, day)
+        self._publish_outcomes(cycle, message, lost, day)
         if has_run:
             message.commit_seconds = self._time.monotonic() - began
             self._planning.costs.observe_end(cycle.worker_s - cycle.pass_worker_s, message.commit_seconds)
@@ -313,14 +313,14 @@ class Committer:
         rest_s = self._time.monotonic() - cycle.started - cycle.worker_s
         self._planning.charge_equally(max(0.0, rest_s), (entry.tenant for entry in cycle.entries.values()))
 
-    async def _persist(self, commit: CycleCommit, cycle: Cycle) -> frozenset[str]:
+    async def _persist(self, commit: CycleCommit, cycle: Cycle, day: int) -> frozenset[str]:
         """Store the commit with the cycle's outcomes; return the adapters that it had to leave out.
 
         A save whose sampler id is taken by another row is failed, and the outcomes of all others are committed. Raises
         StorageError.
         """
         while True:
-            outcomes = [decided_row(operation, self._entry(cycle, operation)) for operation in cycle.finished]
+            outcomes = [decided_row(operation, day, self._entry(cycle, operation)) for operation in cycle.finished]
             try:
                 return await self._journal.persist(replace(commit, finished=outcomes))
             except ConflictError:
@@ -341,13 +341,13 @@ class Committer:
             num_tenants=len(cycle.tenants()),
         )
 
-    def _publish_outcomes(self, cycle: Cycle, message: pool_pb2.Cycle, lost: frozenset[str]) -> None:
+    def _publish_outcomes(self, cycle: Cycle, message: pool_pb2.Cycle, lost: frozenset[str], day: int) -> None:
         """Update memory after the transaction: show outcomes, and drop the copies of the adapters `lost`."""
         for operation in cycle.finished:
             if operation.target_id in lost:
                 operation.undecide()
             else:
-                self._in_flight.finish(operation)
+                self._in_flight.finish(operation, day)
                 self._entries.committed(operation, message)
                 operation.retire()
         for adapter_id in sorted(lost):

@@ -17,12 +17,13 @@ behind every earlier cursor.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
 from coordinator.base.errors import unavailable
+from coordinator.base.time import month_of
 from coordinator.limits.results import UNCOUNTED_BYTES
 from coordinator.operations.holdings import NO_CLAIM, Claim
 from coordinator.operations.operation import Kind, Operation
@@ -191,6 +192,8 @@ class InFlightTable:
         self._claims: dict[str, Claim] = {}
         self._tokens_by_tenant: Counter[str] = Counter()
         """Tokens of the outcomes that became visible in this epoch."""
+        self._tokens_by_month: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        """The same by the month for which they are stored."""
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
@@ -275,12 +278,12 @@ class InFlightTable:
                 self._claims[row.tenant_id] = self.claimed(row.tenant_id).plus(claim).plus(operation.claim, -1)
                 operation.claim = claim
 
-    def num_tokens_of(self, tenant_id: str) -> int:
-        """Return the tokens of a tenant's outcomes that became visible in this epoch."""
-        return self._tokens_by_tenant[tenant_id]
+    def tokens_of_month(self, month: int) -> Mapping[str, int]:
+        """Return the tokens, by tenant, of outcomes of a month, see `month_of`, that became visible in this epoch."""
+        return self._tokens_by_month.get(month, {})
 
     def all_tokens(self) -> dict[str, int]:
-        """Return these tokens of every tenant."""
+        """Return the tokens of every tenant's outcomes that became visible in this epoch."""
         return dict(self._tokens_by_tenant)
 
     def remove(self, operation: Operation) -> None:
@@ -306,13 +309,18 @@ class InFlightTable:
         if self._by_request_id.get(request) is operation:
             del self._by_request_id[request]
 
-    def finish(self, operation: Operation) -> None:
-        """Make a committed outcome visible: wake the waits for it."""
+    def finish(self, operation: Operation, day: int = 0) -> None:
+        """Make a committed outcome visible: wake the waits for it.
+
+        `day`: that its tokens were stored for; one without tokens needs none.
+        """
         operation.commit()
         self.remove(operation)
         assert operation.outcome is not None
         if operation.outcome.num_tokens:
+            assert day, f"{operation.name} has tokens"
             self._tokens_by_tenant[operation.tenant_id] += operation.outcome.num_tokens
+            self._tokens_by_month[month_of(day)][operation.tenant_id] += operation.outcome.num_tokens
         for queue in self._waiters.pop(operation.name, ()):
             num_bytes = operation.outcome.ByteSize()
             if num_bytes > UNCOUNTED_BYTES or self._num_result_bytes + num_bytes > RESULT_BYTES_MAX:

@@ -362,8 +362,11 @@ def new_row(operation: Operation) -> NewOperation:
     )
 
 
-def decided_row(operation: Operation, history: bytes = b"") -> DecidedOperation:
-    """Return a decided operation as a commit stores it, with its entry in the history, if it gets one."""
+def decided_row(operation: Operation, day: int, history: bytes = b"") -> DecidedOperation:
+    """Return a decided operation as a commit stores it, with its entry in the history, if it gets one.
+
+    `day`: that its usage counts for, also when it becomes visible.
+    """
     outcome = operation.outcome
     assert outcome is not None
     return DecidedOperation(
@@ -373,6 +376,7 @@ def decided_row(operation: Operation, history: bytes = b"") -> DecidedOperation:
         tenant_id=operation.tenant_id,
         kind=operation.kind.value,
         outcome=serialize(outcome),
+        day=day,
         is_failed=operation.is_failed,
         num_tokens=outcome.num_tokens,
         engine_s=outcome.engine_seconds,

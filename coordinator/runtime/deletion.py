@@ -64,7 +64,8 @@ class Deletions:
                 operation.fail(error, log.copy.usage(operation))
         try:
             await publishing.until_written(log.adapter_id)
-            rows = [decided_row(each, self._entries.finished(each)) for each in unfinished]
+            day = self._store.database.day()
+            rows = [decided_row(each, day, self._entries.finished(each)) for each in unfinished]
             folder = await self._store.adapters.delete(log.adapter_id, rows, self._time.wall())
         except StorageError:
             self._put_back(log, unfinished)
@@ -74,7 +75,7 @@ class Deletions:
             self._registry.group_of(log).changed.notify()  # another adapter may wait for its room
         for operation in unfinished:
             if operation.is_durable:  # if its append failed meanwhile, its caller got that error
-                self._in_flight.finish(operation)
+                self._in_flight.finish(operation, day)
                 self._entries.committed(operation)
                 operation.retire()
         if folder is not None:

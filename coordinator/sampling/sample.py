@@ -273,15 +273,15 @@ class SampleCommits:
 
     async def commit(self, sample: Sample) -> None:
         """Make the outcome durable, then visible. Raises StorageError."""
-        operation = sample.operation
+        operation, day = sample.operation, self._store.database.day()
         commit = CycleCommit(
-            finished=[decided_row(operation, self._entries.finished(operation))],
+            finished=[decided_row(operation, day, self._entries.finished(operation))],
             records=[] if sample.record is None else [sample.record],
         )
         lost = await self._store.cycles.persist(commit)
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
-        self._in_flight.finish(operation)
+        self._in_flight.finish(operation, day)
         self._entries.committed(operation, phase_s=sample.phase_s)
         self._throughput.count_sampled(operation.tenant_id, sample.worker_id, sample.num_sampled_tokens)
         assert operation.outcome is not None

@@ -67,10 +67,10 @@ class Adapters(Table[AdapterRow]):
 
         The future has the folder of its snapshot, which no row names from then on; None if it had none.
         """
-        now, day = self._database.service_time(), self._database.day()
+        now = self._database.service_time()
 
         def write(db: Connection) -> str | None:
-            finish_logged(db, finished, now, day)
+            finish_logged(db, finished, now)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
             db.execute(
                 "UPDATE adapters SET deleted_at = ?, deleted_service_s = ? WHERE adapter_id = ?",

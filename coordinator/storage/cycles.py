@@ -135,7 +135,7 @@ class Cycles:
             lost = lost_targets(db, commit.finished)
             for operation in commit.finished:
                 if operation.target_id not in lost:
-                    finish(db, operation, now, day)
+                    finish(db, operation, now)
             for use in commit.file_uses:
                 if use.adapter_id not in lost:
                     add_file_use(db, use, day)

@@ -10,6 +10,7 @@ from coordinator.storage.schema import (
     BASE_MODELS,
     DRAINED_WORKERS,
     HISTORY,
+    KEYS_LISTED,
     LISTED,
     NAMED,
     NEWEST,
@@ -98,5 +99,6 @@ MIGRATIONS = {
     11: _USAGE_DAYS,
     12: "DROP INDEX checkpoints_by_adapter;\n" + NEWEST,
     13: BASE_MODELS,
+    14: KEYS_LISTED,
 }
 """Schema version to the statements that make the next version of it."""

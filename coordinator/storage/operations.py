@@ -191,17 +191,17 @@ def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozens
     return frozenset(o.target_id for o in decided if not _is_logged(db, o.target_id, o.seq, o.append_id))
 
 
-def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float, day: int) -> None:
+def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float) -> None:
     """Store the outcomes of those operations whose appends are in the log."""
     for operation in decided:
         if _is_logged(db, operation.target_id, operation.seq, operation.append_id):
-            finish(db, operation, now, day)
+            finish(db, operation, now)
 
 
-def finish(db: Connection, operation: DecidedOperation, now: float, day: int) -> None:
+def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
     """Store the outcome of a logged operation and charge it to its tenant. An operation is decided at most once.
 
-    `now`: service time; `day`: that it counts for, see `Database.day`.
+    `now`: service time.
     """
     key = (operation.target_id, operation.seq, operation.append_id)
     changed = db.execute(
@@ -218,14 +218,14 @@ def finish(db: Connection, operation: DecidedOperation, now: float, day: int) ->
         operation.tenant_id,
         operation.target_id,
         operation.kind,
-        day,
+        operation.day,
         num_tokens=operation.num_tokens,
         engine_s=operation.engine_s,
     )
     if operation.history:
         put_entry(db, operation.tenant_id, operation.target_id, operation.seq, operation.history, now)
     if operation.num_tokens:
-        add_month(db, operation.tenant_id, month_of(day), operation.num_tokens)
+        add_month(db, operation.tenant_id, month_of(operation.day), operation.num_tokens)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:

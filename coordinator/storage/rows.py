@@ -370,6 +370,8 @@ class DecidedOperation:
     tenant_id: str
     kind: str
     outcome: bytes
+    day: int
+    """The calendar day, UTC, that its usage counts for, see `day_of`."""
     is_failed: bool = False
     num_tokens: int = 0
     engine_s: float = 0.0

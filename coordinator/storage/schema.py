@@ -38,7 +38,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -213,6 +213,10 @@ LISTED = """
 CREATE INDEX sessions_listed ON sessions (tenant_id, created_at DESC, session_id) WHERE ended_at IS NULL;
 """
 """List without reading rows, whose metadata may be large; also for databases that a migration gives the index."""
+
+KEYS_LISTED = """CREATE INDEX api_keys_listed ON api_keys (created_at DESC, key_id);
+"""
+"""List the keys of all tenants without sorting them, also for databases that a migration gives the index."""
 
 NAMED = """
 CREATE INDEX adapters_listed ON adapters (tenant_id, created_at DESC, adapter_id, name, deleted_at)
@@ -434,4 +438,4 @@ WHEN EXISTS (
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
 {AUDIT}{TENANT_LIMITS}{USAGE_MONTHS}{USAGE_DAYS}{PROBATIONS}{DRAINED_WORKERS}{WORKER_CLASSES}{BASE_MODELS}{RECORDS}{HISTORY}{ROW_COUNTS}{LISTED}
-{NAMED}"""  # noqa: S608 (our names)
+{NAMED}{KEYS_LISTED}"""  # noqa: S608 (our names)

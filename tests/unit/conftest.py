@@ -1,6 +1,7 @@
-"""An empty database, and the API keys in it."""
+"""An empty database, the API keys in it, and the default reaction to a closed terminal."""
 
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 @pytest.fixture
 def keys(store: Store) -> Authenticator:
     return Authenticator(store, Accounts(store, lambda: 1.0), lambda: 1.0)
+
+
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Let SIGHUP end this process and those that it starts. One that was started with nohup ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -22,9 +22,9 @@ from tinkerpool.cli.connection import (
     note_rest,
 )
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
-from tinkerpool.cli.keys import seconds_of
 from tinkerpool.cli.references import AdapterArgument, find_adapter
 from tinkerpool.cli.show import CliError
+from tinkerpool.cli.times import seconds_of
 from tinkerpool.client.calls.methods import (
     DELETE_ADAPTER,
     LIST_ADAPTERS,

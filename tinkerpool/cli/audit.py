@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.keys import seconds_of
+from tinkerpool.cli.times import SINCE_METAVAR, moment_of
 from tinkerpool.client.calls.methods import LIST_AUDIT_ENTRIES
 from tinkerpool.v1 import admin_pb2
 
@@ -30,12 +29,18 @@ def audit(
         str, typer.Option(help="Only acts on this subject: the id of a key, the name of a tenant.")
     ] = "",
     key: Annotated[str, typer.Option(help="Only acts of this key, by its id.")] = "",
-    since: Annotated[str, typer.Option(metavar="DURATION", help="Only acts of the last 7d, 12h, 30m.")] = "",
+    since: Annotated[
+        str,
+        typer.Option(metavar=SINCE_METAVAR, help="Only acts of the last 7d, 12h; or from 2026-11-26 on, in UTC."),
+    ] = "",
     limit: LimitOption = 100,
     json: JsonOption = False,
 ) -> None:
     """List what administrators did, the newest first."""
-    start = Timestamp(seconds=int(time.time()) - seconds_of(since)) if since else None
+    start = None
+    if since:
+        start = Timestamp()
+        start.FromDatetime(moment_of(since))
 
     def make_request(page_size: int, page_token: str) -> admin_pb2.ListAuditEntriesRequest:
         return admin_pb2.ListAuditEntriesRequest(

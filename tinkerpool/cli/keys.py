@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, LimitOption, YesOption, call, fetch_list, note_rest
 from tinkerpool.cli.finding import Target, calls_no_other_pool, calls_pool
 from tinkerpool.cli.references import find_key
+from tinkerpool.cli.times import seconds_of
 from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY, ROTATE_API_KEY
 from tinkerpool.credentials import replace_key
 from tinkerpool.v1 import admin_pb2
@@ -21,8 +21,6 @@ app = typer.Typer(no_args_is_help=True)
 
 KEY_ID_LENGTH = 12
 """A shorter text is the beginning of a key's id."""
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"(\d{1,10})([smhd]?)")
 
 
 class Role(StrEnum):
@@ -39,14 +37,6 @@ NUMBERS = {
     Role.ADMIN: admin_pb2.ROLE_ADMIN,
 }
 _NAMES = {number: role.value for role, number in NUMBERS.items()}
-
-
-def seconds_of(text: str) -> int:
-    """Return the seconds of a duration such as `90d`, `12h`, `30m` or `45s`. Raises typer.BadParameter."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise typer.BadParameter(f"expected a duration such as 90d, 12h, 30m or 45s, not {text!r}")
-    return int(match[1]) * _UNITS[match[2] or "s"]
 
 
 @app.command()
@@ -121,12 +111,13 @@ def rotate(
     grace: Annotated[
         str, typer.Option(metavar="DURATION", help="How long the old key stays valid; 0: it ends at once.")
     ] = "24h",
+    yes: YesOption = False,
 ) -> None:
-    """Replace a key by a new one with the same rights and expiry.
+    """Replace a key by a new one with the same rights and expiry. It asks first if an id is given that is not whole.
 
     A key in this machine's credentials files is replaced there; otherwise the new key is printed once.
     """
-    key_id = _find(target, key_id).key_id if key_id else ""
+    key_id = _find(target, key_id, "Replace key {} by a new one?", yes=yes) if key_id else ""
     request = admin_pb2.RotateApiKeyRequest(key_id=key_id, grace_seconds=seconds_of(grace))
     response = call(target, ROTATE_API_KEY, request)
     replaced, is_own = response.replaced, response.replaced.key_id == _id_of(target.api_key)
@@ -156,11 +147,9 @@ def revoke(
     yes: YesOption = False,
 ) -> None:
     """Revoke a key for good. It asks first if the id is not whole."""
-    found = _find(target, key_id)
-    if not yes and found.key_id != _id_of(key_id):
-        typer.confirm(f"Revoke key {found.key_id} of tenant {found.tenant} for good?", abort=True)
-    response = call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=found.key_id))
-    show.note(f"{found.key_id} is revoked.")
+    key_id = _find(target, key_id, "Revoke key {} for good?", yes=yes)
+    response = call(target, REVOKE_API_KEY, admin_pb2.RevokeApiKeyRequest(key_id=key_id))
+    show.note(f"{key_id} is revoked.")
     for successor in response.successors:
         show.note(
             f"Its successor {successor} is still valid. If you do not know who replaced the key: "
@@ -168,10 +157,18 @@ def revoke(
         )
 
 
-def _find(target: Target, key: str) -> admin_pb2.ApiKey:
-    """Return the key that is meant; of one that is named whole, the id alone. Raises CliError."""
+def _find(target: Target, key: str, question: str, *, yes: bool) -> str:
+    """Return the id of the key that is meant. Raises CliError if it is none, or more than one.
+
+    If the id is not given whole, asks the question, with the key and its tenant in it; unless `yes` is set.
+    """
     key_id = _id_of(key)
-    return admin_pb2.ApiKey(key_id=key_id) if len(key_id) >= KEY_ID_LENGTH else find_key(target, key_id)
+    if len(key_id) >= KEY_ID_LENGTH:
+        return key_id
+    found = find_key(target, key_id)
+    if not yes:
+        typer.confirm(question.format(f"{found.key_id} of tenant {found.tenant}"), abort=True)
+    return found.key_id
 
 
 def _id_of(key: str) -> str:

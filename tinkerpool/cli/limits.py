@@ -11,8 +11,11 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, call
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.client.calls.methods import GET_TENANT_LIMITS, SET_TENANT_LIMITS
-from tinkerpool.v1 import limits_pb2
+from tinkerpool.client.calls.methods import GET_CAPABILITIES, GET_TENANT_LIMITS, SET_TENANT_LIMITS
+from tinkerpool.v1 import limits_pb2, sessions_pb2
+
+UNLIMITED = "unlimited"
+"""The value of a limit that limits nothing."""
 
 
 @calls_pool
@@ -33,6 +36,8 @@ def limit(
         wanted[name] = value
     if wanted:
         call(target, SET_TENANT_LIMITS, limits_pb2.SetTenantLimitsRequest(tenant=tenant, limits=wanted))
+    if "base_models" in wanted:
+        _note_unserved(target, wanted["base_models"])
     response = call(target, GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest(tenant=tenant))
     if json:
         show.json_message(response)
@@ -56,6 +61,14 @@ def show_limits(tenant: str, limits: Iterable[limits_pb2.TenantLimit]) -> None:
         ),
         right="use value",
     )
+
+
+def _note_unserved(target: Target, value: str) -> None:
+    """Name the base models of a limit that the pool does not serve: it may serve them later, or they are mistyped."""
+    served = [model.name for model in call(target, GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest()).base_models]
+    named = [name for part in value.split(",") if (name := part.strip()) and value != UNLIMITED]
+    if unserved := [name for name in named if name not in served]:
+        show.note(f"Note: the pool does not serve {', '.join(unserved)}. It serves {', '.join(served)}.")
 
 
 def _change(text: str) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated
 
@@ -14,8 +13,8 @@ from rich.text import Text
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, call
 from tinkerpool.cli.finding import Target, calls_pool
-from tinkerpool.cli.keys import seconds_of
 from tinkerpool.cli.limits import show_limits
+from tinkerpool.cli.times import SINCE_METAVAR, moment_of
 from tinkerpool.client.calls.methods import GET_TENANT_LIMITS, GET_USAGE
 from tinkerpool.v1 import limits_pb2, pool_pb2
 
@@ -34,7 +33,8 @@ WORDS = {
 def usage(
     target: Target,
     since: Annotated[
-        str, typer.Option(metavar="DAY", help="From this day on, in UTC: 7d for seven days ago, or 2026-11-26.")
+        str,
+        typer.Option(metavar=SINCE_METAVAR, help="From this day on, in UTC: 7d for seven days ago, or 2026-11-26."),
     ] = "",
     by: Annotated[
         str, typer.Option(metavar="GROUPS", help="Sum by some of tenant,model,adapter,kind,day. Default: tenant,kind.")
@@ -50,7 +50,8 @@ def usage(
     if is_csv and json:
         raise typer.BadParameter("--csv and --json are two formats: give one of them")
     groups = _groups(by)
-    request = pool_pb2.GetUsageRequest(since=_day(since), group_by=map(_number, groups) if since or by else ())
+    day = moment_of(since).date().isoformat() if since else ""
+    request = pool_pb2.GetUsageRequest(since=day, group_by=map(_number, groups) if since or by else ())
     response = call(target, GET_USAGE, request)
     if response.start_day > request.since > "":
         show.note(f"The pool keeps days apart since {response.start_day}: what was before is not in these numbers.")
@@ -83,19 +84,6 @@ def _groups(by: str) -> list[str]:
 
 def _number(group: str) -> pool_pb2.UsageGroup.ValueType:
     return pool_pb2.UsageGroup.Value(f"USAGE_GROUP_{group.upper()}")
-
-
-def _day(since: str) -> str:
-    """Return the day that `7d`, `2026-11-26` or `20261126` means; the pool refuses a day that does not exist."""
-    if not since or "-" in since:
-        return since
-    if since.isdecimal():
-        if len(since) != len("YYYYMMDD"):
-            raise typer.BadParameter(
-                f"expected a day such as 2026-11-26 or 20261126, or a duration such as 7d, not {since!r}"
-            )
-        return f"{since[:4]}-{since[4:6]}-{since[6:]}"
-    return time.strftime("%Y-%m-%d", time.gmtime(time.time() - seconds_of(since)))
 
 
 def _print_csv(response: pool_pb2.GetUsageResponse, groups: list[str]) -> None:

@@ -154,7 +154,7 @@ class PoolConfig:
     one for temporary files."""
     keep_workers: bool = False
     """Whether workers on a cluster outlive a stop by SIGTERM, as they outlive a crash: the next start on the data
-    directory takes them over, with their models loaded. Ctrl-C and `tinkerpool down` always end them."""
+    directory takes them over, with their models loaded. Ctrl-C, SIGHUP and `tinkerpool down` always end them."""
     lease_s: float = 900.0
     """Seconds after which a worker on a cluster ends if it hears from no coordinator."""
     start_timeout_s: float = 600.0

@@ -159,6 +159,8 @@ class RayHost:
     # ---- in the thread
 
     def _live(self) -> None:
+        # Inherited by Ray's processes: a closed terminal sends SIGHUP to them too, and they are to run until the stop.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         config = self._config
         try:
             refused_s = refused_s_max()

@@ -146,14 +146,15 @@ def _check_size(options: ResponseOptions, model: TextModel, param: str) -> None:
             "n",
             f"{len(options.prompts)} prompts with n={options.num_choices}: at most {CHOICES_MAX} choices are allowed",
         )
+    num_kept_min = 0 if options.is_empty else max(options.max_tokens, 1)
     for prompt in options.prompts:
         if not prompt:
             raise refused(param, f"{param} is empty: send at least one token")
-        if len(prompt) + max(options.max_tokens, 1) > model.max_tokens:
+        if len(prompt) + num_kept_min > model.max_tokens:
             raise refused(
                 param,
                 f"{model.name} takes {model.max_tokens} tokens in all, and the prompt has {len(prompt)}"
-                + (f" while max_tokens is {options.max_tokens}" if options.max_tokens else "")
+                + (f" while max_tokens is {options.max_tokens}" if options.max_tokens and not options.is_empty else "")
                 + ": shorten the prompt, or request fewer tokens",
                 "CONTEXT_LENGTH_EXCEEDED",
             )

@@ -149,6 +149,17 @@ def test_an_echoed_prompt_has_the_log_probabilities_that_compute_logprobs_gives(
     assert "".join(choice.logprobs.tokens or ()) == PROMPT
 
 
+def test_a_prompt_that_fills_the_context_is_scored(client: openai.OpenAI, ours: tinkerpool.ServiceClient) -> None:
+    [num_tokens] = [each.max_context_length for each in ours.get_server_capabilities().supported_models]
+    tokens = [5, 6] * (num_tokens // 2)
+    response = client.completions.create(model=MODEL, prompt=tokens, max_tokens=0, echo=True, logprobs=0)
+    sampler = ours.create_sampling_client(base_model=MODEL)
+    expected = sampler.compute_logprobs(tinkerpool.ModelInput.from_ints(tokens)).result(WAIT_S)
+    [choice] = response.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == expected
+
+
 async def test_an_async_client_gets_the_same_text_for_concurrent_calls(pool: ServedPool, key: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{pool.http_url}/v1", api_key=f"tml-{key}", timeout=WAIT_S) as client:
         values: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}

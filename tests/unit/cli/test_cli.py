@@ -423,20 +423,34 @@ def test_a_duration_before_now_is_a_day_in_utc(run: Run, service: FakeService) -
     assert list(request.group_by) == [pool_pb2.USAGE_GROUP_TENANT, pool_pb2.USAGE_GROUP_KIND]
 
 
-def test_eight_digits_are_a_day_and_any_other_bare_number_is_refused(run: Run, service: FakeService) -> None:
+def test_usage_and_audit_take_a_day_in_both_forms(run: Run, service: FakeService) -> None:
     service.responses["get_usage"] = pool_pb2.GetUsageResponse()
-    assert run("usage", "--since", "20261126").code == 0
-    request = service.calls[-1][2]
-    assert isinstance(request, pool_pb2.GetUsageRequest)
-    assert request.since == "2026-11-26"
-    for number in ("7", "2026", "202611261"):
-        assert "2026-11-26 or 20261126" in " ".join(run("usage", "--since", number).err.split())
-    assert len(service.calls) == 1
+    service.responses["list_audit_entries"] = admin_pb2.ListAuditEntriesResponse()
+    for day in ("20261126", "2026-11-26"):
+        for command in ("usage", "audit"):
+            done = run(command, "--since", day)
+            assert done.code == 0, done.err
+        usage, audit = (request for _, _, request in service.calls[-2:])
+        assert isinstance(usage, pool_pb2.GetUsageRequest)
+        assert isinstance(audit, admin_pb2.ListAuditEntriesRequest)
+        assert (usage.since, audit.start_time.ToJsonString()) == ("2026-11-26", "2026-11-26T00:00:00Z")
 
 
-def test_usage_refuses_groups_days_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
+@pytest.mark.parametrize("command", ["usage", "audit"])
+@pytest.mark.parametrize(
+    "since", ["7", "2026", "202611261", "yesterday", "20261326", "2026-02-30", "2026-1126", "9999999999d"]
+)
+def test_what_is_neither_a_day_nor_a_duration_is_refused_with_both_forms(
+    run: Run, service: FakeService, command: str, since: str
+) -> None:
+    error = " ".join(run(command, "--since", since).err.replace("\u2502", "").split())
+    expected = f"expected a day such as 2026-11-26 or 20261126, or a duration such as 7d or 12h, not {since!r}"
+    assert expected in error
+    assert service.calls == []
+
+
+def test_usage_refuses_groups_and_formats_that_make_no_sense(run: Run, service: FakeService) -> None:
     assert "--by takes some of tenant,model,adapter,kind,day" in run("usage", "--by", "tenant,gpu").err
-    assert "expected a duration such as 90d" in run("usage", "--since", "yesterday").err
     assert "two formats" in run("usage", "--csv", "--json").err
     assert service.calls == []
 
@@ -447,6 +461,19 @@ def limits_of_bob() -> limits_pb2.GetTenantLimitsResponse:
         limits_pb2.TenantLimit(name="adapters_max", value="2000", is_set=True, usage=1200),
     ]
     return limits_pb2.GetTenantLimitsResponse(tenant="bob", limits=limits)
+
+
+def test_tenant_limit_names_the_base_models_that_the_pool_does_not_serve(run: Run, service: FakeService) -> None:
+    service.responses["set_tenant_limits"] = limits_pb2.SetTenantLimitsResponse()
+    service.responses["get_tenant_limits"] = limits_of_bob()
+    service.responses["get_capabilities"] = pool_of("toy")
+    done = run("tenant", "limit", "bob", "base_models=toy, tyo,later")
+    assert (done.code, done.err) == (0, "Note: the pool does not serve tyo, later. It serves toy.\n")
+    assert service.calls[0][2] == limits_pb2.SetTenantLimitsRequest(
+        tenant="bob", limits={"base_models": "toy, tyo,later"}
+    )
+    for value in ("toy", "unlimited", ""):
+        assert run("tenant", "limit", "bob", f"base_models={value}").err == ""
 
 
 def test_tenant_limit_sets_what_is_given_and_shows_all(run: Run, service: FakeService) -> None:

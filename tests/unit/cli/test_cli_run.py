@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -123,6 +125,51 @@ def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, here: He
     assert not (terminal.data_dir / READY_FILE).exists()
 
 
+@contextlib.contextmanager
+def at_a_terminal(terminal: Terminal, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run `tinkerpool serve` at a pseudoterminal. Yields the pool, which is ready, and the terminal's own end."""
+    ours, its = pty.openpty()
+    ready_file = terminal.home / "ready.json"
+    with subprocess.Popen(
+        [sys.executable, "-m", "tinkerpool.cli", "serve", *options, "--ready-file", str(ready_file)],
+        env=terminal.environment,
+        cwd=ROOT,
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+    ) as pool:
+        os.close(its)
+        os.set_blocking(ours, False)
+        try:
+            while not ready_file.exists():
+                with contextlib.suppress(BlockingIOError):
+                    os.read(ours, 1 << 16)
+                assert pool.poll() is None
+                time.sleep(process.POLL_S)
+            yield pool, ours
+        finally:
+            pool.kill()
+
+
+@pytest.mark.usefixtures("default_sighup")
+@pytest.mark.parametrize("options", [TOY, pytest.param(TOY_ON_RAY, marks=[pytest.mark.ray, pytest.mark.long])])
+def test_a_closed_terminal_stops_the_pool_in_order_and_nothing_is_left_to_replay(
+    terminal: Terminal, options: tuple[str, ...]
+) -> None:
+    with at_a_terminal(terminal, *options) as (pool, ours):
+        terminal.train()
+        os.close(ours)
+        for _ in range(2):  # the shell sends one, the kernel another one
+            os.killpg(pool.pid, signal.SIGHUP)
+        assert pool.wait(60) == 0
+    assert not (terminal.data_dir / READY_FILE).exists()
+    with contextlib.closing(sqlite3.connect(terminal.data_dir / "tinkerpool.db")) as database:
+        [operations] = database.execute("SELECT COUNT(*) FROM operations").fetchone()
+        [not_in_a_snapshot] = database.execute("SELECT COUNT(*) FROM payloads").fetchone()
+    assert (operations, not_in_a_snapshot) == (2, 0)
+
+
 def test_up_prints_the_cause_if_a_pool_does_not_start(terminal: Terminal) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -208,6 +255,7 @@ async def serve():
     with stopping.signals():
         print("ready", flush=True)
         await stopping.wait()
+        print("stopping", flush=True)
         await asyncio.sleep(1.0)
         print("clean", flush=True)
     lock.release()
@@ -228,7 +276,20 @@ def test_a_repeated_down_waits_for_the_clean_stop_that_the_first_one_began(tmp_p
         ended.start()
         assert process.stop(tmp_path, 60.0) == pool.pid
         ended.join()
-        assert (pool.returncode, pool.stdout.read()) == (0, "clean\n")
+        assert (pool.returncode, pool.stdout.read()) == (0, "stopping\nclean\n")
+
+
+@pytest.mark.usefixtures("default_sighup")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_terminal_that_closes_during_a_stop_does_not_kill_the_pool(tmp_path: Path, signum: signal.Signals) -> None:
+    command = [sys.executable, "-c", STOPS_SLOWLY, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pool:
+        assert pool.stdout is not None
+        assert pool.stdout.readline() == "ready\n"
+        pool.send_signal(signum)
+        assert pool.stdout.readline() == "stopping\n"
+        pool.send_signal(signal.SIGHUP)
+        assert (pool.wait(60), pool.stdout.read()) == (0, "clean\n")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.support.doors.fake_service import KEY, FakeService
 from tests.support.doors.open_doors import open_door
 from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1.adapters_pb2 import Adapter, DeleteAdapterResponse, ListAdaptersResponse
-from tinkerpool.v1.admin_pb2 import ApiKey, ListApiKeysResponse, RevokeApiKeyResponse
+from tinkerpool.v1.admin_pb2 import ApiKey, ListApiKeysResponse, RevokeApiKeyResponse, RotateApiKeyResponse
 from tinkerpool.v1.checkpoints_pb2 import Checkpoint, DeleteCheckpointResponse, ListCheckpointsResponse
 from tinkerpool.v1.history_pb2 import GetHistoryEntryResponse, ListHistoryResponse
 
@@ -48,6 +48,7 @@ def service() -> Iterator[FakeService]:
         delete_checkpoint=DeleteCheckpointResponse(),
         list_api_keys=ListApiKeysResponse(api_keys=keys),
         revoke_api_key=RevokeApiKeyResponse(),
+        rotate_api_key=RotateApiKeyResponse(key="tp_ddddddddddd1_new"),
     )
     with open_door(fake) as url:
         write_credentials(Credentials(url=url, api_key=KEY))
@@ -177,19 +178,23 @@ def test_a_history_is_of_an_adapter_by_its_name_or_of_a_sampler_by_its_id(run: R
         assert last(service, "list_history").target_id == target_id
 
 
-def test_a_key_is_found_by_a_unique_beginning_among_those_that_are_not_revoked(run: Run, service: FakeService) -> None:
+@pytest.mark.parametrize("act", ["revoke", "rotate"])
+def test_a_key_is_found_by_a_unique_beginning_among_those_that_are_not_revoked(
+    run: Run, service: FakeService, act: str
+) -> None:
     for reference, key_id in (("a", "aaaaaaaaaaa1"), ("bbb", "bbbbbbbbbbb1"), ("cccccccccccc", "cccccccccccc")):
-        assert run("key", "revoke", reference, "--yes").code == 0
-        assert last(service, "revoke_api_key").key_id == key_id
-    assert "no key has an id that begins with 'c'" in run("key", "revoke", "c").err
+        assert run("key", act, reference, "--yes").code == 0
+        assert last(service, f"{act}_api_key").key_id == key_id
+    assert "no key has an id that begins with 'c'" in run("key", act, "c").err
 
 
-def test_a_key_is_revoked_by_the_beginning_of_its_id_only_once_its_tenant_is_confirmed(
-    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("act", ["revoke", "rotate"])
+def test_a_key_is_revoked_or_replaced_by_the_beginning_of_its_id_only_once_its_tenant_is_confirmed(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
     for answer, code in (("n\n", 1), ("y\n", 0)):
-        assert "revoke_api_key" not in [name for name, _, _ in service.calls]
+        assert f"{act}_api_key" not in [name for name, _, _ in service.calls]
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-        done = run("key", "revoke", "b")
+        done = run("key", act, "b")
         assert (done.code, "key bbbbbbbbbbb1 of tenant bob" in done.out) == (code, True), done.err
-    assert last(service, "revoke_api_key").key_id == "bbbbbbbbbbb1"
+    assert last(service, f"{act}_api_key").key_id == "bbbbbbbbbbb1"

@@ -286,6 +286,19 @@ async def test_a_prompt_can_be_scored_without_sampling_a_token(door: Door) -> No
     assert (choice["finish_reason"], body["usage"]["completion_tokens"]) == ("length", 0)
 
 
+async def test_only_a_prompt_that_is_scored_without_a_token_may_fill_the_context(door: Door) -> None:
+    full = [5] * BASE.max_sequence_tokens
+    result = ops_pb.SampleResult(prompt_logprobs=to_tensor(np.array([np.nan] + [-1.5] * (len(full) - 1), np.float32)))
+    service = fake(sequence("a"), result=result)
+    body = await door.complete(service, full, logprobs=0, echo=True, max_tokens=0)
+    assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == len(full)
+    for prompt, max_tokens, what in ((full, 1, "64 while max_tokens is 1:"), ([*full, 5], 0, "65:")):
+        values = {"model": "kjv", "prompt": prompt, "max_tokens": max_tokens}
+        response = await door.request(service, "POST", "/v1/completions", json=values)
+        assert response.status_code == 400
+        assert f"takes 64 tokens in all, and the prompt has {what}" in response.json()["error"]["message"]
+
+
 async def test_the_log_probabilities_of_a_conversation_are_an_object_for_each_token(door: Door) -> None:
     service = fake(sequence("ax", topk=[[("b", -0.25)], [("x", -0.5)]]))
     messages = [{"role": "user", "content": "Who?"}]

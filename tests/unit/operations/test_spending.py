@@ -31,6 +31,10 @@ class Bench:
         self.time.wall_offset = wall - self.time.now
 
     async def finish(self, num_tokens: int) -> None:
+        self.show(*await self.commit(num_tokens))
+
+    async def commit(self, num_tokens: int) -> tuple[Operation, int]:
+        """Store an outcome; return its operation, which is not visible yet, and its day."""
         self.seq += 1
         operation = Operation(
             tenant_id=TENANT,
@@ -48,8 +52,12 @@ class Bench:
         await self.store.operations.append([new_row(operation)])
         operation.accept()
         operation.succeed(1, Usage(num_tokens=num_tokens))
-        await self.store.cycles.commit(CycleCommit(finished=[decided_row(operation)]))
-        self.in_flight.finish(operation)
+        day = self.store.database.day()
+        await self.store.cycles.commit(CycleCommit(finished=[decided_row(operation, day)]))
+        return operation, day
+
+    def show(self, operation: Operation, day: int) -> None:
+        self.in_flight.finish(operation, day)
 
     def spending(self) -> Spending:
         return Spending(self.store, self.in_flight, self.time.wall)
@@ -78,6 +86,22 @@ async def test_tokens_of_a_month_are_the_same_after_a_restart_and_begin_again_in
     assert spending.tokens(TENANT) == bench.after_a_restart() == 3, "also what ended before anybody asked"
     await bench.finish(4)
     assert spending.tokens(TENANT) == bench.after_a_restart() == 7
+
+
+async def test_an_outcome_at_the_turn_of_a_month_counts_for_the_month_that_it_is_stored_for(store: Store) -> None:
+    """The first outcome is stored before midnight, the second after it; both become visible later."""
+    bench = Bench(store)
+    bench.now(at(2026, 12, 31))
+    spending = bench.spending()
+    bench.now(at(2027, 1, 1) - 1)
+    before_midnight = await bench.commit(5)
+    bench.now(at(2027, 1, 1))
+    after_midnight = await bench.commit(7)
+    assert spending.tokens(TENANT) == 0
+    for stored, total in ((before_midnight, 0), (after_midnight, 7)):
+        bench.show(*stored)
+        assert spending.tokens(TENANT) == total
+    assert spending.tokens(TENANT) == bench.after_a_restart()
 
 
 async def test_a_clock_that_runs_ahead_for_a_moment_gives_no_tokens_back_and_takes_none_of_the_next_month(

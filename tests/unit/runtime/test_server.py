@@ -25,6 +25,8 @@ from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.contract.protocols import Owner
 from workers.pool.local import LocalPool
 
+pytestmark = pytest.mark.usefixtures("default_sighup")
+
 
 @dataclass
 class Running:
@@ -189,7 +191,7 @@ async def test_the_ready_files_exist_exactly_while_the_pool_serves(
     assert running_pid(data_dir) is None
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_stops_the_pool_and_waiting_clients_get_unavailable(
     start: Start, signum: signal.Signals
 ) -> None:
@@ -205,6 +207,15 @@ async def test_a_signal_stops_the_pool_and_waiting_clients_get_unavailable(
             await reading
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert running.lines[-1] == "Stopped."
+
+
+async def test_an_ignored_sighup_stays_ignored_as_nohup_wants_it(start: Start) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    running = await start()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert len((await status(running.url, stored().api_key)).workers) == 1
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    await end(running.task)
 
 
 async def test_a_second_pool_on_the_same_data_is_refused_and_the_first_serves_on(start: Start, data_dir: Path) -> None:
@@ -238,8 +249,8 @@ async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Pa
     assert not files_below(data_dir)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_during_the_start_stops_the_pool_and_sigint_does_for_good(
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_during_the_start_stops_the_pool_and_all_but_sigterm_do_for_good(
     data_dir: Path, signum: signal.Signals
 ) -> None:
     stops: list[bool] = []
@@ -256,7 +267,7 @@ async def test_a_signal_during_the_start_stops_the_pool_and_sigint_does_for_good
     async with asyncio.timeout(60):
         await Server(config, SlowPool({"w0": ToyEngine}), lambda line: None).run()
     assert running_pid(data_dir) is None
-    assert stops == [signum == signal.SIGINT]
+    assert stops == [signum != signal.SIGTERM]
 
 
 async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:

@@ -69,7 +69,9 @@ async def test_a_sampler_stays_until_its_session_has_ended_and_its_results_are_d
     await log_operation(store, SAMPLER, "sample")
     await store.sessions.end("s", 5.0)
     assert await all_deleted(walk) == []
-    decided = DecidedOperation(target_id=SAMPLER, seq=1, append_id=1, tenant_id=TENANT, kind="sample", outcome=b"o")
+    decided = DecidedOperation(
+        target_id=SAMPLER, seq=1, append_id=1, tenant_id=TENANT, kind="sample", outcome=b"o", day=20261126
+    )
     await store.cycles.commit(CycleCommit(finished=[decided]))
     assert await all_deleted(walk) == []
     await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
@@ -92,7 +94,7 @@ async def test_a_deleted_adapter_stays_for_its_checkpoints_samplers_and_results(
     walk = store.adapters.leftovers
     assert await all_deleted(walk) == []
     failed = DecidedOperation(
-        target_id=with_result, seq=1, append_id=1, tenant_id=TENANT, kind="optim_step", outcome=b"o"
+        target_id=with_result, seq=1, append_id=1, tenant_id=TENANT, kind="optim_step", outcome=b"o", day=20261126
     )
     for adapter_id in (with_checkpoint, with_sampler, with_result):
         await store.adapters.delete(adapter_id, [failed] if adapter_id == with_result else [], 5.0)

@@ -86,6 +86,20 @@ async def test_a_page_of_sessions_checkpoints_and_tenants_is_walked_in_an_index_
     assert of_tenants == ["SCAN tenants USING COVERING INDEX sqlite_autoindex_tenants_2"]
 
 
+async def test_a_page_of_keys_is_walked_in_an_index_from_its_place_and_reads_no_tenant(tmp_path: Path) -> None:
+    path, statements = tmp_path / "log.db", list[str]()
+    store = traced(path, statements)
+    statements.clear()
+    store.api_keys.listing(16, START)
+    store.api_keys.listing(16, Place((1.0, "k"), 2))
+    [counted], [of_first_page], counted_again, [behind] = plans(path, list(statements))
+    await store.close()
+    assert counted.startswith("SCAN api_keys USING COVERING INDEX")
+    assert counted_again == [counted]
+    assert of_first_page == "SCAN api_keys USING COVERING INDEX api_keys_listed"
+    assert behind == "SEARCH api_keys USING COVERING INDEX api_keys_listed (created_at<?)"
+
+
 async def test_a_page_has_the_rows_behind_its_place_as_a_slice_of_the_whole_list(tmp_path: Path) -> None:
     store = Store(tmp_path / "log.db", FakeTime(), Failure())
     await store.tenants.create(TENANT, Act(at=0.0, act="tenant.create", subject="alice"))

@@ -29,7 +29,7 @@ def operation(seq: int, append_id: int = 1, **values: Any) -> NewOperation:
 
 
 def decided(seq: int, append_id: int = 1, *, outcome: bytes = b"ok", **values: Any) -> DecidedOperation:
-    fields: dict[str, Any] = {"target_id": "a", "tenant_id": "t", "kind": "forward_backward"}
+    fields: dict[str, Any] = {"target_id": "a", "tenant_id": "t", "kind": "forward_backward", "day": 20261126}
     return DecidedOperation(seq=seq, append_id=append_id, outcome=outcome, **fields | values)
 
 
