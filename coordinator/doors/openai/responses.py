@@ -208,7 +208,7 @@ class ResponseWriter:
                     operations.append(event.operation)
                     async for chunk in self._rest(prompt_index, event.operation, growing):
                         yield chunk
-                elif not self.options.is_streamed_late:
+                elif event.HasField("token"):
                     index = prompt_index * self.options.num_choices + event.token.sequence_index
                     piece = growing[index].push(event.token.token, event.token.logprob)
                     if piece.text or (piece.infos and self.options.num_top is not None):

@@ -93,6 +93,10 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses
                 yield sampling_pb2.StreamSampleResponse(token=drawn)
         yield sampling_pb2.StreamSampleResponse(operation=outcome)
 
+    async def ended(*_: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
+        yield sampling_pb2.StreamSampleResponse()
+        yield sampling_pb2.StreamSampleResponse(operation=outcome)
+
     usual: dict[str, Any] = {
         "get_capabilities": sessions_pb2.GetCapabilitiesResponse(base_models=[BASE]),
         "get_tokenizer": sessions_pb2.GetTokenizerResponse(files=FILES),
@@ -102,6 +106,7 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses
         "sample": sampling_pb2.SampleResponse(),
         "wait_operations": waited,
         "stream_sample": streamed,
+        "stream_outcome": ended,
         "cancel_operation": ops_pb.CancelOperationResponse(),
     }
     return FakeService(**usual | responses)
