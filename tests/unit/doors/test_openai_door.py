@@ -373,6 +373,31 @@ async def test_large_conversations_of_a_tenant_are_read_and_rendered_one_at_a_ti
     assert threading.get_ident() not in threads
 
 
+async def test_calls_that_come_together_read_the_tokenizer_once_and_leave_threads_to_other_work(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, num_running, most = threading.Lock(), 0, 0
+    render = ChatTemplate.render
+
+    def noted(*arguments: Any) -> str:
+        nonlocal num_running, most
+        with lock:
+            num_running += 1
+            most = max(most, num_running)
+        time.sleep(0.02)  # so that others would run meanwhile
+        with lock:
+            num_running -= 1
+        return render(*arguments)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    service = fake(sequence("a"))
+    body = {"model": "kjv", "messages": [{"role": "user", "content": "a"}]}
+    responses = await door.together(service, "/v1/chat/completions", [body] * 12)
+    assert {response.status_code for response in responses} == {200}
+    assert len(requests_of(service, "get_tokenizer")) == 1
+    assert most <= 2
+
+
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
 async def test_a_stream_is_the_whole_response_in_pieces(door: Door, logprobs: int | None) -> None:
     topk = [[("b", -0.25)]] * len(tokens_of(" \u20ac10 now"))
