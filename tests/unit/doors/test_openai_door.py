@@ -9,11 +9,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import numpy as np
@@ -22,7 +23,8 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
 from coordinator.doors.openai import endpoints, schemas
-from coordinator.doors.openai.responses import LOGPROB_MIN
+from coordinator.doors.openai.responses import LOGPROB_MIN, SLICE_ENTRIES, ChatStyle, ResponseOptions, ResponseWriter
+from coordinator.doors.openai.samples import Event
 from coordinator.doors.openai.templates import ChatTemplate
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
@@ -334,6 +336,52 @@ async def test_other_calls_run_while_a_response_with_many_log_probabilities_is_m
     response = call.result()
     assert response.is_success, response.text
     assert num_turns > 40  # with all of it on the event loop there are 15
+
+
+async def test_a_stream_that_is_not_read_is_made_no_further_than_the_next_slice() -> None:
+    num_top, num_tokens = 8, 400
+    drawn = sequence("x" * num_tokens, is_stop=True, topk=[[("a", -0.25)] * num_top] * num_tokens)
+    assert len(from_tensor(drawn.tokens)) == num_tokens
+    outcome = ops_pb.Operation(state=ops_pb.OPERATION_STATE_SUCCEEDED, sample=ops_pb.SampleResult(sequences=[drawn]))
+    style = ChatStyle()
+    made = Mock(wraps=style.logprobs)
+    call = Mock(in_turn=AsyncMock(side_effect=lambda num_bytes, make, **_: make()))
+    writer = ResponseWriter(
+        call=call,
+        name="c",
+        created_s=0,
+        model_name="kjv",
+        model=MODEL,
+        style=Mock(wraps=style, logprobs=made, kind=style.kind, chunk_object=style.chunk_object),
+        options=ResponseOptions(
+            prompts=[[1]],
+            echoes=None,
+            num_choices=1,
+            max_tokens=0,
+            stops=(),
+            num_top=num_top,
+            is_empty=False,
+            wants_usage=False,
+        ),
+    )
+
+    async def no_more() -> AsyncGenerator[Event]:
+        for event in list[Event]():
+            yield event
+
+    first = (0, sampling_pb2.StreamSampleResponse(operation=outcome))
+    slices = writer.stream(first, no_more(), nullcontext())
+    sent, num_slices = await anext(slices), 0  # the role
+    assert not made.call_count
+    async for each in slices:
+        num_slices += 1
+        assert made.call_count <= num_slices * SLICE_ENTRIES // (2 + num_top)
+        sent += each
+    texts = [
+        json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in sent.decode().split("\n\n")[:-2]
+    ]
+    assert "".join(texts) == "x" * num_tokens
+    assert made.call_count == num_tokens
 
 
 async def test_an_echo_of_a_long_prompt_in_many_choices_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
