@@ -82,7 +82,7 @@ class PoolUseCases(ActivityUseCases):
             cycles=cycles,
             version=VERSION,
             epoch=core.epoch,
-            num_tenants=core.in_flight.num_tenants,
+            num_tenants=len(core.in_flight.tenants()),
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
             problem=core.store.database.problem(),
