@@ -6,6 +6,7 @@ parse responses with that package.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -241,6 +242,7 @@ class ResponseWriter:
             num_slices = max(1, math.ceil(num_left * self.options.num_entries / SLICE_ENTRIES))
             slices = self._last_chunks(index, sequence, each, echo, num_slices)
             for _ in range(num_slices):
+                await asyncio.sleep(0)  # a connection with room takes all slices without a pause
                 yield await self._in_turn(math.ceil(size / num_slices), sum(sizes), partial(next, slices))
 
     def _last_chunks(

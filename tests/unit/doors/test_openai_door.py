@@ -338,8 +338,8 @@ async def test_other_calls_run_while_a_response_with_many_log_probabilities_is_m
     assert num_turns > 40  # with all of it on the event loop there are 15
 
 
-async def test_a_stream_that_is_not_read_is_made_no_further_than_the_next_slice() -> None:
-    num_top, num_tokens = 8, 400
+def stream_of(num_tokens: int, num_top: int) -> tuple[AsyncGenerator[bytes], Mock]:
+    """Return the stream of a finished sample, and what makes the log-probabilities of each of its tokens."""
     drawn = sequence("x" * num_tokens, is_stop=True, topk=[[("a", -0.25)] * num_top] * num_tokens)
     assert len(from_tensor(drawn.tokens)) == num_tokens
     outcome = ops_pb.Operation(state=ops_pb.OPERATION_STATE_SUCCEEDED, sample=ops_pb.SampleResult(sequences=[drawn]))
@@ -370,18 +370,36 @@ async def test_a_stream_that_is_not_read_is_made_no_further_than_the_next_slice(
             yield event
 
     first = (0, sampling_pb2.StreamSampleResponse(operation=outcome))
-    slices = writer.stream(first, no_more(), nullcontext())
-    sent, num_slices = await anext(slices), 0  # the role
-    assert not made.call_count
-    async for each in slices:
+    return writer.stream(first, no_more(), nullcontext()), made
+
+
+async def test_a_stream_that_is_not_read_is_made_no_further_than_the_next_slice() -> None:
+    stream, made = stream_of(400, num_top=8)
+    sent, num_slices = await anext(stream), 0  # the role
+    made.assert_not_called()
+    async for each in stream:
         num_slices += 1
-        assert made.call_count <= num_slices * SLICE_ENTRIES // (2 + num_top)
+        assert made.call_count <= num_slices * SLICE_ENTRIES // 10
         sent += each
-    texts = [
-        json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in sent.decode().split("\n\n")[:-2]
-    ]
-    assert "".join(texts) == "x" * num_tokens
-    assert made.call_count == num_tokens
+    events = [json.loads(event[6:]) for event in sent.decode().split("\n\n")[:-2]]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "x" * 400
+    assert made.call_count == 400
+
+
+async def test_other_calls_run_between_the_slices_of_a_stream_that_is_read_at_once() -> None:
+    stream, made = stream_of(400, num_top=8)
+
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    reading, num_made = asyncio.create_task(read()), 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        assert made.call_count - num_made <= SLICE_ENTRIES // 10
+        num_made = made.call_count
+    await reading
+    assert made.call_count == 400
 
 
 async def test_an_echo_of_a_long_prompt_in_many_choices_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
