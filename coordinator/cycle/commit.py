@@ -9,17 +9,16 @@ the effects of an operation that was never logged are not stored, and the operat
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator.base.time import Time, day_of
 from coordinator.checkpoints.saver import Saver
+from coordinator.cycle.watchers import Watchers
 from coordinator.fleet.fleet import Fleet
 from coordinator.observe import metrics
 from coordinator.observe.throughput import Throughput
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CYCLES_SHOWN_MAX = 1000
-"""Cycles that are kept, and that a slow watcher may have unread; later ones are dropped for it."""
+"""Cycles that are kept."""
 
 
 @dataclass(slots=True)
@@ -173,8 +172,7 @@ class CycleJournal:
         self._throughput = throughput
         self._last_id = cycles.last_id()
         self.recent: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
-        self._watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
-        self._is_closed = False
+        self.watchers = Watchers()
         self._open: set[int] = set()
         """Cycles with a plan that have not ended."""
 
@@ -206,27 +204,7 @@ class CycleJournal:
         for entry in cycle.entries:
             self._throughput.count_trained(entry.tenant, entry.worker_id, entry.num_tokens)
         self.recent.append(cycle)
-        for watcher in self._watchers:
-            if watcher.qsize() < CYCLES_SHOWN_MAX:
-                watcher.put_nowait(cycle)
-
-    @contextmanager
-    def watch(self) -> Iterator[asyncio.Queue[pool_pb2.Cycle | None]]:
-        """Make a queue of the cycles that are committed during the block; None in it: the coordinator stops."""
-        queue: asyncio.Queue[pool_pb2.Cycle | None] = asyncio.Queue()
-        self._watchers.add(queue)
-        if self._is_closed:
-            queue.put_nowait(None)
-        try:
-            yield queue
-        finally:
-            self._watchers.discard(queue)
-
-    def close(self) -> None:
-        """End every watch."""
-        self._is_closed = True
-        for watcher in self._watchers:
-            watcher.put_nowait(None)
+        self.watchers.publish(cycle)
 
 
 class Committer:

@@ -189,6 +189,9 @@ class InFlightTable:
         self._bytes_by_tenant: Counter[str] = Counter()
         self._num_by_target: Counter[str] = Counter()
         self._num_by_tenant: Counter[str] = Counter()
+        self._num_by_kind: Counter[Kind] = Counter()
+        self._arrivals: dict[Kind, dict[str, float]] = {}
+        """Operations that were accepted in this epoch to the time, by kind, in the order of their acceptance."""
         self._claims: dict[str, Claim] = {}
         self._tokens_by_tenant: Counter[str] = Counter()
         """Tokens of the outcomes that became visible in this epoch."""
@@ -214,6 +217,9 @@ class InFlightTable:
         self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
         self._num_by_target[operation.target_id] += 1
         self._num_by_tenant[operation.tenant_id] += 1
+        self._num_by_kind[operation.kind] += 1
+        if operation.timeline.arrived is not None:
+            self._arrivals.setdefault(operation.kind, {})[operation.name] = operation.timeline.arrived
         self._claims[operation.tenant_id] = self.claimed(operation.tenant_id).plus(operation.claim)
         if operation.request_id:
             self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
@@ -247,10 +253,17 @@ class InFlightTable:
         """Return the operation that a request id made on an adapter or sampler, if its outcome has not committed."""
         return self._by_request_id.get((target_id, request_id))
 
-    @property
-    def num_tenants(self) -> int:
-        """The number of tenants with operations in flight."""
-        return len(self._num_by_tenant)
+    def num_by_kind(self) -> dict[Kind, int]:
+        """Return the number of operations in flight of each kind that has some."""
+        return dict(+self._num_by_kind)
+
+    def oldest(self, kind: Kind) -> float | None:
+        """Return when the oldest operation in flight of a kind was accepted; None: before the last start."""
+        return next(iter(self._arrivals.get(kind, {}).values()), None)
+
+    def tenants(self) -> Collection[str]:
+        """Return the tenants with operations in flight."""
+        return self._num_by_tenant.keys()
 
     def num_of_target(self, target_id: str) -> int:
         """Return the number of operations in flight of an adapter or sampler."""
@@ -294,6 +307,8 @@ class InFlightTable:
         self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
         self._num_by_target[operation.target_id] -= 1
         self._num_by_tenant[operation.tenant_id] -= 1
+        self._num_by_kind[operation.kind] -= 1
+        self._arrivals.get(operation.kind, {}).pop(operation.name, None)
         self._claims[operation.tenant_id] = self.claimed(operation.tenant_id).plus(operation.claim, -1)
         if self._claims[operation.tenant_id] == NO_CLAIM:
             del self._claims[operation.tenant_id]

@@ -192,7 +192,7 @@ class Core:
         self.store.cycles.stop_retrying()
         self.in_flight.close()
         self.finished_samples.close()
-        runners.cycles.journal.close()
+        runners.cycles.journal.watchers.close()
         self.states.publishing.stop_retrying()
         runners.supervisor.stop()
         await runners.samples.stop()

@@ -88,18 +88,13 @@ class PoolGauges(Collector):
         yield from ()
 
     def _operations(self) -> dict[str, Values]:
-        core, now = self._core, self._core.time.monotonic()
-        number: Counter[tuple[str, ...]] = Counter()
-        ages: dict[tuple[str, ...], float] = {}
-        for operation in core.in_flight.all():
-            kind = (operation.kind.value,)
-            number[kind] += 1
-            if operation.timeline.arrived is not None:
-                ages[kind] = max(ages.get(kind, 0.0), now - operation.timeline.arrived)
+        in_flight, now = self._core.in_flight, self._core.time.monotonic()
+        numbers = in_flight.num_by_kind()
+        oldest = {kind: in_flight.oldest(kind) for kind in numbers}
         return {
-            "unfinished_operations": list(number.items()),
-            "oldest_operation_seconds": list(ages.items()),
-            "active_tenants": [((), core.in_flight.num_tenants)],
+            "unfinished_operations": [((kind.value,), number) for kind, number in numbers.items()],
+            "oldest_operation_seconds": [((kind.value,), now - at) for kind, at in oldest.items() if at is not None],
+            "active_tenants": [((), len(in_flight.tenants()))],
         }
 
     def _workers(self) -> dict[str, Values]:
@@ -132,7 +127,7 @@ class PoolGauges(Collector):
         """Return how full each limit is; of tenants that did something since the start."""
         used: Values = []
         in_flight = self._core.in_flight
-        tenant_ids = in_flight.all_tokens().keys() | {each.tenant_id for each in in_flight.all()}
+        tenant_ids = in_flight.all_tokens().keys() | set(in_flight.tenants())
         for name, limit in self._core.quotas.listed.items():
             most = {tenant_id: limit.maximum(tenant_id) for tenant_id in tenant_ids}
             parts = [limit.used(tenant_id) / maximum for tenant_id, maximum in most.items() if maximum]

@@ -162,13 +162,17 @@ class Sample:
 class Listener:
     """A sample's events for one reader: tokens while few are unread, then the finished operation, which has all."""
 
-    def __init__(self, tenant_id: str, unread: Counter[str]) -> None:
-        """`unread`: numbers of unread tokens by tenant, over all listeners; this one adds its own."""
+    def __init__(self, tenant_id: str, unread: Counter[str], *, takes_tokens: bool = True) -> None:
+        """`unread`: numbers of unread tokens by tenant, over all listeners; this one adds its own.
+
+        Without `takes_tokens` the finished operation is its only event.
+        """
+        self.takes_tokens = takes_tokens
         self._tenant_id = tenant_id
         self._unread = unread
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._num_unread = 0
-        self._is_cut = False
+        self._is_cut = not takes_tokens
 
     async def get(self) -> Event | None:
         """Return the next event; None: the coordinator stops."""
@@ -211,9 +215,9 @@ class TokenStreams:
         self._unread: Counter[str] = Counter()
         self._is_closed = False
 
-    def listener(self, tenant_id: str) -> Listener:
+    def listener(self, tenant_id: str, *, takes_tokens: bool = True) -> Listener:
         """Return a listener for a tenant, which the caller closes."""
-        return Listener(tenant_id, self._unread)
+        return Listener(tenant_id, self._unread, takes_tokens=takes_tokens)
 
     def listen(self, name: str, listener: Listener) -> None:
         """Let a listener follow a sample from now on. Call before the sample is submitted."""
@@ -230,8 +234,8 @@ class TokenStreams:
             self._listeners.pop(name, None)
 
     def has_listener(self, name: str) -> bool:
-        """Return whether the sample has a listener."""
-        return name in self._listeners
+        """Return whether a listener takes the sample's tokens: a worker sends no others."""
+        return any(listener.takes_tokens for listener in self._listeners.get(name, ()))
 
     def send_token(self, sample: Sample, event: TokenEvent) -> None:
         """Send a drawn token to the sample's listeners, unless they have it."""

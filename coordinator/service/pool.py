@@ -82,7 +82,7 @@ class PoolUseCases(ActivityUseCases):
             cycles=cycles,
             version=VERSION,
             epoch=core.epoch,
-            num_tenants=core.in_flight.num_tenants,
+            num_tenants=len(core.in_flight.tenants()),
             uptime_seconds=core.time.monotonic() - core.started_at,
             probations=self._probations(principal),
             problem=core.store.database.problem(),
@@ -99,7 +99,7 @@ class PoolUseCases(ActivityUseCases):
         """Yield every cycle that commits from now on."""
         name = "" if principal.is_admin else principal.tenant_id
         sight = self._sights.setdefault(name, _Sight(principal, self._tenant_name))
-        with self._core.journal.watch() as queue:
+        with self._core.journal.watchers.watch(principal.tenant_id) as queue:
             while (cycle := await queue.get()) is not None:
                 yield sight.of(cycle)
             raise unavailable("SHUTTING_DOWN", "the pool is shutting down")

@@ -91,18 +91,35 @@ class SamplingUseCases(UseCases):
         return pb.SampleResponse(operation=operation.as_message(is_running=is_running))
 
     @streamed
-    async def stream_sample(
+    def stream_sample(
         self, principal: Principal, request: pb.StreamSampleRequest
     ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         """Queue a sample; stream its tokens, and at the end the finished operation."""
+        return self._stream(principal, request.request, takes_tokens=True)
+
+    @streamed
+    def stream_outcome(
+        self, principal: Principal, request: pb.StreamSampleRequest
+    ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
+        """Queue a sample; yield an empty response once it is accepted, and at the end the finished operation.
+
+        Its tokens are sent to nobody: a stream that needs the whole result is not woken for each of them.
+        """
+        return self._stream(principal, request.request, takes_tokens=False)
+
+    async def _stream(
+        self, principal: Principal, request: pb.SampleRequest, *, takes_tokens: bool
+    ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         streams = self._core.samples.streams
         # Closed also if this call is cancelled in `_begin`, which then goes on and lets the listener follow the sample.
-        with closing(streams.listener(principal.tenant_id)) as listener:
-            operation, is_followed = await self._begin(principal, request.request, listener)
+        with closing(streams.listener(principal.tenant_id, takes_tokens=takes_tokens)) as listener:
+            operation, is_followed = await self._begin(principal, request, listener)
             if not is_followed:
                 yield pb.StreamSampleResponse(operation=operation.as_message())
                 return
             try:
+                if not takes_tokens:
+                    yield pb.StreamSampleResponse()
                 while True:
                     event = await self._next_event(listener, operation)
                     if isinstance(event, ops_pb.Operation):

@@ -324,7 +324,7 @@ def test_two_tabs_share_one_stream(pool: ServedPool, client: TrainingClient) -> 
         page.driver.switch_to.new_window("tab")
         page.driver.get(page.url + "/ui/")
         page.one("svg.clock")
-        page.until(lambda: len(pool.coordinator.core.journal._watchers) == 1, "one stream")
+        page.until(lambda: len(pool.coordinator.core.journal.watchers) == 1, "one stream")
         step(client, 2)
         page.until(lambda: page.run("document.querySelectorAll('svg.clock rect[fill]').length") > 0, "bars")
         page.one(".legend", "alice")

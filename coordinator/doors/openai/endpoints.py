@@ -116,7 +116,7 @@ class OpenAi:
         if not asked.stream:
             operations = await outcomes(call, sampler, requests, is_kept=is_kept)
             return Response(await writer.whole(operations), media_type="application/json")
-        stream = events(call, sampler, requests)
+        stream = events(call, sampler, requests, takes_tokens=not options.is_streamed_late)
         try:
             # The response begins with the first event, so that a refusal can have its status.
             first = await anext(stream)

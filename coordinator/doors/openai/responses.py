@@ -6,13 +6,15 @@ parse responses with that package.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
 from coordinator.doors.door import to_refusal
@@ -26,6 +28,9 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 _ENTRY_BYTES = 16
 """Of a token or a log-probability in JSON, by which a response takes turns: at least, and 10 microseconds to make."""
+SLICE_ENTRIES = 512
+"""Tokens and log-probabilities of a stream that are made at a time, in 5 ms: 50 kB of JSON, about as much as a
+connection buffers. While its client does not read, no more are made."""
 LOGPROB_MIN = -9999.0
 """OpenAI's number for minus infinity, which JSON does not have."""
 DONE = b"data: [DONE]\n\n"
@@ -149,6 +154,11 @@ class ResponseOptions:
     """End a stream with the number of tokens."""
 
     @property
+    def num_entries(self) -> int:
+        """Tokens and log-probabilities that a position has."""
+        return 2 + self.num_top if self.num_top is not None else 1
+
+    @property
     def is_streamed_late(self) -> bool:
         """Whether a stream waits for the finished sample, which alone has prompt log-probabilities and top tokens."""
         return bool(self.num_top) or (self.num_top is not None and self.echoes is not None)
@@ -208,7 +218,7 @@ class ResponseWriter:
                     operations.append(event.operation)
                     async for chunk in self._rest(prompt_index, event.operation, growing):
                         yield chunk
-                elif not self.options.is_streamed_late:
+                elif event.HasField("token"):
                     index = prompt_index * self.options.num_choices + event.token.sequence_index
                     piece = growing[index].push(event.token.token, event.token.logprob)
                     if piece.text or (piece.infos and self.options.num_top is not None):
@@ -221,25 +231,35 @@ class ResponseWriter:
     async def _rest(
         self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]
     ) -> AsyncGenerator[bytes]:
-        """Yield the last chunks of a prompt's choices, made choice by choice."""
+        """Yield the last chunks of a prompt's choices: each slice is made when those before it were sent."""
         first, echo = prompt_index * self.options.num_choices, None
         choices = [(each, growing[first + number]) for number, each in enumerate(operation.sample.sequences)]
         sizes = [self._size(prompt_index, sequence, each.num_pushed) for sequence, each in choices]
         if self.options.is_streamed_late:
             echo = await self._in_turn(sizes[0], sum(sizes), lambda: self._echo(prompt_index, operation))
         for index, ((sequence, each), size) in enumerate(zip(choices, sizes, strict=True), first):
-            yield await self._in_turn(size, sum(sizes), partial(self._last_chunks, index, sequence, each, echo))
+            num_left = math.prod(sequence.tokens.shape) - each.num_pushed
+            num_slices = max(1, math.ceil(num_left * self.options.num_entries / SLICE_ENTRIES))
+            slices = self._last_chunks(index, sequence, each, echo, num_slices)
+            for _ in range(num_slices):
+                await asyncio.sleep(0)  # a connection with room takes all slices without a pause
+                yield await self._in_turn(math.ceil(size / num_slices), sum(sizes), partial(next, slices))
 
     def _last_chunks(
-        self, index: int, sequence: ops_pb.SampledSequence, growing: _Growing, echo: Piece | None
-    ) -> bytes:
-        pieces = [*([echo] if echo is not None else ()), *growing.choice.rest(sequence, growing.num_pushed)]
-        chunks = [
-            self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos) if piece.infos else None))
-            for piece in pieces
-            if piece.text or (piece.infos and self.options.num_top is not None)
-        ]
-        return b"".join((*chunks, self._chunk(self.style.end(index, growing.choice.finish_reason(sequence)))))
+        self, index: int, sequence: ops_pb.SampledSequence, growing: _Growing, echo: Piece | None, num_slices: int
+    ) -> Iterator[bytes]:
+        """Yield the last chunks of a choice, in so many slices."""
+        num_pieces = math.ceil((math.prod(sequence.tokens.shape) - growing.num_pushed) / num_slices)
+        pieces = chain([echo] if echo is not None else [], growing.choice.rest(sequence, growing.num_pushed))
+        for number in range(1, num_slices + 1):
+            chunks = [
+                self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos) if piece.infos else None))
+                for piece in (islice(pieces, num_pieces) if number < num_slices else pieces)
+                if piece.text or (piece.infos and self.options.num_top is not None)
+            ]
+            if number == num_slices:
+                chunks.append(self._chunk(self.style.end(index, growing.choice.finish_reason(sequence))))
+            yield b"".join(chunks)
 
     def _whole(self, operations: Sequence[ops_pb.Operation]) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -259,7 +279,7 @@ class ResponseWriter:
         """Return how much a choice has, in tokens and log-probabilities, without its first tokens."""
         num_echoed = len(self.options.prompts[prompt_index]) if self.options.echoes is not None else 0
         num_tokens = num_echoed + math.prod(sequence.tokens.shape) - num_pushed
-        return num_tokens * (2 + self.options.num_top if self.options.num_top is not None else 1)
+        return num_tokens * self.options.num_entries
 
     async def _in_turn(self, size: int, size_of_all: int, make: Callable[[], Made]) -> Made:
         """Return what `make` makes of so many tokens and log-probabilities.

@@ -26,7 +26,7 @@ from tinkerpool.v1 import sampling_pb2 as pb
 KEY_HEADER = "idempotency-key"
 
 Event = tuple[int, pb.StreamSampleResponse]
-"""Index of the request, and a message of its stream."""
+"""Index of the request, and a message of its stream; an empty one once a request without tokens is accepted."""
 
 
 def draw_seqs(call: Call, count: int, *, is_repeatable: bool) -> tuple[list[int], bool]:
@@ -71,16 +71,19 @@ async def outcomes(
     return operations
 
 
-async def events(call: Call, sampler: Sampler, requests: Sequence[pb.SampleRequest]) -> AsyncGenerator[Event]:
-    """Submit the samples; yield tokens as they are drawn, and each request's outcome after its tokens.
+async def events(
+    call: Call, sampler: Sampler, requests: Sequence[pb.SampleRequest], *, takes_tokens: bool
+) -> AsyncGenerator[Event]:
+    """Submit the samples; yield tokens as they are drawn, if they are taken, and then each request's outcome.
 
     Closing the generator cancels unfinished samples. Raises ServiceError if a sample is refused.
     """
+    stream_of = call.service.stream_sample if takes_tokens else call.service.stream_outcome
     queue: asyncio.Queue[tuple[int, pb.StreamSampleResponse | Exception]] = asyncio.Queue(len(requests))
 
     async def follow(index: int, request: pb.SampleRequest) -> None:
         try:
-            stream = call.service.stream_sample(call.principal, pb.StreamSampleRequest(request=request))
+            stream = stream_of(call.principal, pb.StreamSampleRequest(request=request))
             async with aclosing(stream) as responses:
                 async for response in responses:
                     await queue.put((index, response))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,9 @@ from tinkerpool.v1 import sessions_pb2 as pb
 
 _INLINE_CHARACTERS_MAX = 4096
 """Longer texts are encoded on a thread, and longer conversations rendered, which the tenants share by turns."""
+_SHORT_AT_ONCE = 2
+"""Short conversations that are rendered at a time. A thousand calls would take all threads of the executor, and the
+saves of other tenants would wait behind them."""
 _PREFIX_CHARACTERS = 16
 """Characters for each token of the longest prompt. Of a longer text, a prefix of this length is encoded first: if that
 alone has twice as many tokens as the model takes, the rest is not encoded. Languages have two to five to a token."""
@@ -52,6 +54,8 @@ class TextModel:
     """A token with text, if there is one. Tokens that are decoded after it keep their leading space."""
     turns: Turns = field(default_factory=lambda: Turns(1))
     """Turns at encoding long texts: one at a time leaves the other processors to the workers."""
+    short_turns: Turns = field(default_factory=lambda: Turns(_SHORT_AT_ONCE))
+    """Turns at rendering short conversations, which wait for no long one."""
     _token_texts: dict[int, tuple[str, bytes | None]] = field(default_factory=dict, init=False)
 
     def detokenizer(self, stops: Sequence[str] = ()) -> Detokenizer:
@@ -108,9 +112,9 @@ class TextModel:
                 f"{self.name} has no chat template: use /v1/completions, with a prompt in the model's format",
                 "NO_CHAT_TEMPLATE",
             )
-        is_short = num_bytes <= _INLINE_CHARACTERS_MAX
+        turns = self.short_turns if num_bytes <= _INLINE_CHARACTERS_MAX else self.turns
         try:
-            async with contextlib.nullcontext() if is_short else self.turns.turn(tenant_id):
+            async with turns.turn(tenant_id):
                 text = await asyncio.to_thread(self.template.render, messages, options)
         except ChatTemplateError as error:
             raise refused(
@@ -144,16 +148,23 @@ class TextModels:
 
     def __init__(self) -> None:
         self._models: dict[str, TextModel] = {}
+        self._reading: dict[str, asyncio.Lock] = {}
+        """By model: of calls that come together, one reads it."""
 
     async def of(self, call: Call, model: pb.BaseModel) -> TextModel:
         """Return a base model's text. Raises ServiceError NOT_FOUND if its tokenizer cannot be read."""
         if model.name not in self._models:
-            found = await call.service.get_tokenizer(call.principal, pb.GetTokenizerRequest(base_model=model.name))
-            try:
-                self._models[model.name] = await asyncio.to_thread(read_text_model, model, dict(found.files))
-            except ValueError as error:
-                raise no_model(model.name, f"in this API, because {error}; use gRPC or the Tinker API") from None
+            async with self._reading.setdefault(model.name, asyncio.Lock()):
+                if model.name not in self._models:
+                    self._models[model.name] = await self._read(call, model)
         return self._models[model.name]
+
+    async def _read(self, call: Call, model: pb.BaseModel) -> TextModel:
+        found = await call.service.get_tokenizer(call.principal, pb.GetTokenizerRequest(base_model=model.name))
+        try:
+            return await asyncio.to_thread(read_text_model, model, dict(found.files))
+        except ValueError as error:
+            raise no_model(model.name, f"in this API, because {error}; use gRPC or the Tinker API") from None
 
 
 def read_text_model(model: pb.BaseModel, files: Mapping[str, bytes]) -> TextModel:

@@ -66,6 +66,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "get_sampler": lambda t: sampling_pb2.GetSamplerRequest(sampler_id=t.sampler),
     "sample": lambda t: sample_request(t.sampler, 1),
     "stream_sample": lambda t: sampling_pb2.StreamSampleRequest(request=sample_request(t.sampler, 1)),
+    "stream_outcome": lambda t: sampling_pb2.StreamSampleRequest(request=sample_request(t.sampler, 1)),
     "get_checkpoint": lambda t: checkpoints_pb2.GetCheckpointRequest(path=t.checkpoint),
     "delete_checkpoint": lambda t: checkpoints_pb2.DeleteCheckpointRequest(path=t.checkpoint),
     "set_checkpoint_ttl": lambda t: checkpoints_pb2.SetCheckpointTtlRequest(path=t.checkpoint, ttl_seconds=1),
@@ -84,7 +85,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),
     "cancel_operation": lambda t: ops_pb.CancelOperationRequest(name=t.sample),
 }
-STREAMS = {"stream_sample", "export_checkpoint", "export_session_trace", "wait_operations"}
+STREAMS = {"stream_sample", "stream_outcome", "export_checkpoint", "export_session_trace", "wait_operations"}
 NAMELESS = {
     "get_capabilities",
     "get_tokenizer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import Metric, parser
@@ -100,6 +101,21 @@ async def test_limits_have_gauges_and_every_gauge_is_served(tmp_path: Path) -> N
         assert limits.keys() == pool.core.quotas.listed.keys()
         assert limits["adapters_max"] == 1 / pool.core.quotas.of(pool.tenant_id()).adapters_max
         assert found["process_cpu_seconds"].samples, "processor time of the coordinator"
+
+
+async def test_a_scrape_walks_no_operations_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pool(tmp_path) as pool, served(pool) as url:
+        adapter = await pool.adapter()
+        pool.hold()
+        name = await pool.forward_backward(adapter, 1, 5)
+        walk = Mock(wraps=pool.core.in_flight.all)
+        monkeypatch.setattr(pool.core.in_flight, "all", walk)
+        found = await scrape(url)
+        assert found["tinkerpool_unfinished_operations", (("kind", "forward_backward"),)] == 1
+        assert found["tinkerpool_active_tenants", ()] == 1
+        assert not walk.call_count
+        await pool.release()
+        await pool.wait(name)
 
 
 async def test_tenants_are_named_only_if_they_are_asked_for_and_then_only_the_largest(tmp_path: Path) -> None:

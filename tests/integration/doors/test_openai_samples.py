@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -152,6 +153,24 @@ def test_a_client_that_disconnects_cancels_its_samples(pool: ServedPool, stream:
     wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
     assert outcome_of(pool).error.reason == "CANCELLED"
     pool.release()
+
+
+def test_a_stream_that_waits_for_the_whole_sample_is_sent_no_tokens(
+    pool: ServedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = pool.pool.core.samples.streams
+    sent = Mock(wraps=streams.send_token)
+    monkeypatch.setattr(streams, "send_token", sent)
+    num_tokens = {}
+    with client_of(pool) as client:
+        for logprobs in (None, 0, 2):
+            asked = client.completions.create(
+                model="toy", prompt="w1", max_tokens=20, seed=1, logprobs=logprobs, stream=True
+            )
+            num_tokens[logprobs] = len("".join(chunk.choices[0].text for chunk in asked).split())
+            assert sent.call_count == (num_tokens[logprobs] if logprobs != 2 else 0)
+            sent.reset_mock()
+    assert num_tokens == dict.fromkeys((None, 0, 2), 20)
 
 
 def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnects(pool: ServedPool) -> None:

@@ -45,7 +45,14 @@ class KeysByName(FakeKeys):
         return Principal(tenant_id=key, tenant_name=key, key_id=key, role=Role.MEMBER)
 
 
-STREAMS = ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles", "export_session_trace")
+STREAMS = (
+    "wait_operations",
+    "stream_sample",
+    "stream_outcome",
+    "export_checkpoint",
+    "watch_cycles",
+    "export_session_trace",
+)
 """Use cases that stream."""
 
 

@@ -9,11 +9,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import numpy as np
@@ -22,7 +23,8 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
 from coordinator.doors.openai import endpoints, schemas
-from coordinator.doors.openai.responses import LOGPROB_MIN
+from coordinator.doors.openai.responses import LOGPROB_MIN, SLICE_ENTRIES, ChatStyle, ResponseOptions, ResponseWriter
+from coordinator.doors.openai.samples import Event
 from coordinator.doors.openai.templates import ChatTemplate
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
@@ -93,6 +95,10 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses
                 yield sampling_pb2.StreamSampleResponse(token=drawn)
         yield sampling_pb2.StreamSampleResponse(operation=outcome)
 
+    async def ended(*_: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
+        yield sampling_pb2.StreamSampleResponse()
+        yield sampling_pb2.StreamSampleResponse(operation=outcome)
+
     usual: dict[str, Any] = {
         "get_capabilities": sessions_pb2.GetCapabilitiesResponse(base_models=[BASE]),
         "get_tokenizer": sessions_pb2.GetTokenizerResponse(files=FILES),
@@ -102,6 +108,7 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses
         "sample": sampling_pb2.SampleResponse(),
         "wait_operations": waited,
         "stream_sample": streamed,
+        "stream_outcome": ended,
         "cancel_operation": ops_pb.CancelOperationResponse(),
     }
     return FakeService(**usual | responses)
@@ -344,6 +351,70 @@ async def test_other_calls_run_while_a_response_with_many_log_probabilities_is_m
     assert num_turns > 40  # with all of it on the event loop there are 15
 
 
+def stream_of(num_tokens: int, num_top: int) -> tuple[AsyncGenerator[bytes], Mock]:
+    """Return the stream of a finished sample, and what makes the log-probabilities of each of its tokens."""
+    drawn = sequence("x" * num_tokens, is_stop=True, topk=[[("a", -0.25)] * num_top] * num_tokens)
+    assert len(from_tensor(drawn.tokens)) == num_tokens
+    outcome = ops_pb.Operation(state=ops_pb.OPERATION_STATE_SUCCEEDED, sample=ops_pb.SampleResult(sequences=[drawn]))
+    style = ChatStyle()
+    made = Mock(wraps=style.logprobs)
+    call = Mock(in_turn=AsyncMock(side_effect=lambda num_bytes, make, **_: make()))
+    writer = ResponseWriter(
+        call=call,
+        name="c",
+        created_s=0,
+        model_name="kjv",
+        model=MODEL,
+        style=Mock(wraps=style, logprobs=made, kind=style.kind, chunk_object=style.chunk_object),
+        options=ResponseOptions(
+            prompts=[[1]],
+            echoes=None,
+            num_choices=1,
+            max_tokens=0,
+            stops=(),
+            num_top=num_top,
+            is_empty=False,
+            wants_usage=False,
+        ),
+    )
+
+    async def no_more() -> AsyncGenerator[Event]:
+        for event in list[Event]():
+            yield event
+
+    first = (0, sampling_pb2.StreamSampleResponse(operation=outcome))
+    return writer.stream(first, no_more(), nullcontext()), made
+
+
+async def test_a_stream_that_is_not_read_is_made_no_further_than_the_next_slice() -> None:
+    stream, made = stream_of(400, num_top=8)
+    sent, num_slices = await anext(stream), 0  # the role
+    made.assert_not_called()
+    async for each in stream:
+        num_slices += 1
+        assert made.call_count <= num_slices * SLICE_ENTRIES // 10
+        sent += each
+    events = [json.loads(event[6:]) for event in sent.decode().split("\n\n")[:-2]]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "x" * 400
+    assert made.call_count == 400
+
+
+async def test_other_calls_run_between_the_slices_of_a_stream_that_is_read_at_once() -> None:
+    stream, made = stream_of(400, num_top=8)
+
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    reading, num_made = asyncio.create_task(read()), 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        assert made.call_count - num_made <= SLICE_ENTRIES // 10
+        num_made = made.call_count
+    await reading
+    assert made.call_count == 400
+
+
 async def test_an_echo_of_a_long_prompt_in_many_choices_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "ECHO_CHARACTERS_MAX", 1000)  # the model's prompts are too short for the real one
     values = {"model": "kjv", "prompt": ["And God"] * 2, "echo": True, "max_tokens": 1}
@@ -379,6 +450,31 @@ async def test_large_conversations_of_a_tenant_are_read_and_rendered_one_at_a_ti
     assert {response.status_code for response in responses} == {400}  # far too long for the model
     assert most == {"read": 1, "converted": 1, "rendered": 1}
     assert threading.get_ident() not in threads
+
+
+async def test_calls_that_come_together_read_the_tokenizer_once_and_leave_threads_to_other_work(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, num_running, most = threading.Lock(), 0, 0
+    render = ChatTemplate.render
+
+    def noted(*arguments: Any) -> str:
+        nonlocal num_running, most
+        with lock:
+            num_running += 1
+            most = max(most, num_running)
+        time.sleep(0.02)  # so that others would run meanwhile
+        with lock:
+            num_running -= 1
+        return render(*arguments)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    service = fake(sequence("a"))
+    body = {"model": "kjv", "messages": [{"role": "user", "content": "a"}]}
+    responses = await door.together(service, "/v1/chat/completions", [body] * 12)
+    assert {response.status_code for response in responses} == {200}
+    assert len(requests_of(service, "get_tokenizer")) == 1
+    assert most <= 2
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])

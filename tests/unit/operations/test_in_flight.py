@@ -1,16 +1,19 @@
 """The in-flight table: each wait gets each outcome once, entries are removed afterwards, memory is bounded."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
 from coordinator.limits.results import UNCOUNTED_BYTES
+from coordinator.observe.timeline import WaitClock
 from coordinator.operations import in_flight
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable, Unfetched
 from coordinator.operations.operation import Acceptance, Kind, Operation, Usage
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1.history_pb2 import WAIT_REASON_ORDER
 
 
 def operation(seq: int, request_id: str = "", tenant: str = "t", kind: Kind = Kind.OPTIM_STEP) -> Operation:
@@ -250,3 +253,20 @@ async def test_only_committed_samples_are_reported_to_their_client() -> None:
         table.add(one)
         finish(table, one)
     assert [each.name for each in (await finished.since("a", 0, 0, 0, lambda _: Unfetched([], None)))[0]] == ["a:1"]
+
+
+def test_numbers_and_the_oldest_of_each_kind_are_those_of_the_operations_in_flight() -> None:
+    table, ones = InFlightTable(FinishedSamples(epoch=1)), list[Operation]()
+    for seq in range(1, 41):
+        one = operation(seq, tenant=f"t{seq % 3}", kind=(Kind.SAVE_STATE, Kind.OPTIM_STEP)[seq % 2])
+        if seq > 3:  # the first ones are of an earlier epoch
+            one.timeline.arrive(WaitClock(WAIT_REASON_ORDER), float(seq))
+        table.add(one)
+        ones.append(one)
+    while ones:
+        finish(table, ones.pop(len(ones) * 7 % 11 % len(ones)))
+        arrived = {kind: [one.timeline.arrived for one in ones if one.kind is kind] for kind in Kind}
+        assert table.num_by_kind() == Counter(one.kind for one in ones)
+        for kind, times in arrived.items():
+            assert table.oldest(kind) == min((each for each in times if each is not None), default=None)
+        assert set(table.tenants()) == {one.tenant_id for one in ones}

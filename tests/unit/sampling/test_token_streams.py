@@ -64,3 +64,14 @@ async def test_what_was_read_or_belongs_to_a_reader_that_has_gone_makes_room(is_
         await read(first)
     [second] = sent(streams, "a")
     assert await read(second) == [0, 1, 2, 3, 4]
+
+
+async def test_a_reader_of_the_outcome_gets_no_token_and_its_worker_sends_none() -> None:
+    streams = TokenStreams()
+    listener = streams.listener("a", takes_tokens=False)
+    streams.listen("0", listener)
+    assert not streams.has_listener("0")
+    for token in TOKENS:
+        listener.put(token)
+    streams.finish("0", operations_pb2.Operation(name="0"))
+    assert await read(listener) == []
