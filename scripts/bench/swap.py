@@ -5,8 +5,7 @@
     python -m scripts.bench.swap --models 27m --ranks 8 64
 
 swap        one trained adapter (weights and both moments) is evicted from its bank slot and loaded again, against
-            copies of the same number of bytes between two allocated buffers; and the part of loading that zeroes the
-            gradient of the slot
+            copies of the same number of bytes between two allocated buffers
 registered  8 tenants (1 x 64 tokens) step on an engine with 1,000 trained adapters and 16 bank slots, and on an engine
             with only these 8, alternating
 
@@ -36,18 +35,11 @@ def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
     bank, key = fused.engine.bank, fused.keys[0]
     memcpy = Memcpy(VECTORS_SWAPPED * bank.entry(key).layout.num_values)
 
-    def zero() -> None:
-        row = bank.entry(key).row
-        assert row is not None
-        assert row.grad is not None
-        row.grad.zero_()
-
     sides = {
         "evict": lambda: bank.evict(key),
         "copy_evicted": memcpy.step,
         "load": lambda: bank.acquire([key]),
         "copy_loaded": memcpy.step,
-        "zero": zero,
     }
     timings = measure_alternating(sides, args.effort, in_order=True)
     return {
@@ -102,7 +94,6 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
             Column("MB", lambda r: f"{r['bytes'] / 1e6:.1f}"),
             Column("evict", lambda r: shown_time(r["evict"])),
             Column("load", lambda r: shown_time(r["load"])),
-            Column("of which: zeroing", lambda r: shown_time(r["zero"])),
             Column("memcpy", lambda r: shown_time(r["copy_loaded"])),
             Column("evict / memcpy", lambda r: shown_ratio(r["evict_over_copy"])),
             Column("load / memcpy", lambda r: shown_ratio(r["load_over_copy"])),

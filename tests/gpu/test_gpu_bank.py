@@ -84,6 +84,17 @@ def test_prefetch_runs_during_the_computation_and_keeps_the_bits() -> None:
     assert bank.stats.num_prefetches > 0
 
 
+def test_a_gradient_on_its_way_to_the_host_is_not_written_over_by_the_next_one_in_its_row() -> None:
+    bank = make_bank(1, "ab")
+    for seed in range(4):
+        expected = fill(bank, "a", seed)
+        keep_busy()
+        bank.acquire(["b"])  # loads no gradient: nothing of its own follows that copy
+        bank.entry("b").begin_gradient()
+        assert_same(contents(bank.entry("a").read()), expected)
+        bank.entry("b").drop_grad()
+
+
 def test_version_published_from_a_row_has_its_weights_of_that_moment() -> None:
     bank = make_bank(2, "ab")
     expected = fill(bank, "a", 1)

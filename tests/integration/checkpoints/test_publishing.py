@@ -449,7 +449,7 @@ async def test_a_save_behind_an_append_that_failed_publishes_nothing(
 async def test_a_worker_with_hundreds_of_samplers_holds_a_bounded_number_of_versions_also_after_a_restart(
     tmp_path: Path, is_named: bool
 ) -> None:
-    num_samplers = 4 * VERSIONS_MAX
+    num_samplers = 3 * VERSIONS_MAX
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)

@@ -44,7 +44,7 @@ FP32 |= {"log_sums", "parts", "part_sums", "logprobs", "norms", "scales", "slope
 FP32 |= {"heads", "dheads", "conv", "states", "query_conv", "key_conv", "value_conv", "decay_scale", "dt_bias", "norm"}
 FP64 = {"sums"}
 INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets", "places", "ends", "lasts", "owners"}
-INT32 |= {"lengths", "table", "behinds"}
+INT32 |= {"lengths", "table", "behinds", "are_set"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
 NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window", "num_tokens", "num_tiles"}
@@ -68,7 +68,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield adapter_kernels._shrink_outputs, many | {"BLOCKS": 2, "COLUMNS": min(64, rank)}
         gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
         gradient |= adapter_kernels.gradient_options(gradient["ROWS"])
-        yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH}
+        yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH, "CAN_SET": True}
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
     for rank in (16, 128):
         for rows, depth, parts in ((16, expert_kernels.FEW_ROWS_DEPTH, 4), (64, expert_kernels.DEPTH, 1)):
