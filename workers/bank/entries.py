@@ -257,8 +257,12 @@ class Entry:
         return False
 
     def note_step(self) -> None:
-        """Record an optimizer step on the row, which has written the moments and used the gradient up."""
-        self.has_grad = False
+        """Record an optimizer step on the row, which has written the moments and used the gradient up.
+
+        At once: an entry that leaves its row takes along what is recorded.
+        """
+        assert self.row is not None, "the row has been evicted as it was before its step"
+        self.drop_grad()
         self.has_moments = True
 
     def drop_grad(self) -> None:

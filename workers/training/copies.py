@@ -141,9 +141,12 @@ class AdapterCopies:
         """Return the number of the copy's next optimizer step, counted from 1."""
         return self._progress[adapter_id].num_steps + 1
 
-    def stepped(self, adapter_id: str) -> int:
-        """Record an optimizer step on the copy's row; return the number of sequences in its gradient window."""
+    def note_step(self, adapter_id: str) -> None:
+        """Record an optimizer step on the copy's row, before other rows are asked for."""
         self._bank.entry(adapter_id).note_step()
+
+    def stepped(self, adapter_id: str) -> int:
+        """Record that a step's item is done; return the number of sequences in its gradient window."""
         return self._progress[adapter_id].stepped()
 
     # ------------------------------------------------------------------ states

@@ -71,6 +71,7 @@ class DeviceLoss:
         begun: set[int] = set()
         for block in blocks_of(ordered, self.block_rows):
             self._run_block(hidden, dhidden, scores, [(piece, of_part[id(piece.part)]) for piece in block], begun)
+        assert begun.issuperset(id(part.adapter) for part in parts if part.is_set), "some gradients were not set"
         return dhidden
 
     def settle(self) -> None:

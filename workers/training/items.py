@@ -218,6 +218,7 @@ class StepRunner:
             try:
                 [row] = self._copies.rows([item.adapter_id])
                 outcome = adamw_step(row, item.params, self._copies.next_step(item.adapter_id))
+                self._copies.note_step(item.adapter_id)
             except Exception as error:  # noqa: BLE001 (becomes the item's error)
                 outcome = self._failed(item, error)
         return self._result(item, outcome, time.perf_counter() - begin_s)
@@ -258,12 +259,16 @@ class StepRunner:
                 return [error]
             middle = len(items) // 2
             return [*self._take(items[:middle]), *self._take(items[middle:])]
-        return adamw_steps(
+        outcomes = adamw_steps(
             [
                 Step(row=row, params=item.params, num_steps=self._copies.next_step(item.adapter_id))
                 for row, item in zip(rows, items, strict=True)
             ]
         )
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, StepNorms):
+                self._copies.note_step(item.adapter_id)  # the rows of another half may take the place of these
+        return outcomes
 
     def _result(self, item: OptimStepItem, outcome: StepNorms | ItemError | None, engine_s: float) -> ItemResult:
         """Record a step that was taken, and make its result."""

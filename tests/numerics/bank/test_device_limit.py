@@ -60,6 +60,30 @@ def test_tenants_on_a_device_for_two_of_them_get_the_same_bits(aligned: Path, ma
     assert driver.engine.bank.stats.num_evictions > len(TENANTS)
 
 
+def stepped_twice(driver: Driver) -> list[Any]:
+    """Train two tenants, both in each pass and each batch of steps; return their states after every batch of steps."""
+    found: list[Any] = []
+    driver.install(make_spec("a"), make_spec("b"))
+    for seed in range(2):
+        driver.train(*(driver.backward(key, make_data("cross_entropy", (9,), seed + 2 * (key == "a"))) for key in "ab"))
+        driver.train(driver.step("a"), driver.step("b"))
+        found += [driver.snapshot("a"), driver.snapshot("b")]
+    return found
+
+
+def test_steps_taken_one_by_one_for_lack_of_memory_use_their_gradients_up_once(
+    aligned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit allows both rows. The device has no memory for the second: it takes the place of the first."""
+    expected = stepped_twice(deferred(aligned))
+    driver = deferred(aligned)
+    driver.engine.bank.limit(100 * row_bytes(driver, 8))
+    device = SmallDevice(monkeypatch, int(1.5 * row_bytes(driver, 8)))
+    assert stepped_twice(driver) == expected
+    assert device.num_refused
+    assert [state.gradient for state in expected] == [None] * 4
+
+
 @pytest.mark.parametrize("make", [plain, deferred])
 def test_adapter_that_does_not_fit_alone_fails_with_the_reason_and_its_neighbours_do_not(
     qwen3: Path, make: Callable[[Path], Driver], monkeypatch: pytest.MonkeyPatch

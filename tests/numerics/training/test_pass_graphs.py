@@ -181,11 +181,12 @@ def test_the_least_recently_used_bucket_gives_way(
     assert len(captured) == num_captured
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize(("dtype", "is_wrong"), [("float32", False), ("float32", True), ("bfloat16", False)])
 def test_graphs_that_give_other_gradients_are_not_used(
-    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch, *, is_wrong: bool
+    qwen3: Path, captured: list[pass_graphs.Bucket], monkeypatch: pytest.MonkeyPatch, dtype: str, *, is_wrong: bool
 ) -> None:
-    model = fused(qwen3).engine.base_model
+    """In bf16 gradients are set, too."""
+    model = fused(qwen3, dtype=dtype).engine.base_model
     fill = Trunk.fill
 
     def filled_wrongly(self: Trunk, *args: Any) -> None:
