@@ -21,7 +21,7 @@ from tests.simulation.runner import run_seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # about half a minute on a quiet machine
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_SEED, NUM_SEEDS = 220, 12
+FIRST_SEED, NUM_SEEDS = 220, 20
 """Few, but with every kind of fault."""
 FAILED_ONCE = (3947, 6157, 6163, 6774, 9679, 9906, 10089, 12030, 18701, 21977)
 FAULTS = {

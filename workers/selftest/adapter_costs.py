@@ -121,7 +121,7 @@ class _Trial:
         params = AdamParams(learning_rate=1e-4)
         rows = self._bank.acquire(self._names)
         for name in self._names:
-            self._bank.entry(name).begin_gradient()  # no pass may have added to it
+            self._bank.entry(name).begin_gradient()  # zeros, if no pass has added to it
         if self._base_model.is_deferred:
             adamw_steps([Step(row=row, params=params, num_steps=1) for row in rows])
         else:

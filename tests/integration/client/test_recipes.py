@@ -165,6 +165,7 @@ def test_reinforcement_compares_sampler_and_trainer_at_the_temperature_of_the_sa
     assert max(differences) < 1e-5
 
 
+@pytest.mark.long  # in each run the demo's poet learns by rewards
 def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def words_with_s(record: Mapping[str, Any], reply: str) -> float:
         words = re.findall(r"[a-z]+", reply.lower())

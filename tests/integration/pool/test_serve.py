@@ -50,13 +50,11 @@ def check_a_cycle_runs_on_both_workers(terminal: Terminal) -> None:
         assert len(set(losses[4 * step : 4 * step + 4])) == 1
 
 
-# Restarts with toy engines, which take seconds, are in each run: `tests/robustness`, `tests/integration/checkpoints`.
+# In each run a newcomer's first program trains (`tests/robustness/test_newcomer.py`), and toy engines restart.
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("is_restarted", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_restart(
-    terminal: Terminal, is_restarted: bool
-) -> None:
+def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_restart(terminal: Terminal) -> None:
     with terminal.serve(*LOCAL, timeout_s=90) as (process, _):
         first = run_example(terminal)
         losses, sample = first
@@ -67,8 +65,6 @@ def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_r
         assert "default +step" in status
         process.terminate()
         assert process.wait(60) == 0
-    if not is_restarted:
-        return
     (terminal.home / "ready.json").unlink(missing_ok=True)
     with terminal.serve(*LOCAL, timeout_s=90):
         [adapter] = json.loads(terminal.run("adapter", "list", "--json").stdout)["adapters"]

@@ -76,12 +76,12 @@ def test_no_token_weighs_more_than_in_reinforce_however_far_the_sampler_is() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long  # in each run the tests above have the gradients
 @pytest.mark.parametrize(
     ("condition", "rivals"),
     [
-        # At one temperature the test above has the gradients of both.
-        pytest.param(Condition(staleness=0), {"importance_sampling": 0.02}, marks=pytest.mark.long),
-        pytest.param(Condition(staleness=16), {"ppo": 0.08, "importance_sampling": -0.02}, marks=pytest.mark.long),
+        (Condition(staleness=0), {"importance_sampling": 0.02}),
+        (Condition(staleness=16), {"ppo": 0.08, "importance_sampling": -0.02}),
         (Condition(staleness=0, temperature=1.5), {"ppo": 0.5, "importance_sampling": -0.02}),
     ],
     ids=str,
