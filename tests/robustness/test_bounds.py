@@ -34,7 +34,7 @@ def log_bytes(data_dir: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [1_500, pytest.param(6_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_steps", [1_100, pytest.param(6_000, marks=pytest.mark.long)])
 async def test_the_log_of_a_thousand_steps_and_more_is_as_small_as_after_the_first_thousand(
     num_steps: int, tmp_path: Path
 ) -> None:

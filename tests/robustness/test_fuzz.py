@@ -24,7 +24,7 @@ from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.doors.open_doors import grpc_door
 from tests.support.serving import TOY
 
-NUM_MESSAGES = 2
+NUM_MESSAGES = 1
 PATH = "POST /api/v1/get_info"
 
 
