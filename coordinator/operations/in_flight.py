@@ -193,10 +193,8 @@ class InFlightTable:
         self._arrivals: dict[Kind, dict[str, float]] = {}
         """Operations that were accepted in this epoch to the time, by kind, in the order of their acceptance."""
         self._claims: dict[str, Claim] = {}
-        self._tokens_by_tenant: Counter[str] = Counter()
-        """Tokens of the outcomes that became visible in this epoch."""
         self._tokens_by_month: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        """The same by the month for which they are stored."""
+        """Tokens by tenant of the outcomes that became visible in this epoch, by the month for which they are stored."""
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
@@ -297,7 +295,7 @@ class InFlightTable:
 
     def all_tokens(self) -> dict[str, int]:
         """Return the tokens of every tenant's outcomes that became visible in this epoch."""
-        return dict(self._tokens_by_tenant)
+        return dict(sum(self._tokens_by_month.values(), Counter[str]()))
 
     def remove(self, operation: Operation) -> None:
         """Remove an operation that finished, or whose append failed."""
@@ -334,7 +332,6 @@ class InFlightTable:
         assert operation.outcome is not None
         if operation.outcome.num_tokens:
             assert day, f"{operation.name} has tokens"
-            self._tokens_by_tenant[operation.tenant_id] += operation.outcome.num_tokens
             self._tokens_by_month[month_of(day)][operation.tenant_id] += operation.outcome.num_tokens
         for queue in self._waiters.pop(operation.name, ()):
             num_bytes = operation.outcome.ByteSize()

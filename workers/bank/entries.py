@@ -249,7 +249,7 @@ class Entry:
         if self.has_grad:
             return False
         self.has_grad = True
-        if can_set and not self.layout.has_gaps:  # nobody sets what is between matrices
+        if can_set and not self.layout.has_gaps:  # no kernel writes the values between matrices
             return True
         assert self.row is not None
         assert self.row.grad is not None
