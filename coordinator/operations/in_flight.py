@@ -194,7 +194,7 @@ class InFlightTable:
         """Operations that were accepted in this epoch to the time, by kind, in the order of their acceptance."""
         self._claims: dict[str, Claim] = {}
         self._tokens_by_month: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        """Tokens by tenant of the outcomes that became visible in this epoch, by the month for which they are stored."""
+        """By month for which they are stored, tokens of each tenant's outcomes that became visible in this epoch."""
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._request_bytes: dict[str, int] = {}
         """Operation to the memory of its request."""
