@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.numerics.gated_mlp import Operands, gradients, joined, one_after_another
+from tests.support.numerics.random_adapters import MLP_SHAPES, segments_of
 from tests.support.numerics.random_delta import RandomChunks
 from tests.support.numerics.random_layers import (
     RandomHeads,
@@ -43,6 +45,16 @@ def test_a_gate_and_an_added_norm_are_those_of_separate_operations(width: int) -
     expected = [*gated_by_operations(*gate), *norm_by_operations(total, *norm[2:])]
     for mine, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine.float(), right, rtol=BF16, atol=1e-5)
+
+
+def test_a_gate_joined_with_its_adapters_has_the_bits_of_one_kernel_after_another() -> None:
+    given = Operands.of(torch.bfloat16, "cuda")
+    segments, others = (segments_of(torch.bfloat16, "cuda", MLP_SHAPES) for _ in range(2))
+    rows = torch.cat([torch.arange(segment.start, segment.stop) for segment in segments])
+    for actual, expected in zip(joined(others, given), one_after_another(segments, given), strict=True):
+        assert torch.equal(actual[rows], expected[rows])
+    for actual, expected in zip(gradients(others), gradients(segments), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("length", [None, 1.0])

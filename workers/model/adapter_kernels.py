@@ -55,16 +55,16 @@ RANK_MIN = 16
 
 
 @triton.jit
-def _plus_product(total, left, right):
+def plus_product(total, left, right):
     """Return total + left right, in fp32; one in fp32 is split into two summands in the dtype of the other."""
     if left.dtype != right.dtype:
         if right.dtype == tl.float32:
             high = right.to(left.dtype)
-            total = _plus_product(total, left, (right - high.to(tl.float32)).to(left.dtype))
+            total = plus_product(total, left, (right - high.to(tl.float32)).to(left.dtype))
             right = high
         else:
             high = left.to(right.dtype)
-            total = _plus_product(total, (left - high.to(tl.float32)).to(right.dtype), right)
+            total = plus_product(total, (left - high.to(tl.float32)).to(right.dtype), right)
             left = high
     if WIDENS:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -113,7 +113,7 @@ def _shrink(
             matrix = tl.load(
                 A + columns[None, :] * d_in + depth[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
             )
-            sums = _plus_product(sums, own, matrix)
+            sums = plus_product(sums, own, matrix)
         out = xa + (part * num_rows + rows[:, None]) * xa_stride + columns[None, :]
         mask = is_row[:, None] & is_column[None, :]
         tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
@@ -156,7 +156,7 @@ def _expand(
         matrix = tl.load(
             B + depth[:, None] * d_out + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
         )
-        added = _plus_product(tl.zeros((ROWS, COLUMNS), tl.float32), own, matrix)
+        added = plus_product(tl.zeros((ROWS, COLUMNS), tl.float32), own, matrix)
         tl.store(out, (before + added).to(y0.dtype.element_ty), mask=mask)
 
 
@@ -196,7 +196,7 @@ def _shrink_outputs(
             matrix = tl.load(
                 B + columns[None, :] * d_out + depth[:, None], mask=is_column[None, :] & is_output[:, None], other=0.0
             )
-            sums = _plus_product(sums, own, matrix)
+            sums = plus_product(sums, own, matrix)
         out = dxa + (part * num_rows + rows[:, None]) * dxa_stride + linear * rank + columns[None, :]
         mask = is_row[:, None] & is_column[None, :]
         tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
@@ -233,7 +233,7 @@ def _expand_inputs(
             matrix = tl.load(
                 A + depth[:, None] * d_in + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
             )
-            added = _plus_product(added, own, matrix)
+            added = plus_product(added, own, matrix)
         tl.store(out, (before + added).to(dx.dtype.element_ty), mask=mask)
 
 
@@ -290,7 +290,7 @@ def _add_gradients(
                 mask=is_row[:, None] & is_column[None, :],
                 other=0.0,
             )
-            total = _plus_product(total, tl.trans(rights), lefts)
+            total = plus_product(total, tl.trans(rights), lefts)
             is_end = tl.load(pieces + 3 * piece + 2) != 0
             sums += tl.where(is_end, total, 0.0)
             total = tl.where(is_end, 0.0, total)
@@ -339,7 +339,7 @@ def expand(
     blocks = [blocks_of(y.shape[1], columns) for y in ys]
     _expand[len(tiles), sum(blocks)](
         *filled, *strides, *widths, *[*blocks, 0][:2], xa, addresses, tiles, ranks, num_rows, width,
-        ROWS=tile_rows, COLUMNS=columns, PARTS=num_parts, RANK=_padded_rank(width, len(ys)),
+        ROWS=tile_rows, COLUMNS=columns, PARTS=num_parts, RANK=padded_rank(width, len(ys)),
     )  # fmt: skip
 
 
@@ -427,7 +427,7 @@ def _filled(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[in
     return filled, [tensor.stride(0) for tensor in filled], [tensor.shape[1] for tensor in filled]
 
 
-def _padded_rank(width: int, num_linears: int) -> int:
+def padded_rank(width: int, num_linears: int) -> int:
     """Return the ranks of a program for one linear: of the largest adapter."""
     rank: int = power_of_two(width // num_linears)
     return max(RANK_MIN, rank)

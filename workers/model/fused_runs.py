@@ -1,5 +1,5 @@
 """All adapters of a pass as one run, on a GPU: two kernels of our own for each group of linears in the forward, three
-in the backward.
+in the backward. One of them each way applies the gate, too, where an MLP has one.
 
 Does not depend on models or the bank.
 
@@ -28,6 +28,7 @@ from workers.model.gpu_operations import (
     GRADIENT_DEPTH,
     TILE_ROWS,
     TRAINING_TILE_ROWS,
+    dense,
     has_kernels,
     num_arrivals,
     parts_of,
@@ -55,7 +56,7 @@ class AdapterTables(Generic[T]):
     addresses: T
     """(groups, S, 4) int64: of A and of each B^T; 0: there is none."""
     tiles: T
-    """(L, 3) int32: first row, number of rows, adapter."""
+    """(L, 3) int32; see `gpu_operations.SHRINK`."""
     ranks: T
     """(S,) int32: padded."""
     scalings: T
@@ -64,8 +65,13 @@ class AdapterTables(Generic[T]):
     """0 without adapters."""
 
     @staticmethod
-    def of(segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS) -> AdapterTables[NDArray[Any]]:
-        """Return the tables of segments of a pass, of a model with so many groups of linears."""
+    def of(
+        segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS, left_over: range = range(0)
+    ) -> AdapterTables[NDArray[Any]]:
+        """Return the tables of segments of a pass, of a model with so many groups of linears.
+
+        `left_over`: rows without an adapter that a backward is to go through.
+        """
         adapters = adapters_of(segments)
         number_of = {id(adapter): number for number, adapter in enumerate(adapters)}
         tiles = [
@@ -73,6 +79,7 @@ class AdapterTables(Generic[T]):
             for segment in segments
             for start in range(segment.start, segment.stop, tile_rows)
         ]
+        tiles += [(start, -min(tile_rows, left_over.stop - start), 0) for start in left_over[::tile_rows]]
         ranks = [adapter.padded_rank for adapter in adapters]
         return AdapterTables(
             _addresses([adapter.addresses for adapter in adapters], num_groups),
@@ -270,11 +277,35 @@ class TrainingRun(FusedRun):
 
     def backward(self, group: int, kept: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """See `SegmentRun`."""
-        dys = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
-        dxa = self.shrunk_outputs(group, dys)
-        self.add_gradients(group, x, dys, kept, dxa)
+        dxa = self._backward_to_ranks(group, kept, x, dys)
         if dx is not None:
             self.expand_inputs(group, dx, dxa, len(dys))
+
+    def forward_gate(self, group: int, x: Tensor, gate_up: Tensor, out: Tensor) -> Tensor:
+        """Do as `forward` with gate and up of gate_up (T, 2 F), and set out (T, F) to silu(gate) * up, in one kernel.
+
+        Rows of no tile are not written.
+        """
+        xa = self.shrunk(group, x, 2)
+        torch.ops.tinkerpool.expand_gate(out, gate_up, xa, *self.of_group(group), self.tile_rows)
+        return xa
+
+    def backward_gate(
+        self, group: int, kept: Tensor, x: Tensor, dy: Tensor, dx: Tensor, gate_up: Tensor, dgate_up: Tensor
+    ) -> None:
+        """Do as `backward` with the linear that reads the gate's output, and set dgate_up (T, 2 F), in one kernel.
+
+        `dx` (T, F) is not written, nor are rows of no tile.
+        """
+        dxa = self._backward_to_ranks(group, kept, x, [dy])
+        torch.ops.tinkerpool.expand_gate_backward(dgate_up, dx, gate_up, dxa, *self.of_group(group), self.tile_rows)
+
+    def _backward_to_ranks(self, group: int, kept: Tensor, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
+        """Add to the adapters' gradients; return scaling dy_i B_i (T, M), fp32."""
+        dys = [dense(dy) for dy in dys]
+        dxa = self.shrunk_outputs(group, dys)
+        self.add_gradients(group, x, dys, kept, dxa)
+        return dxa
 
     def shrunk(self, group: int, x: Tensor, num_linears: int) -> Tensor:
         """See `FusedRun`; in one part."""

@@ -44,8 +44,8 @@ SHRINK = (
 Sets `summed` (1, T, M), if given, to the sum of the parts; with it, `arrivals` (`num_arrivals`,) int32: zeros, and
 zeros again afterwards.
 `addresses` (S, 4) int64: of A (G * R, D) and of each B^T (R, F), in the dtype of x; 0: not adapted, and nothing is
-written. `tiles` (L, 3) int32: first row, number of rows, at most `tile_rows`, adapter. `ranks` (S,) int32: R;
-`scalings` (S,) fp32.
+written. `tiles` (L, 3) int32: first row, number of rows, at most `tile_rows`, adapter; of rows without an adapter the
+number is negative, for those operations that do something with all rows. `ranks` (S,) int32: R; `scalings` (S,) fp32.
 """
 EXPAND = (
     "expand(Tensor(a!) y0, Tensor(b!)? y1, Tensor(c!)? y2, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks, "
@@ -63,6 +63,22 @@ EXPAND_INPUTS = (
     "int tile_rows)"
 )
 """Add dxa A to dx (T, D); the others as in `SHRINK`."""
+EXPAND_GATE = (
+    "expand_gate(Tensor(a!) out, Tensor(b!) gate_up, Tensor xa, Tensor addresses, Tensor tiles, Tensor ranks, "
+    "int tile_rows)"
+)
+"""Do as `EXPAND` does with gate and up of gate_up (T, 2 F), then as `layer_operations.GATE` does with out (T, F).
+
+Of xa, one part. Rows of no tile are not written. Rows of gate_up may have gaps.
+"""
+EXPAND_GATE_BACKWARD = (
+    "expand_gate_backward(Tensor(a!) dgate_up, Tensor dout, Tensor gate_up, Tensor dxa, Tensor addresses, "
+    "Tensor tiles, Tensor ranks, int tile_rows)"
+)
+"""Do as `EXPAND_INPUTS` does with dout (T, F), of one linear, then as `layer_operations.GATE_BACKWARD`.
+
+dout is not written, nor are rows of no tile. Rows of dout and gate_up (T, 2 F) may have gaps.
+"""
 ADD_GRADIENTS = (
     "add_gradients(Tensor x, Tensor dy0, Tensor? dy1, Tensor? dy2, Tensor xa, Tensor dxa, Tensor gradients, "
     "Tensor pieces, Tensor firsts, Tensor ranks, Tensor? are_set, int num_set)"
@@ -175,3 +191,4 @@ def define(module: str, *schemas: str) -> None:
 
 
 define("workers.model.adapter_kernels", SHRINK, EXPAND, SHRINK_OUTPUTS, EXPAND_INPUTS, ADD_GRADIENTS)
+define("workers.model.gate_kernels", EXPAND_GATE, EXPAND_GATE_BACKWARD)

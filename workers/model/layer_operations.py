@@ -2,7 +2,8 @@
 
 Heads of joined projections are normalised and rotated (ten launches of torch each way), a gate is applied (two, and
 four backward), and the gradient of a norm is added to that of the path around it (two). Nothing between is written to
-memory: a backward computes it again. `rotated_heads` keeps its projections, if there are norms, and `gated` its input.
+memory: a backward computes it again. `rotated_heads` keeps its projections, if there are norms. Where adapters are
+added around the gate, it is applied in their kernels instead (`gate_kernels`).
 
 Defining the operations imports no Triton (`gpu_operations`). Does not depend on models, passes or attention.
 
@@ -96,30 +97,6 @@ def rotated_heads(
     """
     heads: tuple[Tensor, Tensor, Tensor] = _RotatedHeads.apply(projected, cos, sin, norms, num_heads)  # type: ignore[no-untyped-call]
     return heads
-
-
-class _Gated(torch.autograd.Function):
-    """See `gated`."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        torch.ops.tinkerpool.gate(out, gate_up)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        torch.ops.tinkerpool.gate_backward(dgate_up, dense(dout), gate_up)
-        return dgate_up
-
-
-def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (T, F) of gate_up (T, 2 F)."""
-    out: Tensor = _Gated.apply(gate_up)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _AddNorm(torch.autograd.Function):

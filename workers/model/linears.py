@@ -159,9 +159,12 @@ class LinearGroup:
     def adapt(self, x: Tensor, ys: Sequence[Tensor], routing: Routing) -> Kept:
         """Add the adapters' parts to ys (T, F), the products of x (T, D) with the frozen weights; count these."""
         self.current.count_matmuls(len(ys))
-        runs = routing.runs if self.is_batched else routing.single_runs
-        parts = [(run, run.forward(self.shape.index, x, ys)) for run in runs]
+        parts = [(run, run.forward(self.shape.index, x, ys)) for run in self.runs(routing)]
         return [(run, part) for run, part in parts if part is not None]
+
+    def runs(self, routing: Routing) -> Sequence[SegmentRun]:
+        """Return the runs whose products have the bits that each segment has solo."""
+        return routing.runs if self.is_batched else routing.single_runs
 
     def join(self, modules: Sequence[MultiLoraLinear]) -> Tensor:
         """Return the weights of all linears as one tensor (sum of F, D), of which theirs are views from now on.

@@ -1,9 +1,9 @@
 """Decoder layers of the usual form (`usual_layers`) in few kernels, for passes with a backward on a GPU.
 
-transformers' modules take 75 kernels a layer for both ways, ours 42. Linears that read one input are one product, both
-ways; heads are normalised and rotated, the gate is applied, and a sum is normalised, in one kernel each
-(`layer_operations`). What is between kernels is autograd's: each is an operation of it, and a layer that runs again in
-the backward is one, too.
+transformers' modules take 75 kernels a layer for both ways, ours 36. Linears that read one input are one product, both
+ways; heads are normalised and rotated, and a sum is normalised, in one kernel each (`layer_operations`); the gate is
+applied where adapters are added (`fused_runs`). What is between kernels is autograd's: each is an operation of it, an
+MLP is one, and a layer that runs again in the backward is one, too.
 
 Main invariants: a row's result, and its gradient, depend only on that row, its segment's adapter and its attention.
 Between two layers there are a sum of the residual stream and what is still to be added to it. The gradient of a sum
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from workers.model.attention import Attend
-from workers.model.layer_operations import add_norm, gated, rotated_heads
+from workers.model.layer_operations import add_norm, rotated_heads
 from workers.model.linears import CurrentPass
 from workers.model.recomputation import recomputed
 from workers.model.segments import Routing
@@ -46,6 +46,26 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         return ctx.projection.backward(x, ctx.kept, dys[0], needs_dx=ctx.needs_input_grad[0]), None, None, None
+
+
+class _GatedMlp(torch.autograd.Function):
+    """A layer's MLP as one operation of autograd: two projections, with a gate between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: UsualLayer, routing: Routing) -> Tensor:
+        del anchor  # see `CurrentPass.anchor`
+        gate_up, out, ctx.kept_before = layer.gated.gate(x, routing)
+        y, ctx.kept_behind = layer.down.of(out, routing)
+        ctx.save_for_backward(x, gate_up, out)
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, gate_up, out = ctx.saved_tensors
+        dgate_up = ctx.layer.down.backward_gate(out, ctx.kept_behind, dys[0], gate_up)
+        dx = ctx.layer.gated.backward(x, ctx.kept_before, dgate_up, needs_dx=ctx.needs_input_grad[0])
+        return dx, None, None, None
 
 
 class TrainingLayers:
@@ -94,7 +114,8 @@ class TrainingLayers:
         mixed = attend(query, key, value, scaling=layer.scaling, sliding_window=None).squeeze(0).flatten(1)
         added = self._project(layer.out, mixed)
         hidden, normalised = add_norm(hidden, added, before_mlp.weight, before_mlp.eps)
-        return hidden, self._project(layer.down, gated(self._project(layer.gated, normalised)))
+        y: Tensor = _GatedMlp.apply(normalised, self._current.anchor, layer, self._current.routing)  # type: ignore[no-untyped-call]
+        return hidden, y
 
     def _project(self, projection: Projection, x: Tensor) -> Tensor:
         y: Tensor = _Project.apply(x, self._current.anchor, projection, self._current.routing)  # type: ignore[no-untyped-call]

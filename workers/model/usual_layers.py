@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms
+from workers.model.fused_runs import TrainingRun
 from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
 from workers.model.numerics import Numerics
 from workers.model.segments import Routing
@@ -66,9 +67,36 @@ class Projection:
     def backward(self, x: Tensor, kept: Kept, dy: Tensor, *, needs_dx: bool) -> Tensor | None:
         """Add to the adapters' gradients; return the gradient of x (T, D), if it is needed, from dy (T, F)."""
         dx = self._products.backward([dy]) if needs_dx else None
+        self._backward(x, kept, dy, dx)
+        return dx
+
+    def gate(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Kept]:
+        """Return gate and up (T, 2 F) for x (T, D), silu(gate) * up (T, F), and the values for `backward`."""
+        (gate_up,) = self._products.forward(x, [None])
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        match self._group.runs(routing):
+            case [TrainingRun() as run] if run.is_adapted(self._group.shape.index):
+                self._group.current.count_matmuls(len(self._group.weights))
+                return gate_up, out, [(run, run.forward_gate(self._group.shape.index, x, gate_up, out))]
+        kept = self._group.adapt(x, self._of_each(gate_up), routing)
+        torch.ops.tinkerpool.gate(out, gate_up)
+        return gate_up, out, kept
+
+    def backward_gate(self, x: Tensor, kept: Kept, dy: Tensor, gate_up: Tensor) -> Tensor:
+        """Add to the adapters' gradients; return that of gate and up (T, 2 F), of which x (T, D) was made, from dy."""
+        dx, dgate_up = self._products.backward([dy]), torch.empty_like(gate_up)
+        match kept:
+            case [(TrainingRun() as run, part)]:
+                run.backward_gate(self._group.shape.index, part, x, dy, dx, gate_up, dgate_up)
+            case _:
+                self._backward(x, kept, dy, dx)
+                torch.ops.tinkerpool.gate_backward(dgate_up, dx, gate_up)
+        return dgate_up
+
+    def _backward(self, x: Tensor, kept: Kept, dy: Tensor, dx: Tensor | None) -> None:
+        """Add to the adapters' gradients, and their part to dx (T, D) if given."""
         for run, part in kept:
             run.backward(self._group.shape.index, part, x, self._of_each(dy), dx)
-        return dx
 
     def _of_each(self, y: Tensor) -> list[Tensor]:
         """Return the columns of each linear."""

@@ -138,9 +138,6 @@ class PassGraphs:
         is_off = self.has_failed or not can_capture(self._model)
         if is_off or len(rows.tokens) > ROWS_MAX or not rows.segments or not can_keep():
             return None
-        num_groups = len(self._model.groups)
-        adapters = AdapterTables.of(rows.segments, num_groups, TRAINING_TILE_ROWS)
-        gradients = GradientTables.of(rows.segments, adapters)
         num_rows, longest = len(rows.tokens), power_of_two(max(rows.lengths))
         fewest = self._model.attend_packed(rows.lengths, rows.counts).fewest_sequences
         requests: tuple[tuple[int, ...], ...] = ()
@@ -150,6 +147,9 @@ class PassGraphs:
         else:
             num_rows = rows_of_bucket(num_rows)
         lengths = [*rows.lengths, *cut(num_rows - len(rows.tokens), longest)]
+        left_over = range(len(rows.tokens), num_rows)
+        adapters = AdapterTables.of(rows.segments, len(self._model.groups), TRAINING_TILE_ROWS, left_over)
+        gradients = GradientTables.of(rows.segments, adapters)
         bucket = Bucket(
             num_rows,
             power_of_two(max(len(lengths), fewest or 0)),

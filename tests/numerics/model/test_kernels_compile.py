@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = {"_shrink", "_expand", "_shrink_outputs", "_expand_inputs", "_add_gradients", "_rotate", "_join"}
+KERNELS |= {"_expand_gate", "_expand_gate_backward"}
 KERNELS |= {"_rotate_heads", "_rotate_heads_backward", "_gate", "_gate_backward", "_add_norm", "_norm_add_backward"}
 KERNELS |= {"_expand_experts", "_shrink_experts", "_add_expert_gradients"}
 KERNELS |= {"_squares", "_update", "_multiply", "_score_targets", "_add_losses", "_differentiate_logits"}

@@ -20,7 +20,7 @@ from tests.support.numerics.random_layers import (
     random_gate,
     random_norm,
 )
-from workers.model.layer_operations import gated, rotated_heads
+from workers.model.layer_operations import rotated_heads
 
 HEADS = [((4, 2), 16), ((16, 8), 128), ((3, 1), 80), ((5, 3), 96), ((1, 1), 6), ((18, 9), 256)]
 """H and K, and E; more heads than a program has at a time among them."""
@@ -89,10 +89,6 @@ def test_gradients_that_are_broadcast_are_taken_as_they_are() -> None:
     query, _, _ = rotated_heads(rows, given.cos, given.sin, given.norms, 3)
     actual = torch.autograd.grad(query.sum(), rows)
     assert_rounded_once(list(actual), replace(heads, gradients=gradients).by_operations()[-1:])
-    gate_up, _ = random_gate(2, 10, torch.float32)
-    rows = gate_up.detach().requires_grad_()
-    expected = gated_by_operations(gate_up, torch.ones(2, 10))[-1:]
-    assert_rounded_once(list(torch.autograd.grad(gated(rows).sum(), rows)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,22 +135,17 @@ def test_what_is_kept_for_the_backward_is_the_input_alone() -> None:
             rotated_heads(given.rows.requires_grad_(), given.cos, given.sin, given.norms, 3)
         inputs = [given.cos, given.sin, *([given.rows] if has_norms else [])]
         assert addresses(*kept) == addresses(*inputs)
-    gate_up, _ = random_gate(2, 10, torch.float32)
-    kept.clear()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        gated(gate_up.requires_grad_())
-    assert addresses(*kept) == addresses(gate_up)
 
 
 def test_without_gradients_the_numbers_are_the_same() -> None:
     interpret()
-    heads, gate = RandomHeads.of(2, (3, 2), 16, torch.bfloat16, has_norms=True), random_gate(2, 10, torch.bfloat16)
+    heads = RandomHeads.of(2, (3, 2), 16, torch.bfloat16, has_norms=True)
     given = heads.projected
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            parts = [*rotated_heads(given.rows, given.cos, given.sin, given.norms, 3), gated(gate[0])]
+            parts = rotated_heads(given.rows, given.cos, given.sin, given.norms, 3)
         assert not any(part.requires_grad for part in parts)
-        for part, right in zip(parts, [*heads.by_kernels()[:3], gated_by_kernels(*gate)[0]], strict=True):
+        for part, right in zip(parts, heads.by_kernels()[:3], strict=True):
             assert torch.equal(part, right)
 
 

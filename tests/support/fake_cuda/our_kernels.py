@@ -76,6 +76,27 @@ def _expanded_inputs(call: Call) -> Cost:
     return Cost(1, num_blocks * num_bytes(dxa) + matrices + 2 * num_bytes(dx), flops)
 
 
+def _gate_expanded(call: Call) -> Cost:
+    """As `_expanded` of gate and up, whose sums are read and written; what the gate gives is written."""
+    xa, tiles, out = call.argument("xa"), call.argument("tiles"), call.argument("out")
+    num_blocks = -(-out.shape[1] // expand_columns(call.argument("tile_rows")))
+    matrices = len(tiles) * xa.shape[2] * out.shape[1] * out.element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * xa.shape[2] * out.shape[1]
+    return Cost(
+        1, num_blocks * num_bytes(xa) + matrices + 2 * num_bytes(call.argument("gate_up")) + num_bytes(out), flops
+    )
+
+
+def _gate_expanded_backward(call: Call) -> Cost:
+    """As `_expanded_inputs` of one linear, but that the sums go through the gate and are not written."""
+    dout, dxa, tiles = call.argument("dout"), call.argument("dxa"), call.argument("tiles")
+    num_blocks = -(-dout.shape[1] // expand_columns(call.argument("tile_rows")))
+    matrices = len(tiles) * dxa.shape[1] * dout.shape[1] * dout.element_size()
+    flops = 2.0 * len(tiles) * call.argument("tile_rows") * dxa.shape[1] * dout.shape[1]
+    moved = sum(num_bytes(call.argument(name)) for name in ("dout", "gate_up", "dgate_up"))
+    return Cost(1, num_blocks * num_bytes(dxa) + matrices + moved, flops)
+
+
 def _added_gradients(call: Call) -> Cost:
     """A block of a gradient reads the rows of both sides; gradients are written, and read if they are not set."""
     x, dxa, dys, num_adapters = (
@@ -295,6 +316,8 @@ declare(f"{NAMESPACE}::shrink", _shrunk, "workers/model/adapter_kernels.py: its 
 declare(f"{NAMESPACE}::expand", _expanded, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink_outputs", _shrunk_outputs, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand_inputs", _expanded_inputs, "workers/model/adapter_kernels.py: its grid")
+declare(f"{NAMESPACE}::expand_gate", _gate_expanded, "workers/model/gate_kernels.py: its grid")
+declare(f"{NAMESPACE}::expand_gate_backward", _gate_expanded_backward, "workers/model/gate_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_gradients", _added_gradients, "workers/model/adapter_kernels.py: its grid")
 declare(f"{NAMESPACE}::expand_experts", _expanded_to_experts, "workers/model/expert_kernels.py: its grid")
 declare(f"{NAMESPACE}::shrink_experts", _shrunk_of_experts, "workers/model/expert_kernels.py: its grid")

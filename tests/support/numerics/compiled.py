@@ -25,6 +25,7 @@ from workers.model import (
     attention_kernels,
     delta_head_kernels,
     expert_kernels,
+    gate_kernels,
     gpu_operations,
     layer_kernels,
     product_kernels,
@@ -69,7 +70,12 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
         gradient |= adapter_kernels.gradient_options(gradient["ROWS"])
         yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH, "CAN_SET": True}
-    yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}
+    tile = {"ROWS": 64, "COLUMNS": 128}
+    yield adapter_kernels._expand_inputs, tile | {"G": 3, "DEPTH": adapter_kernels.RANK_DEPTH}
+    tile |= {"num_warps": gate_kernels.NUM_WARPS}
+    for rank in (16, 32, 128):
+        yield gate_kernels._expand_gate, tile | {"RANK": rank}
+    yield gate_kernels._expand_gate_backward, tile | {"DEPTH": adapter_kernels.RANK_DEPTH}
     for rank in (16, 128):
         for rows, depth, parts in ((16, expert_kernels.FEW_ROWS_DEPTH, 4), (64, expert_kernels.DEPTH, 1)):
             expanded = {"ROWS": min(rows, expert_kernels.EXPAND_ROWS), "COLUMNS": COLUMNS, "RANK": rank, "PARTS": parts}

@@ -19,6 +19,13 @@ SHAPES = (
     GroupShape(index=1, kind="mlp", names=("down",), d_in=D_IN, d_outs=(130,)),
 )
 """Sums over D are in three parts, over F in two for one group and in one for the other."""
+FEATURES, HIDDEN = 130, 40
+MLP_SHAPES = (
+    GroupShape(index=0, kind="mlp", names=("gate", "up"), d_in=HIDDEN, d_outs=(FEATURES, FEATURES)),
+    GroupShape(index=1, kind="mlp", names=("down",), d_in=FEATURES, d_outs=(HIDDEN,)),
+    GroupShape(index=2, kind="attn", names=("o",), d_in=HIDDEN, d_outs=(HIDDEN,)),
+)
+"""Of a layer whose gate has two blocks of columns."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,16 @@ class Slab:
 
     @classmethod
     def of(
-        cls, rank: int, kinds: tuple[ModuleKind, ...], num_rows: int, dtype: torch.dtype, device: str = "cpu"
+        cls,
+        rank: int,
+        kinds: tuple[ModuleKind, ...],
+        num_rows: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        shapes: Sequence[GroupShape] = SHAPES,
     ) -> Slab:
         """Return adapters of all modules of these kinds; their scalings differ."""
-        layout = RowLayout(SHAPES, rank, kinds)
+        layout = RowLayout(shapes, rank, kinds)
         generator = torch.Generator().manual_seed(rank)
         flat = torch.randn(num_rows, layout.num_values, generator=generator).to(device, dtype)
         slab = layout.views(flat, torch.zeros(flat.shape, device=device))
@@ -44,10 +57,10 @@ class Slab:
         )
 
 
-def segments_of(dtype: torch.dtype, device: str = "cpu") -> list[Segment]:
+def segments_of(dtype: torch.dtype, device: str = "cpu", shapes: Sequence[GroupShape] = SHAPES) -> list[Segment]:
     """Return segments of one row and of many, of three ranks in three slabs, with rows of no adapter between."""
-    small, large = Slab.of(8, ("attn", "mlp"), 3, dtype, device), Slab.of(32, ("attn", "mlp"), 2, dtype, device)
-    attention = Slab.of(16, ("attn",), 1, dtype, device)
+    small, large = (Slab.of(rank, ("attn", "mlp"), number, dtype, device, shapes) for rank, number in ((8, 3), (32, 2)))
+    attention = Slab.of(16, ("attn",), 1, dtype, device, shapes)
     adapters = [small.rows[2], small.rows[0], attention.rows[0], large.rows[1], small.rows[2]]
     starts = [(0, 1), (1, 8), (8, 9), (12, 12 + 33), (50, 58)]
     return [Segment(*rows, adapter) for rows, adapter in zip(starts, adapters, strict=True)]

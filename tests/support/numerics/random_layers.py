@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model.fused_modules import HeadNorms
-from workers.model.layer_operations import add_norm, gated, rotated_heads
+from workers.model.layer_operations import add_norm, rotated_heads
 from workers.model.sampling_layers import Projected, SplitProjections
 
 EPS = 1e-5
@@ -111,9 +111,10 @@ def gated_by_operations(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
 
 def gated_by_kernels(gate_up: Tensor, dout: Tensor) -> list[Tensor]:
     """Return the same in the dtype of gate_up, by our own kernels."""
-    rows = gate_up.detach().requires_grad_()
-    out = gated(rows)
-    return [out.detach(), *torch.autograd.grad(out, rows, dout)]
+    out, dgate_up = torch.empty(dout.shape).to(gate_up), torch.empty(gate_up.shape).to(gate_up)
+    torch.ops.tinkerpool.gate(out, gate_up)
+    torch.ops.tinkerpool.gate_backward(dgate_up, dout, gate_up)
+    return [out, dgate_up]
 
 
 def norm_by_operations(total: Tensor, dtotal: Tensor, dnormalised: Tensor, weight: Tensor) -> list[Tensor]:
