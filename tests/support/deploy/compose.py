@@ -33,7 +33,7 @@ _SERVICE: dict[str, Any] = {
         "ulimits": {"type": "object", "additionalProperties": {"type": "integer"}},
         "cap_drop": _TEXTS,
         "security_opt": _TEXTS,
-        "ports": {"type": "array", "items": {"type": "string", "pattern": r"^\d+:\d+$"}},
+        "ports": {"type": "array", "items": {"type": "string", "pattern": r"^(127\.0\.0\.1:)?\d+:\d+$"}},
         "volumes": {"type": "array", "items": {"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"}},
         "deploy": {
             "type": "object",

@@ -115,6 +115,8 @@ def pod_templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     match manifest["kind"]:
         case "StatefulSet" | "Job":
             return {manifest["kind"]: manifest["spec"]["template"]}
+        case "Pod":
+            return {manifest["kind"]: manifest}
         case "RayCluster":
             groups = manifest["spec"]["workerGroupSpecs"]
             workers = {f"workers {group['groupName']}": group["template"] for group in groups}

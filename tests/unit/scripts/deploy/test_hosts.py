@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import ValidationError
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from coordinator.base.config import CoordinatorConfig
@@ -90,6 +91,16 @@ def test_the_image_has_a_python_that_the_project_takes_and_what_a_pool_needs() -
     assert re.search(rf"^{library}==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
 
+def test_an_image_for_gpus_has_a_compiler_where_the_pool_runs() -> None:
+    """Without one Triton compiles nothing, and a worker runs without kernels of our own."""
+    last = CONTAINERFILE.read_text(encoding="utf-8").rpartition("\nFROM ")[2]
+    [installed] = re.findall(
+        r'^RUN if \[ "\$\{VARIANT\}" = cuda \]; then(?:.*\\\n)* .*apt-get install (.*?) &&', last, re.MULTILINE
+    )
+    assert {"gcc", "libc6-dev"} <= set(installed.split())
+    assert re.search(r"^ARG VARIANT=", last, re.MULTILINE), "the argument of a stage before is not this stage's"
+
+
 def composed(text: str) -> Any:
     return yaml.safe_load(interpolated(text))
 
@@ -102,7 +113,8 @@ def test_the_compose_file_has_known_fields_and_a_command_that_exists() -> None:
     assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
     assert f"{service['build']['args']['VARIANT']})" in CONTAINERFILE.read_text(encoding="utf-8")
-    assert service["ports"] == [f"{port}:{port}" for port in (DEFAULT_PORT, DEFAULT_PORT + 1)]
+    ports = [f"{port}:{port}" for port in range(DEFAULT_PORT, DEFAULT_PORT + 3)]
+    assert service["ports"] == [*ports[:2], f"127.0.0.1:{ports[2]}"], "metrics have no key"
     assert compose.seconds(service["stop_grace_period"]) >= 2 * LONGEST_STOP_S
     assert compose.seconds(service["healthcheck"]["start_period"]) >= START_TIMEOUT_S
     program = service["healthcheck"]["test"][-1]
@@ -183,6 +195,15 @@ def test_the_pools_unit_starts_serve_and_waits_for_its_stop() -> None:
     home = f"/var/lib/{service['StateDirectory']}"
     assert f"TINKERPOOL_HOME={home}" in service["Environment"].split()
     assert arguments[arguments.index("--data-dir") + 1].startswith(f"{home}/")
+
+
+def test_a_stop_of_rays_unit_lets_ray_tell_the_pool_and_wait_for_its_worker() -> None:
+    service = unit("tinkerpool-ray.service")
+    settings = dict(each.split("=", 1) for each in service["Environment"].split())
+    drain_s = int(settings["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert drain_s > RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, "Ray knows the variable; its default is short"
+    assert service["KillMode"] == "mixed", "the raylet would get the signal, too, and end at once"
+    assert int(service["TimeoutStopSec"]) >= drain_s + 10
 
 
 def test_rays_unit_starts_a_host_with_each_of_the_options_that_it_shows() -> None:

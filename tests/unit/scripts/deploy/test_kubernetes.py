@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import ValidationError
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.server import DOOR_GRACE_S
@@ -41,8 +42,10 @@ from workers.contract.settings import PoolConfig, PoolModel
 
 KUBERNETES_VERSION = "1.33"
 KUBECTL = shutil.which("kubectl")
-JOB = documents(KUBERNETES / "fetch-model.yaml")[0]
-MANIFESTS = [*resources(BASE), JOB]
+NAMESPACE, JOB, MAINTENANCE = (
+    documents(KUBERNETES / f"{name}.yaml")[0] for name in ("namespace", "fetch-model", "maintenance")
+)
+MANIFESTS = [*resources(BASE), NAMESPACE, JOB, MAINTENANCE]
 CLUSTER, COORDINATOR = only("RayCluster", MANIFESTS), only("StatefulSet", MANIFESTS)
 CONTAINER = COORDINATOR["spec"]["template"]["spec"]["containers"][0]
 RAYLET = COORDINATOR["spec"]["template"]["spec"]["initContainers"][0]
@@ -185,8 +188,7 @@ def test_kustomize_renders_an_overlay_into_valid_manifests(folder: Path) -> None
     [image] = kustomization(folder)["images"]
     pods = [template for manifest in rendered for template in pod_templates(manifest).values()]
     assert {each["image"] for pod in pods for each in containers(pod)} == {f"{image['newName']}:{image['newTag']}"}
-    namespaced = [each for each in rendered if each["kind"] != "Namespace"]
-    assert {each["metadata"]["namespace"] for each in namespaced} == {kustomization(BASE)["namespace"]}
+    assert {each["metadata"].get("namespace") for each in rendered} == {kustomization(BASE)["namespace"]}
     cluster = patched_cluster(folder)
     cluster["metadata"]["namespace"] = kustomization(BASE)["namespace"]
     for template in pod_templates(cluster).values():
@@ -234,8 +236,8 @@ def test_an_overlays_cluster_is_valid_and_has_room_for_its_workers(folder: Path)
     for patch in kustomization(folder)["patches"]:
         body = yaml.safe_load(patch["patch"])
         if "target" not in patch and body["kind"] == "StatefulSet":
-            [container] = body["spec"]["template"]["spec"]["containers"]
-            environment |= {each["name"]: each["value"] for each in container["env"]}
+            for container in body["spec"]["template"]["spec"].get("containers", ()):
+                environment |= {each["name"]: each["value"] for each in container["env"]}
     groups = cluster["spec"]["workerGroupSpecs"]
     assert int(environment["WORKERS"]) <= sum(group["maxReplicas"] for group in groups)
     for group in groups:
@@ -296,7 +298,7 @@ def test_liveness_needs_no_worker_and_the_start_may_take_as_long_as_it_is_given(
     assert asked == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
     assert {(probe["httpGet"]["scheme"], probe["httpGet"]["port"]) for probe in probes.values()} == {("HTTPS", "https")}
     ports = {each["name"]: each["containerPort"] for each in CONTAINER["ports"]}
-    assert ports == {"grpc": DEFAULT_PORT, "https": DEFAULT_PORT + 1}
+    assert ports == {"grpc": DEFAULT_PORT, "https": DEFAULT_PORT + 1, "metrics": DEFAULT_PORT + 2}
     start_timeout_s = PoolConfig(models=(PoolModel(name="m", path="m"),)).start_timeout_s
     assert seconds_of(probes["startup"]) >= 1.5 * start_timeout_s
     assert seconds_of(probes["liveness"]) >= 60, "a busy machine is no dead process"
@@ -309,7 +311,53 @@ def test_a_stop_has_time_for_a_cycle_and_for_what_is_written_at_the_end() -> Non
     assert grace_s >= 4 * (config.stop_s_max + DOOR_GRACE_S + config.cycle_s_max)
 
 
-@pytest.mark.parametrize("manifest", [CLUSTER, COORDINATOR, JOB], ids=name_of)
+def test_a_workers_host_has_time_to_hand_its_adapters_over_when_its_pod_ends() -> None:
+    for group in CLUSTER["spec"]["workerGroupSpecs"]:
+        [container] = group["template"]["spec"]["containers"]
+        waits = {each["name"]: each["value"] for each in container["env"]}
+        drain_s = float(waits["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert drain_s > RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, "Ray knows the variable; its default is short"
+        assert drain_s + 10 <= group["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_the_namespace_and_with_it_the_coordinators_volume_survive_a_deletion_of_any_overlay() -> None:
+    assert all(each["kind"] != "Namespace" for folder in (BASE, *OVERLAYS) for each in resources(folder))
+    assert NAMESPACE["metadata"]["name"] == kustomization(BASE)["namespace"] == JOB["metadata"]["namespace"]
+    assert MAINTENANCE["metadata"]["namespace"] == NAMESPACE["metadata"]["name"]
+
+
+def test_a_single_node_with_a_taint_for_its_gpu_takes_every_pod() -> None:
+    folder = KUBERNETES / "overlays" / "one-gpu-node"
+    [patch] = [
+        body
+        for body in (yaml.safe_load(each["patch"]) for each in kustomization(folder)["patches"])
+        if isinstance(body, dict) and body["kind"] == "StatefulSet"
+    ]
+    cluster = pod_templates(patched_cluster(folder)).values()
+    pods = [*cluster, patch["spec"]["template"], *pod_templates(JOB).values(), *pod_templates(MAINTENANCE).values()]
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert all(taint in pod["spec"]["tolerations"] for pod in pods)
+
+
+def test_pods_apart_from_the_overlays_have_the_image_and_the_volumes_of_those_for_gpus() -> None:
+    images = {
+        f"{each['newName']}:{each['newTag']}"
+        for folder in OVERLAYS
+        for each in kustomization(folder)["images"]
+        if each["newTag"] != "cpu"
+    }
+    apart = [*pod_templates(JOB).values(), *pod_templates(MAINTENANCE).values()]
+    assert {each["image"] for pod in apart for each in containers(pod)} == images
+    [claim] = COORDINATOR["spec"]["volumeClaimTemplates"]
+    [volume] = MAINTENANCE["spec"]["volumes"]
+    name = f"{claim['metadata']['name']}-{COORDINATOR['metadata']['name']}-0"
+    assert volume["persistentVolumeClaim"]["claimName"] == name
+    own = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
+    [mount] = MAINTENANCE["spec"]["containers"][0]["volumeMounts"]
+    assert mount["mountPath"] == own[claim["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("manifest", [CLUSTER, COORDINATOR, JOB, MAINTENANCE], ids=name_of)
 def test_every_pod_runs_as_the_images_user_without_rights(manifest: dict[str, Any]) -> None:
     image = (ROOT / "scripts/deploy/Containerfile").read_text(encoding="utf-8")
     [user] = re.findall(r"^USER (\d+):\d+$", image, re.MULTILINE)
@@ -361,7 +409,8 @@ def selectors(value: Any) -> list[dict[str, str]]:
 
 def test_every_selector_selects_a_pod() -> None:
     found = [selector for manifest in MANIFESTS for selector in selectors(manifest)]
-    assert len(found) == 9
+    assert len(found) == 10
+    found.remove({"kubernetes.io/metadata.name": "monitoring"})  # of a namespace, which has it from Kubernetes
     for selector in found:
         assert any(selector.items() <= labels.items() for labels in labels_of_pods()), selector
 
@@ -370,8 +419,10 @@ def test_named_ports_exist() -> None:
     ports = {each["name"] for each in CONTAINER["ports"]}
     service = {each["targetPort"] for each in only("Service", MANIFESTS)["spec"]["ports"]}
     [doors] = [each for each in MANIFESTS if each["metadata"].get("name") == "tinkerpool-doors"]
-    policy = {port["port"] for rule in doors["spec"]["ingress"] for port in rule["ports"]}
-    assert ports == service == policy
+    doors_of = {"from" in rule: {port["port"] for port in rule["ports"]} for rule in doors["spec"]["ingress"]}
+    assert doors_of == {False: service, True: {"metrics"}}, "metrics are for some pods alone"
+    assert ports == service | {"metrics"}
+    assert "--metrics-host=0.0.0.0" in CONTAINER["args"]
 
 
 def test_only_the_pools_own_pods_reach_ray() -> None:
