@@ -169,16 +169,19 @@ class Host:
         log.unlink()
         return text
 
-    def kill_processes(self, name: str) -> int:
-        """Kill the host's processes with this name; return their number."""
+    def signal_processes(self, signum: signal.Signals, name: str = "", argument: str = "") -> int:
+        """Send a signal to the host's processes with this name or this argument; return their number."""
         mine = Path(f"/proc/{self._init_pid}/ns/pid").readlink()
-        num_killed = 0
+        number = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (folder / "ns/pid").readlink() == mine and (folder / "comm").read_text().strip() == name:
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    num_killed += 1
-        return num_killed
+                if (folder / "ns/pid").readlink() != mine:
+                    continue
+                arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
+                if argument in arguments if argument else (folder / "comm").read_text().strip() == name:
+                    os.kill(int(folder.name), signum)
+                    number += 1
+        return number
 
     def kill(self) -> None:
         """Kill all processes at once. Idempotent."""

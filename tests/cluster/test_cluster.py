@@ -182,8 +182,22 @@ def test_host_that_leaves_with_a_notice_while_another_is_free(scenario: Scenario
             pool.announce_end(node_id, NOTICE_S)
             wait_until(lambda: pool.said(r"^worker \S+ is ended", datetime.min), NOTICE_S, "no worker has left")
             time.sleep(max(0.0, end_s - now()[0]))
-            assert host.kill_processes(WORKER) == 0
+            assert host.signal_processes(signal.SIGKILL, WORKER) == 0
             host.kill()
+
+        pauses_s = scenario.run(pool, clients, fault, hit=[host])
+        assert not pool.said(r"^worker \S+ lost", datetime.min)
+        assert max(pauses_s.values()) < LEFT_PAUSE_S_MAX
+
+
+def test_host_whose_ray_is_told_to_stop_hands_its_adapters_over(scenario: Scenario) -> None:
+    """As by the files to deploy a pool: `ray start --block` alone gets the signal, of systemd or of a pod's end."""
+    with training(num_nodes=3, num_workers=2) as (pool, clients):
+        [host] = hit_hosts(pool, clients)
+
+        def fault() -> None:
+            assert host.signal_processes(signal.SIGTERM, argument="--block") == 1
+            wait_until(lambda: pool.said(r"^worker \S+ is ended", datetime.min), NOTICE_S, "no worker has left")
 
         pauses_s = scenario.run(pool, clients, fault, hit=[host])
         assert not pool.said(r"^worker \S+ lost", datetime.min)
@@ -261,7 +275,7 @@ def test_worker_killed_after_the_head_came_back_is_replaced(scenario: Scenario) 
         [host] = hit_hosts(pool, clients)
 
         def fault() -> None:
-            assert host.kill_processes(WORKER) == 1
+            assert host.signal_processes(signal.SIGKILL, WORKER) == 1
 
         scenario.run(pool, clients, fault, hit=[host])
 
@@ -269,7 +283,7 @@ def test_worker_killed_after_the_head_came_back_is_replaced(scenario: Scenario) 
 def test_serve_ends_with_one_sentence_when_the_head_is_refused_and_its_store_was_in_memory(scenario: Scenario) -> None:
     with training(num_nodes=2, num_workers=2) as (pool, clients):
         begin_s, _ = now()
-        assert pool.head.kill_processes("gcs_server") == 1
+        assert pool.head.signal_processes(signal.SIGKILL, "gcs_server") == 1
         ended = _ended(pool)
         sentence = f"PoolFailed: the head of Ray's cluster, {pool.address}, has refused connections for 10 s"
         assert ended == f"Error: the pool failed; acknowledged operations are kept: {sentence}"
