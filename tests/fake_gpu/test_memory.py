@@ -31,6 +31,10 @@ def test_the_estimate_is_between_the_peak_memory_of_a_pass_and_little_more(
     assert_estimated(fake_gpu, name, load, settings)
 
 
+def test_the_estimate_of_a_deep_model_has_what_each_layer_keeps_for_running_again(fake_gpu: FakeCudaProcess) -> None:
+    assert_estimated(fake_gpu, "0.6b", Case(4, 4, 512), {"recompute": "on"})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"recompute": "on"}], ids=str)
 @pytest.mark.parametrize("name", ["9b-hybrid@4", "30b-a3b@3"])

@@ -206,6 +206,26 @@ def _shrink_outputs(
 
 
 @triton.jit
+def times_matrix(
+    dxa, dxa_stride, A, rows, is_row, columns, is_column, width, d_in,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return dxa A[rows of a tile, some columns] in fp32, of `width` ranks."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, width, DEPTH):
+        depth = first + tl.arange(0, DEPTH)
+        is_rank = depth < width
+        own = tl.load(
+            dxa + rows[:, None] * dxa_stride + depth[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0
+        )
+        matrix = tl.load(
+            A + depth[:, None] * d_in + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
+        )
+        product = plus_product(product, own, matrix)
+    return product
+
+
+@triton.jit
 def _expand_inputs(
     dx, dxa, addresses, tiles, ranks, d_in, dx_stride, dxa_stride,
     G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -223,17 +243,9 @@ def _expand_inputs(
         out = dx + rows[:, None] * dx_stride + columns[None, :]
         mask = is_row[:, None] & is_column[None, :]
         before = tl.load(out, mask=mask, other=0.0)
-        added = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, width, DEPTH):
-            depth = first + tl.arange(0, DEPTH)
-            is_rank = depth < width
-            own = tl.load(
-                dxa + rows[:, None] * dxa_stride + depth[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0
-            )
-            matrix = tl.load(
-                A + depth[:, None] * d_in + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
-            )
-            added = plus_product(added, own, matrix)
+        added = times_matrix(
+            dxa, dxa_stride, A, rows, is_row, columns, is_column, width, d_in, ROWS, COLUMNS, DEPTH
+        )  # fmt: skip
         tl.store(out, (before + added).to(dx.dtype.element_ty), mask=mask)
 
 

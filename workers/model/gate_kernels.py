@@ -1,8 +1,9 @@
 """A gate joined with the sums of the adapters around it on a GPU, in Triton: one kernel each way.
 
 In the forward the adapters of gate and up are added where the gate is applied; in the backward those of the next linear
-where its gradient goes through the gate. So the rows between are read once and written once, and the gradient of the
-gate's output is not written at all. Imported by the first launch alone (`gpu_operations`): a CPU has no Triton.
+where its gradient goes through the gate. So of what frozen products have written, gate and up are read once and written
+once, and the gradient of the gate's output is read once. Imported by the first launch alone (`gpu_operations`): a CPU
+has no Triton.
 
 Does not depend on runs, the bank or models.
 
@@ -20,12 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.model.adapter_kernels import ALIGNED_BYTES, RANK_DEPTH, RANK_MULTIPLE, padded_rank, plus_product
-from workers.model.gpu_operations import blocks_of, expand_columns
-from workers.model.layer_kernels import sigmoid
-
-NUM_WARPS = 8
-"""A program has two tiles of rows in its registers: gate and up."""
+from workers.model.adapter_kernels import (
+    ALIGNED_BYTES,
+    RANK_DEPTH,
+    RANK_MULTIPLE,
+    padded_rank,
+    plus_product,
+    times_matrix,
+)
+from workers.model.gpu_operations import EXPAND_GATE_COLUMNS, blocks_of
+from workers.model.layer_kernels import gate_gradients, gated
 
 
 @triton.jit
@@ -67,9 +72,8 @@ def _expand_gate(
             rows, is_row, columns, is_column, xa_stride, d_out, RANK,
         )  # fmt: skip
         tl.store(source + d_out, up, mask=mask)
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
         target = out + rows[:, None] * d_out + columns[None, :]
-        tl.store(target, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+        tl.store(target, gated(gate.to(tl.float32), up.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -89,36 +93,27 @@ def _expand_gate_backward(
         is_row, is_column = tl.arange(0, ROWS) < tl.abs(count), columns < d_in
         mask = is_row[:, None] & is_column[None, :]
         before = tl.load(dout + rows[:, None] * dout_stride + columns[None, :], mask=mask, other=0.0)
-        added = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, width, DEPTH):
-            depth = first + tl.arange(0, DEPTH)
-            is_rank = depth < width
-            own = tl.load(
-                dxa + rows[:, None] * dxa_stride + depth[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0
-            )
-            matrix = tl.load(
-                A + depth[:, None] * d_in + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
-            )
-            added = plus_product(added, own, matrix)
-        dy = (before + added).to(dout.dtype.element_ty).to(tl.float32)
+        added = times_matrix(
+            dxa, dxa_stride, A, rows, is_row, columns, is_column, width, d_in, ROWS, COLUMNS, DEPTH
+        )  # fmt: skip
+        dy = tl.where(width != 0, (before + added).to(before.dtype), before).to(tl.float32)
         source = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
         gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(source + d_in, mask=mask, other=0.0).to(tl.float32)
-        share = sigmoid(gate)
-        dgate = dy * up * share * (1 + gate * (1 - share))
+        dgate, dup = gate_gradients(dy, gate, up)
         target = dgate_up + rows[:, None] * (2 * d_in) + columns[None, :]
         tl.store(target, dgate.to(dgate_up.dtype.element_ty), mask=mask)
-        tl.store(target + d_in, (dy * gate * share).to(dgate_up.dtype.element_ty), mask=mask)
+        tl.store(target + d_in, dup.to(dgate_up.dtype.element_ty), mask=mask)
 
 
 def expand_gate(
     out: Tensor, gate_up: Tensor, xa: Tensor, addresses: Tensor, tiles: Tensor, ranks: Tensor, tile_rows: int
 ) -> None:
     """See `gpu_operations.EXPAND_GATE`."""
-    columns, d_out = expand_columns(tile_rows), out.shape[1]
-    _expand_gate[len(tiles), blocks_of(d_out, columns)](
+    d_out = out.shape[1]
+    _expand_gate[len(tiles), blocks_of(d_out, EXPAND_GATE_COLUMNS)](
         out, gate_up, gate_up.stride(0), xa, addresses, tiles, ranks, xa.shape[2], d_out,
-        ROWS=tile_rows, COLUMNS=columns, RANK=padded_rank(xa.shape[2], 2), num_warps=NUM_WARPS,
+        ROWS=tile_rows, COLUMNS=EXPAND_GATE_COLUMNS, RANK=padded_rank(xa.shape[2], 2),
     )  # fmt: skip
 
 
@@ -133,8 +128,8 @@ def expand_gate_backward(
     tile_rows: int,
 ) -> None:
     """See `gpu_operations.EXPAND_GATE_BACKWARD`."""
-    columns, d_in = expand_columns(tile_rows), dout.shape[1]
-    _expand_gate_backward[len(tiles), blocks_of(d_in, columns)](
+    d_in = dout.shape[1]
+    _expand_gate_backward[len(tiles), blocks_of(d_in, EXPAND_GATE_COLUMNS)](
         dgate_up, dout, gate_up, dout.stride(0), gate_up.stride(0), dxa, addresses, tiles, ranks, dxa.stride(0), d_in,
-        ROWS=tile_rows, COLUMNS=columns, DEPTH=RANK_DEPTH, num_warps=NUM_WARPS,
+        ROWS=tile_rows, COLUMNS=EXPAND_GATE_COLUMNS, DEPTH=RANK_DEPTH,
     )  # fmt: skip

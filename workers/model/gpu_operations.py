@@ -25,6 +25,8 @@ NAMESPACE = "tinkerpool"
 TILE_ROWS, TRAINING_TILE_ROWS = 16, 64
 """Rows of a tile at most: the fewest that a product on tensor cores has, for the few rows of a decode step; and more,
 where adapters have many rows, so that their matrices are read less often."""
+EXPAND_GATE_COLUMNS = 64
+"""Of a program that has two tiles of rows in its registers, gate and up: so three programs share a processor."""
 GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
 """Of a gradient, those of a program; rows at most."""
 GRADIENT_DEPTH = 64

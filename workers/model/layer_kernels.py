@@ -163,6 +163,19 @@ def sigmoid(x):
 
 
 @triton.jit
+def gated(gate, up):
+    """Return silu(gate) * up."""
+    return gate * sigmoid(gate) * up
+
+
+@triton.jit
+def gate_gradients(dy, gate, up):
+    """Return the gradients of gate and up from that of `gated`."""
+    share = sigmoid(gate)
+    return dy * up * share * (1 + gate * (1 - share)), dy * gate * share
+
+
+@triton.jit
 def _gate(out, gate_up, row_stride, F: tl.constexpr, COLUMNS: tl.constexpr):
     """Set some columns of a row to silu(gate) * up. Grid: rows, columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -171,7 +184,7 @@ def _gate(out, gate_up, row_stride, F: tl.constexpr, COLUMNS: tl.constexpr):
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + row * F + column, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_column)
+    tl.store(out + row * F + column, gated(gate, up).to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -184,11 +197,10 @@ def _gate_backward(dgate_up, dout, gate_up, dout_stride, row_stride, F: tl.const
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=is_column, other=0.0).to(tl.float32)
     dy = tl.load(dout + row * dout_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    share = sigmoid(gate)
-    dgate = dy * up * share * (1 + gate * (1 - share))
+    dgate, dup = gate_gradients(dy, gate, up)
     target = dgate_up + row * (2 * F) + column
     tl.store(target, dgate.to(dgate_up.dtype.element_ty), mask=is_column)
-    tl.store(target + F, (dy * gate * share).to(dgate_up.dtype.element_ty), mask=is_column)
+    tl.store(target + F, dup.to(dgate_up.dtype.element_ty), mask=is_column)
 
 
 @triton.jit

@@ -262,6 +262,7 @@ class Fuse(Protocol):
 class Routing:
     """The segments of one pass, and their runs. Rows in no segment see only the base model.
 
+    In a fused pass with a backward they hold anything, unless its tables have them (`AdapterTables.of`).
     Segments must not overlap and must be in row order. Those with fewer rows than `rows_min` are padded.
     """
 

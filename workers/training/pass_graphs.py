@@ -149,12 +149,13 @@ class PassGraphs:
         lengths = [*rows.lengths, *cut(num_rows - len(rows.tokens), longest)]
         left_over = range(len(rows.tokens), num_rows)
         adapters = AdapterTables.of(rows.segments, len(self._model.groups), TRAINING_TILE_ROWS, left_over)
+        num_left = len(left_over[::TRAINING_TILE_ROWS])
         gradients = GradientTables.of(rows.segments, adapters)
         bucket = Bucket(
             num_rows,
             power_of_two(max(len(lengths), fewest or 0)),
             longest,
-            power_of_two(len(adapters.tiles)),
+            power_of_two(len(adapters.tiles) - num_left) + left_tiles_of_bucket(num_rows),
             power_of_two(len(adapters.ranks)),
             power_of_two(len(gradients.pieces)),
             adapters.rank_max,
@@ -304,8 +305,17 @@ def can_capture(model: BaseModel) -> bool:
 
 def rows_of_bucket(num_rows: int) -> int:
     """Return N for T rows."""
-    step = max(STEP_ROWS_MIN, power_of_two(num_rows) // 2 // STEPS_PER_DOUBLING)
+    step = _step(num_rows)
     return -(-num_rows // step) * step
+
+
+def left_tiles_of_bucket(num_rows: int) -> int:
+    """Return the most tiles of rows that are left over of N: fewer than a step of `rows_of_bucket`."""
+    return -(-_step(num_rows) // TRAINING_TILE_ROWS)
+
+
+def _step(num_rows: int) -> int:
+    return max(STEP_ROWS_MIN, power_of_two(num_rows) // 2 // STEPS_PER_DOUBLING)
 
 
 def cut(num_rows: int, most: int) -> list[int]:

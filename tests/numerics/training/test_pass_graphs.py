@@ -17,9 +17,10 @@ from tests.support.numerics.tenants import assert_same, train
 from workers.model.attention import PackedAttention
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import VarlenAttention
+from workers.model.gpu_operations import TRAINING_TILE_ROWS
 from workers.selftest.training_kernels import check_training_kernels
 from workers.training import memory, pass_graphs
-from workers.training.pass_graphs import Trunk, cut, rows_of_bucket
+from workers.training.pass_graphs import Trunk, cut, left_tiles_of_bucket, rows_of_bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
 
@@ -206,6 +207,7 @@ def test_graphs_that_give_other_gradients_are_not_used(
 )
 def test_an_eighth_of_a_bucket_is_left_over_at_most(num_rows: int, expected: int) -> None:
     assert rows_of_bucket(num_rows) == expected
+    assert len(range(num_rows, expected)[::TRAINING_TILE_ROWS]) <= left_tiles_of_bucket(expected)
 
 
 def test_rows_that_are_left_over_are_sequences_no_longer_than_the_longest() -> None:

@@ -15,6 +15,7 @@ from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_attention import tile_tokens
 from workers.model.gpu_operations import (
+    EXPAND_GATE_COLUMNS,
     GRADIENT_COLUMNS,
     GRADIENT_ROWS,
     NAMESPACE,
@@ -79,7 +80,7 @@ def _expanded_inputs(call: Call) -> Cost:
 def _gate_expanded(call: Call) -> Cost:
     """As `_expanded` of gate and up, whose sums are read and written; what the gate gives is written."""
     xa, tiles, out = call.argument("xa"), call.argument("tiles"), call.argument("out")
-    num_blocks = -(-out.shape[1] // expand_columns(call.argument("tile_rows")))
+    num_blocks = -(-out.shape[1] // EXPAND_GATE_COLUMNS)
     matrices = len(tiles) * xa.shape[2] * out.shape[1] * out.element_size()
     flops = 2.0 * len(tiles) * call.argument("tile_rows") * xa.shape[2] * out.shape[1]
     return Cost(
@@ -90,7 +91,7 @@ def _gate_expanded(call: Call) -> Cost:
 def _gate_expanded_backward(call: Call) -> Cost:
     """As `_expanded_inputs` of one linear, but that the sums go through the gate and are not written."""
     dout, dxa, tiles = call.argument("dout"), call.argument("dxa"), call.argument("tiles")
-    num_blocks = -(-dout.shape[1] // expand_columns(call.argument("tile_rows")))
+    num_blocks = -(-dout.shape[1] // EXPAND_GATE_COLUMNS)
     matrices = len(tiles) * dxa.shape[1] * dout.shape[1] * dout.element_size()
     flops = 2.0 * len(tiles) * call.argument("tile_rows") * dxa.shape[1] * dout.shape[1]
     moved = sum(num_bytes(call.argument(name)) for name in ("dout", "gate_up", "dgate_up"))

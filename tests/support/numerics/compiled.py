@@ -70,9 +70,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         gradient = {"G": 3, "ROWS": gpu_operations.gradient_rows(rank), "COLUMNS": gpu_operations.GRADIENT_COLUMNS}
         gradient |= adapter_kernels.gradient_options(gradient["ROWS"])
         yield adapter_kernels._add_gradients, gradient | {"DEPTH": gpu_operations.GRADIENT_DEPTH, "CAN_SET": True}
-    tile = {"ROWS": 64, "COLUMNS": 128}
-    yield adapter_kernels._expand_inputs, tile | {"G": 3, "DEPTH": adapter_kernels.RANK_DEPTH}
-    tile |= {"num_warps": gate_kernels.NUM_WARPS}
+    yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": adapter_kernels.RANK_DEPTH}
+    tile = {"ROWS": 64, "COLUMNS": gpu_operations.EXPAND_GATE_COLUMNS}
     for rank in (16, 32, 128):
         yield gate_kernels._expand_gate, tile | {"RANK": rank}
     yield gate_kernels._expand_gate_backward, tile | {"DEPTH": adapter_kernels.RANK_DEPTH}
