@@ -23,7 +23,7 @@ class StepShares:
 
     def __init__(self) -> None:
         self.num_more = math.inf
-        """Rows that a scope may have in a step beyond the slots of the smallest one. Infinity: scopes are not bounded."""
+        """Rows that a scope may have in a step beyond the slots of the smallest one. Infinity: no scope is bounded."""
         self._ahead: dict[str, float] = {}
         """Rows that a scope has had beyond its share, because a block of a prompt is computed at once."""
 

@@ -16,9 +16,9 @@ import numpy as np
 from workers.contract.messages import SampleRequest, SamplerVersion, SamplingParams
 from workers.sampling.sampler import Sampler
 
-NUM_SEQUENCES, NUM_TOKENS = 32, 8
+NUM_SEQUENCES, NUM_TOKENS = 32, 4
 """Of the larger of two sizes, and of each sequence."""
-ROUNDS, ROUNDS_S = 4, 0.5
+ROUNDS, ROUNDS_S = 8, 1.0
 """Rounds of the trial, and the seconds after which no further one begins."""
 
 
