@@ -30,7 +30,10 @@ class StepShares:
     def plan(
         self, running: Sequence[ActiveRequest], prefill: Prefill
     ) -> tuple[dict[ActiveRequest, list[ActiveSequence]], dict[ActiveRequest, int]]:
-        """Return the sequences that decode in the next step, by request; and `Prefill.plan`. The turns of both end."""
+        """Return the sequences that decode in the next step, by request, and the result of `Prefill.plan`.
+
+        Sequences and prompts that are taken go behind the others of their scope.
+        """
         scopes: dict[str, list[ActiveRequest]] = {}
         for active in running:
             scopes.setdefault(active.scope, []).append(active)
