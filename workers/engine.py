@@ -45,6 +45,7 @@ from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.adapter_costs import measured_costs
 from workers.selftest.loading import fitting_tokens, load_base_model
 from workers.selftest.page_attention import tried_page_kernel
+from workers.selftest.step_costs import sequences_of_fixed_time
 from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
@@ -122,6 +123,8 @@ class TrainingEngine:
         self._epoch = 0
         keep_freed_memory()
         self._info = replace(self._info, costs=measured_costs(base_model))
+        if base_model.device.type == "cpu":  # on a GPU a step of all slots takes hardly longer than a step of one
+            self.sampler.bound_scopes(sequences_of_fixed_time(self.sampler, self._running))
 
     @property
     def info(self) -> ModelInfo:

@@ -10,7 +10,7 @@ so counts and times never tell one scope about another's prompts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from workers.bank.bank import Bank
 from workers.sampling.delta_states import StateMove, StateOwner, StatePool
@@ -48,14 +48,14 @@ class Prefill:
         if not requests:
             self._active.pop(active.scope, None)
 
-    def plan(self, *, is_decoding: bool) -> dict[ActiveRequest, int]:
+    def plan(self, *, is_decoding: bool, held: Collection[str] = ()) -> dict[ActiveRequest, int]:
         """Return up to which token each prompt is computed in this step; the blocks for it are taken.
 
-        Prompts that get no token in this step are not in the result.
+        Prompts that get no token in this step, as those of `held` scopes, are not in the result.
         """
         stops = self._positions()
         budget = int(self._tokens_max * (DECODING_SHARE if is_decoding else 1))
-        while budget > 0 and (active := self._next(stops)) is not None:
+        while budget > 0 and (active := self._next(stops, held)) is not None:
             num_tokens = min(self._pool.block_tokens, active.prompt.length - stops[active])
             stops[active] += num_tokens
             budget -= num_tokens
@@ -132,9 +132,11 @@ class Prefill:
             self._pool.hold(prefix)
         return found
 
-    def _next(self, stops: Mapping[ActiveRequest, int]) -> ActiveRequest | None:
+    def _next(self, stops: Mapping[ActiveRequest, int], held: Collection[str]) -> ActiveRequest | None:
         """Return the next request in `stops` whose prompt is longer than that; it and its scope go to the end."""
         for scope, requests in self._active.items():
+            if scope in held:
+                continue
             for active in requests:
                 if stops.get(active, active.prompt.length) < active.prompt.length:
                     requests.remove(active)

@@ -48,6 +48,7 @@ from workers.sampling.sample_pass import NextPart, Outcome, Part, PromptPart, Sa
 from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
 from workers.sampling.slot_queue import SequenceSlots
 from workers.sampling.step_graphs import StepGraphs
+from workers.sampling.step_shares import StepShares
 
 logger = logging.getLogger(__name__)
 STATES_SHARE = 1 / 2
@@ -81,9 +82,10 @@ class SamplerLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decode:
-    """Work of a pass: the next token of all sequences of a request."""
+    """Work of a pass: the next token of sequences of a request."""
 
     active: ActiveRequest
+    sequences: Sequence[ActiveSequence]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +156,7 @@ class Sampler:
         self._flight: Flight | None = None
         """A step that was begun before the tokens of the one before it were read. Requests of it may be over."""
         self._clock = clock
+        self._shares = StepShares()
         self._requests: list[ActiveRequest] = []
         """All requests, waiting and running."""
         self._events: list[SampleEvent] = []
@@ -174,6 +177,10 @@ class Sampler:
     def is_batch_invariant(self) -> bool:
         """Whether attention gives a sample the same bits with any co-batched samples."""
         return self._steps.is_batch_invariant
+
+    def bound_scopes(self, num_more: float) -> None:
+        """Let steps compute at most so many rows more of one scope than of another; see `StepShares.num_more`."""
+        self._shares.num_more = num_more
 
     def start_sample(self, request: SampleRequest) -> None:
         """Queue a request. An error becomes its result."""
@@ -218,8 +225,8 @@ class Sampler:
 
     def _step(self) -> None:
         """Run one forward, and draw tokens."""
-        decodes = [_Decode(active) for active in self.slots.running if active.sequences]
-        stops = self._prefill.plan(is_decoding=bool(decodes))
+        decoding, stops = self._shares.plan(self.slots.running, self._prefill)
+        decodes = [_Decode(*chosen) for chosen in decoding.items()]
         for works in self._groups([*decodes, *(_Prefill(*planned) for planned in stops.items())]):
             self._advance(works)
 
@@ -330,19 +337,19 @@ class Sampler:
                 note=active.note,
                 move=self._prefill.move(active, work.stop),
             )
-        return self._next_part(active)
+        return self._next_part(active, work.sequences)
 
-    def _next_part(self, active: ActiveRequest, num_unread: int = 0) -> NextPart:
-        """Return the next token of all sequences of a request; `num_unread` of each were drawn and are not read."""
-        for sequence in active.sequences:
+    def _next_part(self, active: ActiveRequest, sequences: Sequence[ActiveSequence], num_unread: int = 0) -> NextPart:
+        """Return the next token of sequences of a request; `num_unread` of each were drawn and are not read."""
+        for sequence in sequences:
             self._cache.clear(self.slots.extend(sequence, num_unread))
         return NextPart(
             key=active.key,
             prompt=active.prompt.location,
-            tokens=np.array([sequence.tokens[-1] for sequence in active.sequences], np.int64),
+            tokens=np.array([sequence.tokens[-1] for sequence in sequences], np.int64),
             logprobs_temperature=active.logprobs_temperature,
-            sequences=[sequence.location(num_unread) for sequence in active.sequences],
-            moves=[move for sequence in active.sequences if (move := self.slots.move(active, sequence)) is not None],
+            sequences=[sequence.location(num_unread) for sequence in sequences],
+            moves=[move for sequence in sequences if (move := self.slots.move(active, sequence)) is not None],
         )
 
     def _apply(self, works: Sequence[_Work], outcome: Outcome) -> None:
@@ -353,8 +360,8 @@ class Sampler:
             if isinstance(work, _Decode):
                 assert rows is not None
                 assert outcome.logits is not None
-                self.slots.moved(active)
-                drawing.append(Draw(active, list(active.sequences), outcome.logits, rows))
+                self.slots.moved(active, work.sequences)
+                drawing.append(Draw(active, work.sequences, outcome.logits, rows))
                 continue
             self._prefill.advance(active, work.stop)
             if active.failure is not None:
@@ -421,7 +428,7 @@ class Sampler:
             return None
         assert self._draw_graphs is not None
         try:
-            parts = [self._next_part(draw.active, num_unread=1) for draw in followed]
+            parts = [self._next_part(draw.active, draw.sequences, num_unread=1) for draw in followed]
             rows = self._pass.follow(parts, self._draw_graphs.tokens)
             if rows is None:
                 return None

@@ -11,6 +11,7 @@ Dimensions: V vocabulary, N rows of logits, S sequences, k likeliest tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from workers.sampling.kv_cache import SequenceBlocks
 from workers.sampling.prompts import Prompt, PromptOutputs
 from workers.sampling.sample_pass import LogitsRows
 
+_TURNS = itertools.count()
 NUMBERS_AHEAD = 64
 """Random numbers of a sequence that are generated at once."""
 SLACK_TOKENS = 8
@@ -81,6 +83,8 @@ class ActiveSequence:
     """Key-value blocks of its own tokens."""
     state: StateOwner | None = None
     """Of a hybrid, from its first decode step on; that reads the prompt's."""
+    turn: int = field(default_factory=lambda: next(_TURNS))
+    """Of two sequences the one with the lower number has not decoded for longer."""
     _numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     _numbers_from: int = -1
     """The position of the first of these numbers; -1: there are none yet."""
@@ -98,10 +102,19 @@ class ActiveSequence:
         """Return the same blocks as attention sees them."""
         return SequenceBlocks(self.index, self.blocks, self.num_cached + num_unread)
 
+    @property
+    def has_own_state(self) -> bool:
+        """Whether it has decoded in a step, of a hybrid, and so does not read the prompt's state any more."""
+        return self.state is not None and self.state.current is not None
+
     def begin_state(self, state: StateOwner) -> StateOwner:
         """Own this state from now on; return it."""
         self.state = state
         return state
+
+    def end_turn(self) -> None:
+        """Go behind all other sequences."""
+        self.turn = next(_TURNS)
 
     def add_block(self, block: int) -> None:
         """Append a block for further tokens."""

@@ -13,7 +13,7 @@ in the end, provided that sequences end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -171,14 +171,14 @@ class SequenceSlots:
             read = active.state.current
         return StateMove(read, state.writable())
 
-    def moved(self, active: ActiveRequest) -> None:
-        """Record that a pass has moved on the states of all running sequences; drop the prompt's after its last use."""
+    def moved(self, active: ActiveRequest, sequences: Sequence[ActiveSequence]) -> None:
+        """Record that a pass has moved on the states of these sequences; drop the prompt's after its last use."""
         if active.state is None:
             return
-        for sequence in active.sequences:
+        for sequence in sequences:
             assert sequence.state is not None
             sequence.state.commit()
-        if active.num_begun == active.request.num_samples:
+        if active.num_begun == active.request.num_samples and all(each.has_own_state for each in active.sequences):
             active.state.close()
 
     def end_sequence(self, active: ActiveRequest, sequence: ActiveSequence) -> None:

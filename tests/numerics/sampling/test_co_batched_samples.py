@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,14 +163,20 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 @pytest.mark.slow
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
+@given(
+    visits=visits,
+    num_rows=st.sampled_from([2, 9, 64]),
+    prefill_tokens=st.sampled_from([1, 64, 512]),
+    num_more=st.sampled_from([0.0, 2.5, math.inf]),
+)
 def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
-    model_directory: Path, visits: list[Visit], num_rows: int, prefill_tokens: int
+    model_directory: Path, visits: list[Visit], num_rows: int, prefill_tokens: int, num_more: float
 ) -> None:
     world = world_of(model_directory)
     sampler = make_sampler(
         world.sampling.driver, POOL_BLOCKS, num_sequences_max=num_rows, prefill_tokens_max=prefill_tokens
     )
+    sampler.bound_scopes(num_more)
     s = Sampling(world.sampling.driver, sampler)
     for visit, result in zip(visits, run_visits(s, visits), strict=True):
         if result.error is not None:

@@ -1,0 +1,63 @@
+"""Trial of decode steps: how many sequences take as long as the fixed time of a step.
+
+The sampler bounds the sequences of a scope in a step by that number (`sampling.step_shares`). It is a ratio, so that it
+holds whatever else the machine does, and each size counts by its fastest step. No bit of a sample depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from workers.contract.messages import SampleRequest, SamplerVersion, SamplingParams
+from workers.sampling.sampler import Sampler
+
+NUM_SEQUENCES, NUM_TOKENS = 32, 4
+"""Of the larger of two sizes, and of each sequence."""
+ROUNDS, ROUNDS_S = 8, 1.0
+"""Rounds of the trial, and the seconds after which no further one begins."""
+
+
+def sequences_of_fixed_time(
+    sampler: Sampler,
+    running: Callable[[], AbstractContextManager[None]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the number for a sampler without requests; infinity if it lacks room for the trial, or they cost nothing.
+
+    Steps run in contexts of `running`; `clock` gives seconds.
+    """
+    if sampler.num_sequence_slots < NUM_SEQUENCES or sampler.blocks.num_blocks < 2 * NUM_SEQUENCES:
+        return math.inf
+
+    def fastest_s(num_sequences: int) -> float:
+        """Run requests of a sequence each; return the seconds of the fastest step."""
+        for number in range(num_sequences):
+            sampler.start_sample(_request(f"trial-{number}"))
+        fastest_s = math.inf
+        while sampler.can_decode():
+            with running():
+                step_s = clock()
+                sampler.decode_step()
+                fastest_s = min(fastest_s, clock() - step_s)
+        return fastest_s
+
+    begin_s = clock()
+    solo_s = many_s = math.inf
+    for _ in range(ROUNDS):
+        solo_s, many_s = min(solo_s, fastest_s(1)), min(many_s, fastest_s(NUM_SEQUENCES))
+        if clock() > begin_s + ROUNDS_S:
+            break
+    sequence_s = (many_s - solo_s) / (NUM_SEQUENCES - 1)
+    return max(0.0, solo_s / sequence_s - 1) if sequence_s > 0 else math.inf
+
+
+def _request(name: str) -> SampleRequest:
+    """Return a request of a scope of its own, so that it has the memory of no other one."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, seed=0)
+    version, prompt = SamplerVersion(key=""), np.zeros(1, np.int32)
+    return SampleRequest(op_id=name, scope=name, version=version, prompt=prompt, num_samples=1, params=params)
