@@ -69,7 +69,7 @@ class ExportedFolder:
         path = self._folder / name
         if self._digests is None:
             return self._disk.size(path), partial(self._disk.read_piece, path)
-        blocks = Blocks(path, self._digests.get(name, []), self._disk)
+        blocks = Blocks(path, self._digests.get(name, ""), self._disk)
         return blocks.num_bytes, blocks.read
 
     def _whole(self, name: str) -> bytes:

@@ -263,13 +263,12 @@ class StateFiles:
     ) -> Sent:
         verify = partial(self._verify, folder, sha256, piece_bytes)
         with _reading():
-            files = ExportedFolder(self._root / folder, self._disk, piece_bytes, for_tinker=for_tinker)
             try:
-                parts = parts_of(files)
-            except (LookupError, TypeError, ValueError):  # what is not verified yet may be any text
+                files = ExportedFolder(self._root / folder, self._disk, piece_bytes, for_tinker=for_tinker)
+                return Sent(parts_of(files), tuple if files.is_verified else verify)
+            except (AttributeError, LookupError, TypeError, ValueError):  # what is not verified yet may be any text
                 deque(verify(), maxlen=0)  # raises ServiceError if damage is the reason
                 raise
-            return Sent(parts, tuple if files.is_verified else verify)
 
     def _verify(self, folder: str, sha256: str, piece_bytes: int) -> Iterator[Piece]:
         digest = hashlib.sha256()

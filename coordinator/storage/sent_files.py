@@ -18,9 +18,11 @@ from coordinator.storage.disk import Disk
 from workers.contract.contents import Content, pieces_of
 
 BLOCKS = "blocks.json"
-"""File of a folder: by the name of another one, the SHA-256 of each of its blocks."""
+"""File of a folder: by the name of another one, the SHA-256 of all its blocks, one behind the other."""
 BLOCK_BYTES = 256 << 10
 """Bytes of a block. What is read of a file is read in whole blocks, so a block is in memory at a time."""
+_DIGITS = 64
+"""Of a digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,10 @@ class Sent:
 class Blocks:
     """A file that is verified as it is read."""
 
-    def __init__(self, path: Path, digests: Sequence[str], disk: Disk) -> None:
+    def __init__(self, path: Path, digests: str, disk: Disk) -> None:
         """Raises ServiceError DATA_LOSS if the file has not as many blocks as `digests`, and OSError."""
         self.num_bytes = disk.size(path)
-        if len(digests) != -(-self.num_bytes // BLOCK_BYTES):
+        if len(digests) != -(-self.num_bytes // BLOCK_BYTES) * _DIGITS:
             raise damaged()
         self._path, self._digests, self._disk = path, digests, disk
 
@@ -92,7 +94,7 @@ class Blocks:
 
     def _block(self, number: int) -> bytes:
         block = self._disk.read_piece(self._path, number * BLOCK_BYTES, BLOCK_BYTES)
-        if hashlib.sha256(block).hexdigest() != self._digests[number]:
+        if hashlib.sha256(block).hexdigest() != self._digests[number * _DIGITS : (number + 1) * _DIGITS]:
             raise damaged()
         return block
 
@@ -100,16 +102,16 @@ class Blocks:
 def dump_blocks(files: Mapping[str, Content]) -> bytes:
     """Return the content of `BLOCKS` for these files. Raises OSError."""
     digests = {
-        name: [hashlib.sha256(block).hexdigest() for block in pieces_of(content, BLOCK_BYTES)]
+        name: "".join(hashlib.sha256(block).hexdigest() for block in pieces_of(content, BLOCK_BYTES))
         for name, content in files.items()
     }
     return json.dumps(digests, sort_keys=True).encode() + b"\n"
 
 
-def load_blocks(content: bytes) -> dict[str, list[str]]:
+def load_blocks(content: bytes) -> dict[str, str]:
     """Return the digests that `dump_blocks` wrote, by file. Raises ServiceError DATA_LOSS."""
     try:
-        digests: dict[str, list[str]] = json.loads(content)
+        digests: dict[str, str] = json.loads(content)
     except ValueError:
         raise damaged() from None
     return digests

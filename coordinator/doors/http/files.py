@@ -30,10 +30,11 @@ class File:
     """A file to be sent."""
 
     name: str
+    """Under which a client saves it: ASCII without quotation marks."""
     num_bytes: int | None
     """None: not known before its end, so that it has no ranges."""
     version: str
-    """With the same one, a file of the same name has the same bytes."""
+    """Two files of the same one have the same bytes."""
     read: Callable[[int, int], AsyncGenerator[bytes]]
     """Yields the bytes from one place up to another. Raises ServiceError."""
 
@@ -52,7 +53,7 @@ class File:
     @property
     def etag(self) -> str:
         """The strong validator of RFC 9110."""
-        return f'"{self.version}-{self.name}"'
+        return f'"{self.version}"'
 
 
 def asked_range(request: Request, file: File) -> range | None:

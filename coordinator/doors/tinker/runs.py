@@ -214,7 +214,8 @@ async def _file(door: DoorContext, reader: Principal, path: str, version: str, n
         viewer = replace(reader, role=Role(role))
         return File(name, None, "", lambda _start, _stop: door.service.session_trace(viewer, session_id))
     exported = await door.service.file_for_tinker(reader, path, int(version), name)
-    return File(name, exported.num_bytes, exported.sha256, exported.read)
+    shown = f"{path.rpartition('/')[2]}.tar" if name in (ARCHIVE, PEFT_ARCHIVE) else name
+    return File(shown, exported.num_bytes, f"{exported.sha256}-{name}", exported.read)
 
 
 def _outside(file: File) -> Response:

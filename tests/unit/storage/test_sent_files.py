@@ -87,23 +87,24 @@ def test_no_byte_of_a_damaged_block_is_sent_and_the_blocks_before_it_are(
         assert abs(len(found) - num_expected) < 100, "the header for Tinker has another size"
         is_sound = not is_old and block not in ({0, 4} if for_tinker else {4})
         assert sent(len(whole) - 5) == (whole[-5:] if is_sound else b"")
-    for other in (WEIGHTS[:-1], WEIGHTS + b"x", WEIGHTS + bytes(BLOCK_BYTES), b""):
+    for other in (WEIGHTS[:-1], WEIGHTS[: 4 * BLOCK_BYTES], WEIGHTS + b"x", WEIGHTS + bytes(BLOCK_BYTES), b""):
         path.write_bytes(other)
-        found = sent()
-        assert whole.startswith(found)
-        assert len(found) < len(whole)
+        assert whole.startswith(sent())
+        with pytest.raises(ServiceError, match="does not match its checksum"):
+            list(files.file(saved.folder, saved.sha256, NAME, for_tinker=for_tinker).pieces())
 
 
-def test_damage_of_the_digests_is_found(files: StateFiles, root: Path) -> None:
-    saved = files.write(SPEC, MODEL, STATE)
-    path = root / saved.folder / "blocks.json"
+@pytest.mark.parametrize("for_tinker", [False, True])
+def test_damage_of_what_describes_a_folder_is_found_and_is_no_fault_of_the_pool(
+    files: StateFiles, root: Path, saved: Saved, is_old: bool, for_tinker: bool
+) -> None:
+    path = root / saved.folder / ("state.json" if is_old else "blocks.json")
     sound = path.read_bytes()
-    for position in range(0, len(sound) - 1, 7):
-        damaged = bytearray(sound)
-        damaged[position] ^= 1
+    others = [sound[:position] + bytes([sound[position] ^ 1]) + sound[position + 1 :] for position in range(0, 140, 7)]
+    for damaged in (*others, b"", b"null", b'{"adapter_config.json": 1, "state.json": {}}'):
         path.write_bytes(damaged)
         with pytest.raises(ServiceError, match="does not match its checksum"):
-            list(files.archive(saved.folder, saved.sha256).pieces())
+            list(files.archive(saved.folder, saved.sha256, for_tinker=for_tinker).pieces())
 
 
 def test_what_is_sent_of_an_export_is_all_that_is_read_and_an_old_folder_is_verified_whole(
@@ -129,6 +130,16 @@ def test_damage_of_a_file_that_is_not_sent_does_not_keep_the_others_from_their_o
     assert b"".join(piece.data for piece in sent) == WEIGHTS
     with pytest.raises(ServiceError, match="does not match its checksum"):
         files.read(saved.folder, saved.sha256)
+
+
+def test_joined_matrices_are_sent_after_all_files_were_verified(files: StateFiles, root: Path) -> None:
+    model = replace(MODEL, modules=hybrid_modules("in_proj_qkv"))
+    saved = files.write(SPEC, model, STATE)
+    path = root / saved.folder / NAME
+    path.write_bytes(WEIGHTS[:-1] + b"x")
+    pieces = (piece for piece in files.file(saved.folder, saved.sha256, NAME).pieces() if piece.data)
+    with pytest.raises(ServiceError, match="does not match its checksum"):
+        next(pieces)
 
 
 @pytest.mark.parametrize("piece_bytes", [700, 1 << 20])
