@@ -229,6 +229,7 @@ async def test_a_tenants_downloads_above_their_highest_number_wait_for_a_place(o
         writer.transport.abort()
 
 
+@pytest.mark.slow
 async def test_a_download_that_is_not_read_is_aborted(opened: Open) -> None:
     here = await opened(LARGE_BYTES, body_s=1.0)
     _, writer = await here.begin()
@@ -237,6 +238,7 @@ async def test_a_download_that_is_not_read_is_aborted(opened: Open) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 async def test_the_line_of_waiting_downloads_is_bounded_in_number_and_time(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,7 @@ def test_every_range_of_a_file_and_of_an_archive_has_the_bytes_of_the_whole(
 ) -> None:
     model = replace(MODEL, modules=hybrid_modules("in_proj_qkv")) if is_joined else MODEL
     weights = safetensors.numpy.save({"base_model.model.lm_head.a": np.arange(1000, dtype=np.float32)[:, None]})
-    saved = files.write(SPEC, model, replace(STATE, weights=weights))
+    saved = files.write(SPEC, model, replace(STATE, weights=weights, optimizer=None))
     of = saved.folder, saved.sha256
     for sent in (
         files.archive(*of, piece_bytes, for_tinker=for_tinker),
@@ -159,7 +159,7 @@ def test_every_range_of_a_file_and_of_an_archive_has_the_bytes_of_the_whole(
     ):
         whole = b"".join(piece.data for piece in sent.pieces())
         assert len(whole) == sent.num_bytes
-        places = sorted({*range(0, sent.num_bytes, 901), 1, 8, sent.num_bytes // 2, sent.num_bytes})
+        places = [0, 1, 8, sent.num_bytes // 3, sent.num_bytes // 2 + 1, sent.num_bytes - 1, sent.num_bytes]
         for start in places:
             for stop in places:
                 pieces = [piece.data for piece in sent.pieces(start, stop)]
