@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from coordinator.limits.polls import Polls
 
 _DROP_S = 5.0
 """Seconds that cancelled calls may take to end."""
+logger = logging.getLogger(__name__)
 
 
 class HttpDoor:
@@ -169,12 +171,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def drop_calls(self) -> None:
-        """Stop listening, cancel running calls and close their connections; wait for the calls to end."""
+        """Stop listening, and close the connections of running calls, which cancels these; wait for them to end."""
         for server in self.servers:
             server.close()
-        calls = list(self.server_state.tasks)
-        for call in calls:
-            call.cancel()
+        if calls := list(self.server_state.tasks):
+            logger.info("%d running calls over HTTP are cut by the stop", len(calls))
         for connection in self.server_state.connections:
             if connection.transport is not None:
                 connection.transport.abort()

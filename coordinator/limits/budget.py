@@ -10,8 +10,10 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 
-from coordinator.base.errors import Quota, ServiceError, busy
+from coordinator.base.errors import Quota
+from coordinator.limits.ceiling import Refusal
 
+_BUSY = Refusal("CALLS_BUSY", "wait for some calls to end")
 PARTS = 4
 """One tenant may hold one part of everything."""
 
@@ -30,13 +32,15 @@ class Budget:
         *,
         unit: str = "bytes",
         what: str = "requests that are being read",
+        refusal: Refusal = _BUSY,
         order: Callable[[Collection[str]], Iterable[str]] = list,
     ) -> None:
-        """`unit` and `what` name the amount in refusals: `unit` of `what`.
+        """`unit` and `what` name the amount in a `refusal`: `unit` of `what`.
 
         `order` returns the waiting tenants in the order in which they are served, of those that wait in turn.
         """
         self._order = order
+        self._refusal = refusal
         self._total = total
         self._unit = unit
         self._what = what
@@ -77,21 +81,22 @@ class Budget:
             else:
                 self.give(tenant_id, amount)
             if isinstance(error, TimeoutError):
-                raise _busy(self._quota(tenant_id, amount)) from None
+                raise self._refusal.of(self._quota(tenant_id, amount)) from None
             raise
 
     def check_waiting(self, tenant_id: str) -> None:
         """Raise ServiceError CALLS_BUSY if so many calls wait that another one would be refused."""
         num_own, own_max = len(self._waiting.get(tenant_id, ())), self._waiting_max // PARTS
         if num_own >= own_max:
-            raise _busy(Quota("calls of yours that wait for room", num_own, own_max))
+            raise self._refusal.of(Quota("calls of yours that wait for room", num_own, own_max))
         if self._num_waiting >= self._waiting_max:
-            raise _busy(Quota("calls of all tenants that wait for room", self._num_waiting, self._waiting_max))
+            of_all = Quota("calls of all tenants that wait for room", self._num_waiting, self._waiting_max)
+            raise self._refusal.of(of_all)
 
     def take_now(self, tenant_id: str, amount: int) -> None:
         """Take an amount without waiting. Raises ServiceError CALLS_BUSY if the rest or the tenant's part is small."""
         if not self._fits(tenant_id, amount):
-            raise _busy(self._quota(tenant_id, amount))
+            raise self._refusal.of(self._quota(tenant_id, amount))
         self._grant(tenant_id, amount)
 
     def give(self, tenant_id: str, amount: int) -> None:
@@ -172,7 +177,3 @@ class Held:
     def close(self) -> None:
         """Give back everything. Idempotent."""
         self.shrink(0)
-
-
-def _busy(quota: Quota) -> ServiceError:
-    return busy("CALLS_BUSY", quota, "wait for some calls to end")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.base.errors import Code, ServiceError, invalid, not_found, unmet
 from coordinator.operations.admission import storage_error
 from coordinator.operations.holdings import SaveRequest, save_path
 from coordinator.payloads.canonical import serialize
@@ -22,8 +24,9 @@ from coordinator.service.listings import Listed
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
-from coordinator.storage.folders import Piece
+from coordinator.storage.folders import StateFiles
 from coordinator.storage.rows import CheckpointRow, FileUse
+from coordinator.storage.sent_files import Sent
 from coordinator.storage.sqlite import StorageError
 from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
@@ -43,6 +46,17 @@ _KINDS = {
     names.EXTERNAL: pb.CHECKPOINT_KIND_EXTERNAL,
 }
 KINDS: Collection[Kind] = tuple(_KINDS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFile:
+    """A file of a checkpoint, to be sent."""
+
+    num_bytes: int
+    sha256: str
+    """Of the checkpoint. With the same one, a file of the same name has the same bytes."""
+    read: Callable[[int, int], AsyncGenerator[bytes]]
+    """Yields the bytes from one place up to another. Raises ServiceError, CHECKPOINT_GONE among others."""
 
 
 class CheckpointUseCases(UseCases):
@@ -130,35 +144,60 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncGenerator[pb.ExportCheckpointResponse, None]:
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
-        pieces = self._core.states.folders.checkpoints.tar(row.folder, row.sha256)
-        async for piece in self._read(principal, pieces, row):
+        sent = await self._opened(principal, row, lambda files: files.archive(row.folder, row.sha256))
+        async for piece in self._read(principal, row, sent, 0, sent.num_bytes):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def exported_files(self, principal: Principal, path: str) -> list[str]:
         """Return the names of the files in a checkpoint's PEFT directory."""
         return await self._exported(await self._with_file(self._readable_checkpoint(principal, path)))
 
-    async def export_for_tinker(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
-        """Stream a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker.
+    async def file_for_tinker(self, principal: Principal, path: str, seq: int, file: str) -> ExportedFile:
+        """Return a file of a checkpoint's PEFT directory, or all as `ARCHIVE`, with the tensors' names of Tinker.
 
-        As `PEFT_ARCHIVE` all with those of PEFT.
+        As `PEFT_ARCHIVE` all with those of PEFT. Raises ServiceError CHECKPOINT_OVERWRITTEN if the checkpoint is not
+        that of the save `seq` any more.
         """
-        row = await self._with_file(self._readable_checkpoint(principal, path))
-        states = self._core.states.folders.checkpoints
-        if file in (ARCHIVE, PEFT_ARCHIVE):
-            pieces = states.tar(row.folder, row.sha256, for_tinker=file == ARCHIVE)
-        elif file in await self._exported(row):
-            pieces = states.piecewise(row.folder, row.sha256, file, for_tinker=True)
-        else:
+        row = self._readable_checkpoint(principal, path)
+        if row.seq != seq:
+            raise unmet("CHECKPOINT_OVERWRITTEN", f"{path} was saved again since this URL was made: request a new one")
+        row = await self._with_file(row)
+        is_archive = file in (ARCHIVE, PEFT_ARCHIVE)
+        if not is_archive and file not in await self._exported(row):
             raise not_found("file", file)
-        async for piece in self._read(principal, pieces, row):
-            yield piece
+
+        def open_(files: StateFiles) -> Sent:
+            if is_archive:
+                return files.archive(row.folder, row.sha256, for_tinker=file == ARCHIVE)
+            return files.file(row.folder, row.sha256, file, for_tinker=True)
+
+        sent = await self._opened(principal, row, open_)
+        return ExportedFile(sent.num_bytes, row.sha256, functools.partial(self._read, principal, row, sent))
 
     async def _exported(self, row: CheckpointRow) -> list[str]:
-        try:
+        with self._while_there(row):
             return await asyncio.to_thread(self._core.states.folders.checkpoints.exported, row.folder)
+
+    async def _opened(self, principal: Principal, row: CheckpointRow, open_: Callable[[StateFiles], Sent]) -> Sent:
+        """Return what `open_` finds in the row's folder, on a thread, in a turn of the tenant."""
+        with self._while_there(row):
+            async with self._core.file_turns.turn(principal.tenant_id):
+                began = self._core.time.monotonic()
+                sent = await asyncio.to_thread(open_, self._core.states.folders.checkpoints)
+                self._charge_files(principal.tenant_id, row.base_model, began)
+                return sent
+
+    @contextmanager
+    def _while_there(self, row: CheckpointRow) -> Iterator[None]:
+        """Raise CHECKPOINT_GONE for the errors of a block that reads a folder which was removed meanwhile."""
+        try:
+            yield
         except OSError as error:
             raise _gone(row, error.strerror) from None
+        except ServiceError as error:
+            if error.code is Code.DATA_LOSS and self._core.store.checkpoints.of_save(row.path, row.seq) is None:
+                raise _gone(row) from None  # rows are deleted before folders: its folder was not lost
+            raise
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
@@ -166,30 +205,30 @@ class CheckpointUseCases(UseCases):
         except StorageError as error:
             raise storage_error(error) from None
 
-    async def _read(self, principal: Principal, pieces: Iterator[Piece], row: CheckpointRow) -> AsyncIterator[bytes]:
-        """Yield the data of pieces, each read on a thread, in a turn of the tenant, which is charged by bytes.
+    async def _read(
+        self, principal: Principal, row: CheckpointRow, sent: Sent, start: int, stop: int
+    ) -> AsyncGenerator[bytes]:
+        """Yield the bytes from `start` up to `stop`, each piece read on a thread, in a turn charged by its bytes.
 
-        The measured seconds count as work on the checkpoint's base model.
+        The measured seconds count as work on the checkpoint's base model. A reader of another tenant is refused from
+        the next piece on when the checkpoint is not public any more.
         """
-        num_bytes, seconds = 0, 0.0
+        num_bytes, seconds, pieces = 0, 0.0, sent.pieces(start, stop)
         try:
-            while True:
-                async with self._core.file_turns.turn(principal.tenant_id) as turn:
-                    began = self._core.time.monotonic()
-                    piece: Piece | None = await asyncio.to_thread(next, pieces, None)
-                    turn.use(piece.num_read if piece is not None else 0)
-                    seconds += self._charge_files(principal.tenant_id, row.base_model, began)
-                    num_bytes += piece.num_read if piece is not None else 0
-                if piece is None:
-                    return
-                if piece.data:
-                    yield piece.data
-        except OSError as error:
-            raise _gone(row, error.strerror) from None
-        except ServiceError as error:
-            if error.code is Code.DATA_LOSS and self._core.store.checkpoints.of_save(row.path, row.seq) is None:
-                raise _gone(row) from None  # rows are deleted before folders: its folder was not lost
-            raise
+            with self._while_there(row):
+                while True:
+                    if principal.tenant_id != row.tenant_id:
+                        self._readable_checkpoint(principal, row.path)
+                    async with self._core.file_turns.turn(principal.tenant_id) as turn:
+                        began = self._core.time.monotonic()
+                        piece = await asyncio.to_thread(next, pieces, None)
+                        turn.use(piece.num_read if piece is not None else 0)
+                        seconds += self._charge_files(principal.tenant_id, row.base_model, began)
+                        num_bytes += piece.num_read if piece is not None else 0
+                    if piece is None:
+                        return
+                    if piece.data:
+                        yield piece.data
         finally:
             use = FileUse(
                 adapter_id=row.adapter_id,

@@ -9,7 +9,8 @@ Public interface:
 - `rows`: the rows of the tables; `cycles.CycleCommit`: everything that a cycle makes durable, with its `StagedStates`.
 - `database.StorageError` and its subclasses: why a write was refused.
 - `folders`: `StateFiles`, states as folders of files; `StateFolders`, the roots of a data directory; `disk.Disk`: the
-  disk below them, a seam for simulations; `identity` and `copies`: whose files these are; `exports`, `joined_exports`.
+  disk below them, a seam for simulations; `identity` and `copies`: whose files these are; `sent_files.Sent`: what
+  leaves a folder, made by `exported_folder`, `exports` and `joined_exports`.
 - Below the store: `schema`, `migrations` and `sqlite`; `operations`, `records`, `history`, `tenants`, `usage`,
   `workers` and `access` with the SQL.
 

@@ -4,7 +4,8 @@ Does not depend on the database; every access to the disk goes through `disk`.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory, but for the modules of
 `joined_exports`; in an export to recipients each is encrypted and has the suffix `.age`), `optimizer.safetensors` if
-moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was pending, and `state.json`.
+moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was pending, `state.json`, and
+in a checkpoint `blocks.json`, with which a part of an export is verified without the rest.
 A folder is written under a temporary name, its files and the folder itself are synced, then it is renamed and its
 parent is synced. Main invariant: only after that a row of the database may name it. A folder without a row is an orphan
 of a crash: the next start moves it into quarantine, where it stays for a while.
@@ -16,16 +17,27 @@ import errno
 import hashlib
 import json
 import logging
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from coordinator.base.errors import Code, ServiceError, unavailable
+from coordinator.base.errors import ServiceError, unavailable
 from coordinator.storage.disk import REMOVING, Disk
+from coordinator.storage.exported_folder import (
+    CONFIG,
+    EXPORTED,
+    GRADIENT,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    ExportedFolder,
+    exported,
+    json_file,
+)
 from coordinator.storage.exports import (
     ENCRYPTED,
     LENGTH_BYTES,
@@ -36,31 +48,18 @@ from coordinator.storage.exports import (
     tinkers_head,
 )
 from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
-from coordinator.storage.joined_exports import (
-    Joined,
-    JoinedWeights,
-    dump_joined,
-    joined_config,
-    load_joined,
-    to_joined,
-)
+from coordinator.storage.joined_exports import dump_joined, to_joined
+from coordinator.storage.sent_files import BLOCKS, Part, Piece, Sent, damaged, dump_blocks
 from workers.contract.contents import Content, piece_of, pieces_of, whole
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
-WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "optimizer.safetensors",
-    "gradient.safetensors",
-    "state.json",
-)
-EXPORTED = (CONFIG, WEIGHTS)
-"""The files of a PEFT directory."""
 PIECE_BYTES = 256 << 10
 """Bytes of an exported file in memory at a time."""
 QUARANTINE_S = 7 * 86400.0
 """Seconds of service time that an orphan stays in quarantine: a week to notice that something is missing."""
+EXPORTED_KIND = "checkpoint"
+"""Kind of the folders that are exported."""
 _TEMPORARY = ".writing-"
 logger = logging.getLogger(__name__)
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -75,27 +74,6 @@ class Saved:
     """Its name below the root."""
     sha256: str
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of an export."""
-
-    data: bytes
-    """What the client gets; empty: nothing, the files are being verified."""
-    num_read: int = 0
-    """Bytes that were read from the disk for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The beginning of a file as it is sent, and the number of stored bytes that it stands for."""
-
-    sent: bytes = b""
-    num_stored: int = 0
-
-
-_AS_STORED = _Head()
 
 
 class TemporaryFile:
@@ -156,6 +134,8 @@ class StateFiles:
             disk.make_folder(temporary)
             if recipients:
                 files = self._encrypt(temporary, files, recipients)
+            if kind == EXPORTED_KIND:
+                files[BLOCKS] = dump_blocks({n: files[n] for n in files.keys() - {OPTIMIZER, GRADIENT}})
             for file_name, content in files.items():
                 if not file_name.endswith(ENCRYPTED):
                     self._write(temporary / file_name, content)
@@ -198,34 +178,22 @@ class StateFiles:
 
     def exported(self, folder: str) -> list[str]:
         """Return the names of the files that leave the pool. Raises OSError."""
-        present = self._disk.names(self._root / folder)
-        return [name for file in EXPORTED for name in (file, file + ENCRYPTED) if name in present]
+        return exported(self._disk.names(self._root / folder))
 
-    def tar(
-        self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES, *, for_tinker: bool = False
-    ) -> Iterator[Piece]:
-        """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`, as `piecewise`."""
-        yield from self._verify(folder, sha256, piece_bytes)
-        for name in self.exported(folder):
-            member = tarfile.TarInfo(name)
-            member.size, pieces = self._sent(folder, name, piece_bytes, for_tinker=for_tinker)
-            yield Piece(member.tobuf())
-            yield from pieces
-            if padding := bytes(-member.size % tarfile.BLOCKSIZE):
-                yield Piece(padding)
-        yield from [Piece(bytes(tarfile.BLOCKSIZE))] * 2  # the end of an archive
-
-    def piecewise(
+    def file(
         self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES, *, for_tinker: bool = False
-    ) -> Iterator[Piece]:
-        """Verify a folder, then yield one of its files, one piece in memory at a time.
+    ) -> Sent:
+        """Return one of a folder's PEFT files, to be sent in pieces of at most `piece_bytes`.
 
-        With `for_tinker` the tensors have the names of the Tinker service, else those of PEFT. While it verifies, it
-        yields pieces without data. Raises ServiceError as `read`, before the first data, and OSError if the folder is
-        removed meanwhile.
+        With `for_tinker` the tensors have the names of the Tinker service, else those of PEFT. No byte is sent before
+        its block was verified; where a folder has no `BLOCKS`, or matrices are joined, before the whole folder was.
+        Raises ServiceError as `read`, also while it is sent, and then OSError.
         """
-        yield from self._verify(folder, sha256, piece_bytes)
-        yield from self._sent(folder, name, piece_bytes, for_tinker=for_tinker)[1]
+        return self._sent(folder, sha256, piece_bytes, for_tinker, lambda files: files.file(name))
+
+    def archive(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES, *, for_tinker: bool = False) -> Sent:
+        """Return a folder's PEFT files as a tar archive, as `file` does."""
+        return self._sent(folder, sha256, piece_bytes, for_tinker, ExportedFolder.archive)
 
     def remove(self, folder: str) -> None:
         """Delete a folder that no row names any more."""
@@ -277,64 +245,43 @@ class StateFiles:
     def _verified(self, folder: str, sha256: str) -> dict[str, Content]:
         """Return the files of a folder. Large ones stay open, so that what was verified is what is read."""
         files: dict[str, Content] = {}
-        try:
+        with _reading():
             for name in self._disk.names(self._root / folder):
                 files[name] = self._disk.content(self._root / folder / name)
             digest = _digest(files)
-        except OSError as error:
-            if error.errno in _TRANSIENT:
-                raise _cannot_read_now(error) from None
-            raise _damaged() from None
         if digest != sha256:
-            raise _damaged()
+            raise damaged()
         return files
+
+    def _sent(
+        self,
+        folder: str,
+        sha256: str,
+        piece_bytes: int,
+        for_tinker: bool,
+        parts_of: Callable[[ExportedFolder], list[Part]],
+    ) -> Sent:
+        verify = partial(self._verify, folder, sha256, piece_bytes)
+        with _reading():
+            try:
+                files = ExportedFolder(self._root / folder, self._disk, piece_bytes, for_tinker=for_tinker)
+                return Sent(parts_of(files), tuple if files.is_verified else verify)
+            except (AttributeError, LookupError, TypeError, ValueError):  # what is not verified yet may be any text
+                deque(verify(), maxlen=0)  # raises ServiceError if damage is the reason
+                raise
 
     def _verify(self, folder: str, sha256: str, piece_bytes: int) -> Iterator[Piece]:
         digest = hashlib.sha256()
-        try:
+        with _reading():
             for name in sorted(self._disk.names(self._root / folder)):
-                digest.update(f"{name}\0{self._disk.size(self._root / folder / name)}\0".encode())
-                for piece in self._pieces(folder, name, piece_bytes):
-                    digest.update(piece.data)
-                    yield Piece(b"", piece.num_read)
-        except OSError as error:
-            if error.errno in _TRANSIENT:
-                raise _cannot_read_now(error) from None
-            raise _damaged() from None
+                path, start = self._root / folder / name, 0
+                digest.update(f"{name}\0{self._disk.size(path)}\0".encode())
+                while data := self._disk.read_piece(path, start, piece_bytes):
+                    digest.update(data)
+                    start += len(data)
+                    yield Piece(b"", len(data))
         if digest.hexdigest() != sha256:
-            raise _damaged()
-
-    def _sent(self, folder: str, name: str, piece_bytes: int, *, for_tinker: bool) -> tuple[int, Iterator[Piece]]:
-        """Return the size of a file as it is sent, and its pieces. Raises OSError."""
-        path, head = self._root / folder / name, _AS_STORED
-        if name == WEIGHTS and for_tinker:
-            stored = self._stored_head(path)
-            head = _Head(tinkers_head(stored), len(stored))
-        elif name in EXPORTED and not for_tinker and (joined := self._joined(folder)):
-            if name == WEIGHTS:
-                weights = JoinedWeights(self._stored_head(path), joined)
-                pieces = weights.pieces(partial(self._disk.read_piece, path), piece_bytes)
-                return weights.num_bytes, (Piece(*piece) for piece in pieces)
-            config = joined_config(json.loads(self._disk.read(path)), joined)
-            head = _Head(_to_json(config), self._disk.size(path))
-        size = len(head.sent) - head.num_stored + self._disk.size(path)
-        return size, self._pieces(folder, name, piece_bytes, head)
-
-    def _joined(self, folder: str) -> Joined:
-        """Return where transformers has the modules that it joins. Raises OSError."""
-        return load_joined(json.loads(self._disk.read(self._root / folder / STATE)).get("joined", {}))
-
-    def _stored_head(self, path: Path) -> bytes:
-        """Return the length and header of weights. Raises OSError."""
-        return self._disk.read_piece(path, 0, head_bytes(self._disk.read_piece(path, 0, LENGTH_BYTES)))
-
-    def _pieces(self, folder: str, name: str, piece_bytes: int, head: _Head = _AS_STORED) -> Iterator[Piece]:
-        for begin in range(0, len(head.sent), piece_bytes):
-            yield Piece(head.sent[begin : begin + piece_bytes])
-        start = head.num_stored
-        while data := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
-            yield Piece(data, len(data))
-            start += len(data)
+            raise damaged()
 
 
 class QuarantinedFolders:
@@ -381,7 +328,7 @@ class StateFolders:
 
     def __init__(self, data_dir: Path, disk: Disk) -> None:
         """Raises OSError."""
-        kinds = ("checkpoint", "snapshot", "sampler")  # of failpoints
+        kinds = (EXPORTED_KIND, "snapshot", "sampler")  # of failpoints
         self.checkpoints, self.snapshots, self.samplers = (
             StateFiles(data_dir / root, kind, disk) for root, kind in zip(ROOTS, kinds, strict=True)
         )
@@ -398,8 +345,8 @@ def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[
     joined = to_joined(model.modules)
     files: dict[str, Content] = {
         WEIGHTS: state.weights,
-        CONFIG: _to_json(peft_config(spec, model)),
-        STATE: _to_json(
+        CONFIG: json_file(peft_config(spec, model)),
+        STATE: json_file(
             {
                 "num_steps": state.num_steps,
                 "applied_seq": state.applied_seq,
@@ -420,23 +367,21 @@ def _contents(spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> dict[
     return files
 
 
-def _damaged() -> ServiceError:
-    return ServiceError(
-        Code.DATA_LOSS,
-        "CHECKSUM_MISMATCH",
-        "the stored state does not match its checksum and was not loaded: its files were damaged on disk; "
-        "use another checkpoint",
-    )
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise the ServiceError of an error of the disk during a block that reads a folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise _cannot_read_now(error) from None
+        raise damaged() from None
 
 
 def _cannot_read_now(error: OSError) -> ServiceError:
     return unavailable(
         "STORAGE_BUSY", f"the server cannot read the stored state at the moment ({error.strerror}): try again later"
     )
-
-
-def _to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _digest(files: dict[str, Content]) -> str:

@@ -48,9 +48,17 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Client:
     """The client of a connection: when it leaves, the call that serves it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: Callable[[], None]) -> None:
+        """`drop` closes the connection at once."""
+        self._drop = drop
         self._call: asyncio.Task[Any] | None = None
         self._has_left = False
+
+    async def cut(self) -> None:
+        """Close the connection at once, within a response: the client sees that it is not whole. Ends the call."""
+        self._drop()
+        if not self._has_left:
+            await asyncio.Event().wait()  # until `leave`, which the closed connection calls
 
     def leave(self) -> None:
         """Cancel the running call, whose response has no reader any more."""
@@ -102,7 +110,7 @@ class Connection(H11Protocol):
         self._body_s = body_s
         self._deadline: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
-        self._client = self.app_state[CLIENT] = Client()
+        self._client = self.app_state[CLIENT] = Client(self.drop)
         self.opening: asyncio.Task[Any] | None = None
         """The TLS handshake; done for an open connection."""
 

@@ -5,7 +5,8 @@ A training run of the protocol is an adapter of the contract.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,18 +14,20 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
+from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext
+from coordinator.doors.http.downloads import WAIT_S
+from coordinator.doors.http.files import File, FileResponse, asked_range, head_response
 from coordinator.doors.http.responses import json_list
 from coordinator.doors.tinker import schemas
-from coordinator.doors.tinker.errors import unsupported
+from coordinator.doors.tinker.errors import error_response, unsupported
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.sdk_versions import known_kinds
 from coordinator.doors.tinker.training import no_access_tokens
 from coordinator.service.checkpoints import ARCHIVE, PEFT_ARCHIVE, Kind
-from coordinator.tenants.principals import Role
+from coordinator.tenants.principals import Principal, Role
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -150,9 +153,10 @@ async def delete(call: Call) -> Response:
 async def download_urls(call: Call) -> Response:
     """GET of a checkpoint's /external_weights_urls: a URL for each file of its PEFT directory."""
     path = _path(call)
+    version = await _version(call, path)
     files = await call.service.exported_files(call.principal, path)
     expires = call.door.downloads.expiry()
-    urls = {file: _url(call, path, file, expires) for file in files}
+    urls = {file: _url(call, path, version, file, expires) for file in files}
     body = {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
     return JSONResponse(body, headers=_UNCACHED)
 
@@ -161,10 +165,10 @@ async def download_archive(call: Call) -> Response:
     """GET of a checkpoint's /archive, for clients up to 0.35; with `form=peft` for people, who want PEFT's names."""
     path = _path(call)
     file = PEFT_ARCHIVE if call.request.query_params.get("form") == "peft" else ARCHIVE
-    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    version = await _version(call, path)
     expires = call.door.downloads.expiry()
     headers = _UNCACHED | {
-        "location": _url(call, path, file, expires),
+        "location": _url(call, path, version, file, expires),
         "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
     }
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
@@ -175,44 +179,51 @@ async def trace_export(call: Call) -> Response:
     session_id, caller = call.path("session"), call.principal
     await call.service.check_session_trace(caller, session_id)
     path = f"{_SESSIONS}{caller.role}/{session_id}"
-    url = _url(call, path, f"{session_id}.pftrace", call.door.downloads.expiry())
+    url = _url(call, path, "", f"{session_id}.pftrace", call.door.downloads.expiry())
     return JSONResponse({"status": "ready", "url": url, "error": None}, headers=_UNCACHED)
 
 
 async def download(request: Request, door: DoorContext) -> Response:
     """GET /download/{file}: a file of a checkpoint or a timeline, while the API key that requested its URL is valid."""
-    file = request.path_params["file"]
-    key_id, path = door.downloads.check(request.query_params, file)
+    name = request.path_params["file"]
+    key_id, path, version = door.downloads.check(request.query_params, name)
     reader = await door.service.holder_of_key(key_id)
-    with ExitStack() as download_slot:
-        download_slot.enter_context(door.downloads.running.holding(reader.tenant_id))
-        if path.startswith(_SESSIONS):
-            role, _, session_id = path.removeprefix(_SESSIONS).partition("/")
-            pieces = door.service.session_trace(replace(reader, role=Role(role)), session_id)
-        else:
-            pieces = door.service.export_for_tinker(reader, path, file)
-        first = await anext(pieces)  # after the first piece, an error could only cut the connection
-        return _Download(first, pieces, download_slot.pop_all())
+    while_valid = functools.partial(door.backend.authenticator.while_valid, reader)
+    place = door.downloads.place(reader.tenant_id)
+    with ExitStack() as held:
+        held.callback(place.close)
+        with while_valid():
+            await place.take(1, WAIT_S)
+            door.gate.check_open()
+            file = await _file(door, reader, path, version, name)
+            asked = asked_range(request, file)
+            if asked is not None and not asked:
+                return _outside(file)
+            if request.method == "HEAD":
+                return head_response(file)
+            part = range(file.num_bytes or 0) if asked is None else asked
+            pieces = file.read(part.start, part.stop)
+            first = await anext(pieces)  # after the first piece, an error can only cut the connection
+        return FileResponse(file, asked, first, pieces, while_valid(), held.pop_all())
 
 
-class _Download(StreamingResponse):
-    """A download in progress. It counts among the tenant's downloads until it ends."""
+async def _file(door: DoorContext, reader: Principal, path: str, version: str, name: str) -> File:
+    """Return what a URL names. Raises ServiceError."""
+    if path.startswith(_SESSIONS):
+        role, _, session_id = path.removeprefix(_SESSIONS).partition("/")
+        viewer = replace(reader, role=Role(role))
+        return File(name, None, "", lambda _start, _stop: door.service.session_trace(viewer, session_id))
+    exported = await door.service.file_for_tinker(reader, path, int(version), name)
+    shown = f"{path.rpartition('/')[2]}.tar" if name in (ARCHIVE, PEFT_ARCHIVE) else name
+    return File(shown, exported.num_bytes, f"{exported.sha256}-{name}", exported.read)
 
-    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], download_slot: ExitStack) -> None:
-        self._pieces = pieces
-        self._download_slot = download_slot
 
-        async def content() -> AsyncIterator[bytes]:
-            yield first
-            async for piece in pieces:
-                yield piece
-
-        super().__init__(content(), media_type="application/octet-stream")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._download_slot:
-            async with aclosing(self._pieces):
-                await super().__call__(scope, receive, send)
+def _outside(file: File) -> Response:
+    """Return the refusal of a range that begins behind the end of a file."""
+    message = f"{file.name} has {file.num_bytes} bytes: begin the range before its end"
+    response = error_response(ServiceError(Code.OUT_OF_RANGE, "RANGE_OUTSIDE", message), "a download")
+    response.headers["content-range"] = f"bytes */{file.num_bytes}"
+    return response
 
 
 async def _newest(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> Newest:
@@ -289,8 +300,14 @@ def _path(call: Call) -> str:
     return f"{names.SCHEME}{call.path('run')}/{call.path('kind')}/{call.path('name')}"
 
 
-def _url(call: Call, path: str, file: str, expires: int) -> str:
+async def _version(call: Call, path: str) -> str:
+    """Return the version of a checkpoint, which its URLs name: the number of its save."""
+    found = await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    return str(found.checkpoint.seq)
+
+
+def _url(call: Call, path: str, version: str, file: str, expires: int) -> str:
     """Return the signed URL of a file. Without a public URL it names the host that the caller has named."""
     base = (call.door.config.public_url or str(call.request.base_url)).rstrip("/")
-    query = call.door.downloads.query(call.principal.key_id, path, file, expires)
+    query = call.door.downloads.query(call.principal.key_id, path, version, file, expires)
     return f"{base}{call.request.app.url_path_for('download', file=file)}?{query}"

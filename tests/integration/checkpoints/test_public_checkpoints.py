@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.base.errors import Code
+from coordinator.service.checkpoints import ARCHIVE
 from tests.support.toy_pool import ToyPool, refusal, running_pool, sample_request
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -35,6 +36,19 @@ async def test_only_the_owner_of_a_public_checkpoint_sees_and_copies_its_metadat
         for each, tenant in zip(copied, ("alice", "bob"), strict=True)
     ]
     assert seen == kept == [{"note": "x"}, {}]
+
+
+async def test_a_running_download_by_another_tenant_ends_when_the_checkpoint_becomes_private(pool: ToyPool) -> None:
+    path = await publish(pool)
+    bob, alice = await pool.principal("bob"), await pool.principal()
+    files = [await pool.service.file_for_tinker(each, path, 1, ARCHIVE) for each in (bob, alice)]
+    theirs, own = (file.read(0, file.num_bytes) for file in files)
+    export = pool.service.export_checkpoint(bob, checkpoints_pb2.ExportCheckpointRequest(path=path))
+    for reading in (theirs, own, export):
+        assert await anext(reading)
+    await pool.set_access(path, is_public=False)
+    assert {(await refusal(anext(each))).reason for each in (theirs, export)} == {"NOT_FOUND"}
+    assert len([piece async for piece in own]) > 1
 
 
 async def test_samplers_of_others_take_no_new_samples_of_a_private_checkpoint_and_accepted_ones_finish(

@@ -20,7 +20,8 @@ from coordinator.runtime.core import FILE_TURNS
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.scheduling.worker_memory import WorkerMemory
 from coordinator.service import training
-from coordinator.storage.folders import Piece, StateFiles
+from coordinator.storage.folders import StateFiles
+from coordinator.storage.sent_files import Blocks, Piece, Sent
 from tests.support.faults import held
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import FakeTime, expected_chain, running_pool
@@ -34,17 +35,17 @@ RATE = 1000.0
 T = TypeVar("T")
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, clock: FakeTime, *names: str) -> None:
-    """Let each access to a state file take a second."""
+def slow_down(monkeypatch: pytest.MonkeyPatch, clock: FakeTime, *names: str, owner: type = StateFiles) -> None:
+    """Let each access to a state file take a second: each call of these methods."""
 
     def slow(name: str) -> None:
-        method = getattr(StateFiles, name)
+        method = getattr(owner, name)
 
         def run(*args: Any) -> Any:
             clock.now += 1.0
             return method(*args)
 
-        monkeypatch.setattr(StateFiles, name, run)
+        monkeypatch.setattr(owner, name, run)
 
     for name in names:
         slow(name)
@@ -100,14 +101,14 @@ async def test_saves_loads_installs_exports_and_copies_are_charged_the_seconds_t
         loaded, loading_s = await seconds(done(pool.load_state(adapter, 3, path)))
         copy, copying_s = await seconds(pool.adapter(base_model="", rank=0, from_path=path, with_optimizer=True))
         passed, installing_s = await seconds(done(pool.forward_backward(copy, 1, 5)))
-        slow_down(monkeypatch, clock, "_pieces")
+        slow_down(monkeypatch, clock, "read", owner=Blocks)
         _, exporting_s = await seconds(pool.export(path))
     assert {each.state for each in (saved, loaded, passed)} == {ops_pb.OPERATION_STATE_SUCCEEDED}
     assert saving_s == pytest.approx(1.0, abs=0.1)
     assert loading_s == pytest.approx(2.0, abs=0.1), "it is read, and written as the snapshot behind it"
     assert copying_s == pytest.approx(2.0, abs=0.1)
     assert installing_s == pytest.approx(1.0, abs=0.1)
-    assert exporting_s == 6.0, "four files are verified, two are sent"
+    assert exporting_s == 3.0, "the facts of the state and two files are read once"
 
 
 async def test_a_chunk_is_charged_with_its_item_and_what_no_worker_ran_is_taken_back(tmp_path: Path) -> None:
@@ -281,11 +282,11 @@ async def test_snapshots_that_take_long_to_write_leave_threads_to_others(tmp_pat
 
 async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, lock, num_reading = [], threading.Lock(), 0
-    tar = StateFiles.tar
+    made = Sent.pieces
 
-    def counted(self: StateFiles, *args: Any) -> Iterator[Piece]:
+    def counted(self: Sent, *args: Any) -> Iterator[Piece]:
         nonlocal num_reading
-        pieces = tar(self, *args)
+        pieces = made(self, *args)
         while True:
             with lock:
                 num_reading += 1
@@ -298,7 +299,7 @@ async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pyte
                 return
             yield piece
 
-    monkeypatch.setattr(StateFiles, "tar", counted)  # the real pieces: only counted
+    monkeypatch.setattr(Sent, "pieces", counted)  # the real pieces: only counted
     async with running_pool(tmp_path) as pool:
         saved = await pool.save(await pool.adapter(), 1, "s")
         exports = await asyncio.gather(*[pool.export(saved.save_state.path) for _ in range(20)])

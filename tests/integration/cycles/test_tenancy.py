@@ -170,7 +170,7 @@ async def test_this_file_covers_every_method_of_the_service(pool: ToyPool) -> No
     methods = {name for name in dir(pool.service) if not name.startswith("_")}
     beyond = {  # not in the gRPC contract; tested below
         "refuse",
-        "export_for_tinker",
+        "file_for_tinker",
         "exported_files",
         "is_next",
         "newest_checkpoints",
@@ -228,12 +228,13 @@ async def test_anothers_checkpoint_is_neither_listed_nor_read(pool: ToyPool) -> 
     assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
     assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
     for reading in (
-        anext(pool.service.export_for_tinker(eve, path, "adapter_config.json")),
+        pool.service.file_for_tinker(eve, path, 3, "adapter_config.json"),
         pool.service.trained_modules(eve, path),
         pool.service.exported_files(eve, path),
     ):
         assert (await refusal(reading)).code is Code.NOT_FOUND
-    assert await anext(pool.service.export_for_tinker(alice, path, "adapter_config.json"))
+    file = await pool.service.file_for_tinker(alice, path, 3, "adapter_config.json")
+    assert len(await anext(file.read(0, file.num_bytes))) == file.num_bytes
 
 
 async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(pool: ToyPool) -> None:

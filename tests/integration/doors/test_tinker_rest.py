@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyrage
 import pytest
 import tinker
@@ -346,6 +347,46 @@ def test_a_download_url_ends_with_the_key_that_requested_it(pool: ServedPool) ->
         read(url)
     assert raised.value.code == 401
     assert "revoked" in raised.value.read().decode()
+
+
+def test_a_url_of_a_save_that_was_overwritten_is_refused_and_never_serves_the_other_weights(
+    rest: tinker.RestClient, client: Any, wired: Wire
+) -> None:
+    path = client.save_state("best").result(WAIT_S).path
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    place = f"/training_runs/{run}/checkpoints/{kind}/{name}"
+
+    def urls() -> list[str]:
+        files = wired.get(f"{place}/external_weights_urls").json()["urls"]
+        return [*files.values(), wired.get(f"{place}/archive").headers["location"]]
+
+    earlier = urls()
+    before = [read(url) for url in earlier]
+    client.forward_backward([datum(1, 2)], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-3))
+    assert client.save_state("best", overwrite=True).result(WAIT_S).path == path
+    for url in earlier:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            read(url)
+        assert raised.value.code == 412
+        assert "was saved again" in (detail := raised.value.read().decode())
+        assert "request a new one" in detail
+    after = [read(url) for url in urls()]
+    assert after[0] == before[0], "the configuration"
+    assert after[1:] != before[1:]
+
+
+def test_a_download_that_was_cut_is_resumed_and_has_the_bytes_of_the_whole(
+    rest: tinker.RestClient, client: Any, pool: ServedPool
+) -> None:
+    signed = rest.get_external_weights_urls(client.save_weights_external("cut").result(WAIT_S).path).result(WAIT_S)
+    url = signed.urls["adapter_model.safetensors"]
+    whole = httpx.get(url)
+    assert whole.headers["content-disposition"] == 'attachment; filename="adapter_model.safetensors"'
+    asked = {"range": "bytes=100-", "if-range": whole.headers["etag"]}
+    rest_of_it = httpx.get(url, headers=asked)
+    assert (rest_of_it.status_code, whole.content[:100] + rest_of_it.content) == (206, whole.content)
+    assert int(httpx.head(url).headers["content-length"]) == len(whole.content)
 
 
 def test_the_timeline_of_a_session_is_exported_and_its_url_is_valid_for_it_alone(

@@ -128,10 +128,14 @@ def test_the_page_downloads_a_checkpoint_as_the_pools_own_client_does_and_not_wi
         request = checkpoints_pb2.ExportCheckpointRequest(path=path)
         pieces = call(request.SerializeToString(), metadata=list(bearer(pool.key()).items()))
         exported = b"".join(checkpoints_pb2.ExportCheckpointResponse.FromString(piece).data for piece in pieces)
-    assert browser.get(url, follow_redirects=True).content == exported
+    downloaded = browser.get(url, follow_redirects=True)
+    assert downloaded.content == exported
+    named = f'attachment; filename="{checkpoint.rpartition("/")[2]}.tar"'
+    assert downloaded.headers["content-disposition"] == named, "a browser prefers it to the name in the page"
     for_tinker = browser.get(url.partition("?")[0], follow_redirects=True)
     assert for_tinker.is_success
     assert for_tinker.content != exported, "the header is written again"
+    assert for_tinker.headers["etag"] != downloaded.headers["etag"]
 
 
 def test_a_member_is_refused_what_administrators_read(browser: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from coordinator.limits.ceiling import Limit
 from coordinator.limits.results import Responses, Room
 from coordinator.limits.turns import Turns
 from coordinator.service.listings import Listed
-from coordinator.storage.folders import CONFIG, WEIGHTS
+from coordinator.storage.exported_folder import CONFIG, WEIGHTS
 from coordinator.storage.rows import Listing
 from coordinator.tenants.principals import Caller, Principal, Role
 from tinkerpool.v1 import checkpoints_pb2, operations_pb2, sessions_pb2

@@ -35,6 +35,6 @@ def checkpoint_files(driver: Driver, spec: AdapterSpec, *, for_tinker: bool = Fa
         states = StateFiles(Path(directory) / "checkpoints", "checkpoint", RealDisk())
         states.begin_epoch(Identity(pool_id=1, epoch=1))
         saved = states.write(spec, driver.engine.info, driver.state(spec.adapter_id))
-        pieces = [piece.data for piece in states.tar(saved.folder, saved.sha256, for_tinker=for_tinker)]
+        pieces = [piece.data for piece in states.archive(saved.folder, saved.sha256, for_tinker=for_tinker).pieces()]
     with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
         return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]

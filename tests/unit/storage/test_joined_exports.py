@@ -47,11 +47,11 @@ def exported(
     weights = safetensors.numpy.save(stored, {"format": "pt"})
     state = AdapterState(weights=weights, optimizer=None, num_steps=4, applied_seq=9, fingerprint="toy")
     saved = files.write(spec, replace(toy_model_info(), modules=modules), state)
-    pieces = list(files.tar(saved.folder, saved.sha256, piece_bytes, for_tinker=for_tinker))
+    pieces = list(files.archive(saved.folder, saved.sha256, piece_bytes, for_tinker=for_tinker).pieces())
     with tarfile.open(fileobj=io.BytesIO(b"".join(piece.data for piece in pieces))) as archive:
         content = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
     for name, sent in content.items():
-        alone = list(files.piecewise(saved.folder, saved.sha256, name, piece_bytes, for_tinker=for_tinker))
+        alone = list(files.file(saved.folder, saved.sha256, name, piece_bytes, for_tinker=for_tinker).pieces())
         assert b"".join(piece.data for piece in alone) == sent
         assert max(len(piece.data) for piece in alone) <= piece_bytes
     assert sum(piece.num_read for piece in pieces if piece.data) >= sum(tensor.nbytes for tensor in stored.values())
