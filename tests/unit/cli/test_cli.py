@@ -751,6 +751,7 @@ def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
 
 
+@pytest.mark.usefixtures("default_sighup")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_checkpoint_export_leaves_nothing_when_a_signal_ends_it(
     run: Run, service: FakeService, tmp_path: Path, signum: signal.Signals
