@@ -77,7 +77,8 @@ class Budget:
                 await granted
         except BaseException as error:
             if granted.cancelled():
-                self._serve()  # without this call, which may have been the first of its tenant
+                self._leave(tenant_id, (granted, amount))
+                self._serve()  # this call may have been the first of its tenant
             else:
                 self.give(tenant_id, amount)
             if isinstance(error, TimeoutError):
@@ -121,6 +122,15 @@ class Budget:
     def _grant(self, tenant_id: str, amount: int) -> None:
         self._free -= amount
         self._taken[tenant_id] += amount
+
+    def _leave(self, tenant_id: str, call: tuple[asyncio.Future[None], int]) -> None:
+        """Drop a call that waits no more, unless `_serve` has."""
+        queue = self._waiting.get(tenant_id, deque())
+        if call in queue:
+            queue.remove(call)
+            self._num_waiting -= 1
+            if not queue:
+                del self._waiting[tenant_id]
 
     def _serve(self) -> None:
         """Grant what fits, a call of each tenant in turn. Calls that have left are dropped."""

@@ -40,6 +40,8 @@ ARCHIVE = "checkpoint.tar"
 PEFT_ARCHIVE = "checkpoint-for-peft.tar"
 """The same, as `ExportCheckpoint` streams it."""
 Kind: TypeAlias = pb.CheckpointKind.ValueType
+OPEN_BYTES = 2 << 20
+"""What an open counts as in turns: it reads a header and its digests, which takes as long as eight pieces."""
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
@@ -181,11 +183,13 @@ class CheckpointUseCases(UseCases):
     async def _opened(self, principal: Principal, row: CheckpointRow, open_: Callable[[StateFiles], Sent]) -> Sent:
         """Return what `open_` finds in the row's folder, on a thread, in a turn of the tenant."""
         with self._while_there(row):
-            async with self._core.file_turns.turn(principal.tenant_id):
+            async with self._core.file_turns.turn(principal.tenant_id) as turn:
+                turn.use(OPEN_BYTES)
                 began = self._core.time.monotonic()
-                sent = await asyncio.to_thread(open_, self._core.states.folders.checkpoints)
-                self._charge_files(principal.tenant_id, row.base_model, began)
-                return sent
+                try:
+                    return await asyncio.to_thread(open_, self._core.states.folders.checkpoints)
+                finally:
+                    self._charge_files(principal.tenant_id, row.base_model, began)
 
     @contextmanager
     def _while_there(self, row: CheckpointRow) -> Iterator[None]:

@@ -19,6 +19,9 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "gradient.safetensors",
     "state.json",
 )
+HEAD_BYTES_MAX = 32 << 20
+"""Of the header of weights. That of a mixture with 37,000 adapted matrices has 6 MB; the length of a file that is not
+verified yet may be any number."""
 EXPORTED = (CONFIG, WEIGHTS)
 """The files of a PEFT directory."""
 Read = Callable[[int, int], bytes]
@@ -80,7 +83,7 @@ class ExportedFolder:
         return in_memory(data, self._piece_bytes)
 
     def _in_file(self, read: Read, begin: int, num_bytes: int) -> Part:
-        return in_file(read, begin, num_bytes, self._piece_bytes)
+        return in_file(read, begin, num_bytes, self._piece_bytes, in_blocks=self._digests is not None)
 
 
 def exported(names: Collection[str]) -> list[str]:
@@ -94,5 +97,8 @@ def json_file(value: object) -> bytes:
 
 
 def _head(read: Read, num_bytes: int) -> bytes:
-    """Return the length and header of weights in a file of so many bytes."""
-    return read(0, min(head_bytes(read(0, LENGTH_BYTES)), num_bytes))
+    """Return the length and header of weights in a file of so many bytes. Raises ValueError for a length of none."""
+    num_head = head_bytes(read(0, LENGTH_BYTES))
+    if num_head > min(HEAD_BYTES_MAX, num_bytes):
+        raise ValueError(f"a header of {num_head} bytes in a file of {num_bytes}")
+    return read(0, num_head)

@@ -17,7 +17,6 @@ import errno
 import hashlib
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -266,9 +265,9 @@ class StateFiles:
             try:
                 files = ExportedFolder(self._root / folder, self._disk, piece_bytes, for_tinker=for_tinker)
                 return Sent(parts_of(files), tuple if files.is_verified else verify)
-            except (AttributeError, LookupError, TypeError, ValueError):  # what is not verified yet may be any text
-                deque(verify(), maxlen=0)  # raises ServiceError if damage is the reason
-                raise
+            except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a text that is not verified yet
+                logger.warning("%s cannot be read: %r", self._root / folder, error)
+                raise damaged() from None
 
     def _verify(self, folder: str, sha256: str, piece_bytes: int) -> Iterator[Piece]:
         digest = hashlib.sha256()

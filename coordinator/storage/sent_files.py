@@ -125,10 +125,13 @@ def in_memory(data: bytes, piece_bytes: int) -> Part:
     )
 
 
-def in_file(read: Callable[[int, int], bytes], begin: int, num_bytes: int, piece_bytes: int) -> Part:
+def in_file(
+    read: Callable[[int, int], bytes], begin: int, num_bytes: int, piece_bytes: int, *, in_blocks: bool
+) -> Part:
     """Return the bytes of a file from `begin` to its end; `num_bytes` is the size of the whole file.
 
-    A piece ends with a block at the latest, so that no block is read for two pieces of its size.
+    A piece ends with a block at the latest, so that no block is read for two pieces of its size. `in_blocks`: whether a
+    whole block is read for a piece.
     """
 
     def pieces(start: int) -> Iterator[Piece]:
@@ -136,7 +139,8 @@ def in_file(read: Callable[[int, int], bytes], begin: int, num_bytes: int, piece
         while start < num_bytes:
             if not (data := read(start, min(piece_bytes, BLOCK_BYTES - start % BLOCK_BYTES))):
                 return
-            yield Piece(data, len(data))
+            of_block = min(BLOCK_BYTES, num_bytes - start // BLOCK_BYTES * BLOCK_BYTES)
+            yield Piece(data, of_block if in_blocks else len(data))
             start += len(data)
 
     return Part(num_bytes - begin, pieces)

@@ -75,7 +75,7 @@ class Client:
             yield
         except asyncio.CancelledError:
             if not self._has_left or task.uncancel():
-                raise  # the server stops
+                raise  # another one cancels the call
             raise ClientDisconnect from None
         finally:
             self._call = None

@@ -107,8 +107,9 @@ class FileResponse(Response):
         """Send the pieces. The server waits before the next one until the client has read most of those before."""
         with self._held:
             try:
-                with self._while_valid:
-                    await self._send(send)
+                async with aclosing(self._pieces):
+                    with self._while_valid:
+                        await self._send(send)
             except Exception as error:  # noqa: BLE001  # after the beginning no status can be sent
                 path = scope["path"]
                 logger.info("the response to GET %s was cut: %s", path, to_refusal(error, f"GET {path}").message)
@@ -116,9 +117,8 @@ class FileResponse(Response):
                 await client.cut()
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._pieces):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.limits.turns import Turn
+from coordinator.service.checkpoints import OPEN_BYTES
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import QUARANTINE_S
 from coordinator.storage.sqlite import StoreBrokenError
@@ -364,6 +366,20 @@ async def test_a_checkpoint_that_goes_before_its_files_are_read_is_gone_and_not_
         await reading.until_begun()
         await pool.delete_checkpoint(path)
     assert (await pool.wait(load))[0].error.reason == "NOT_FOUND"
+
+
+async def test_opens_and_short_ranges_are_charged_in_turns_by_the_time_that_they_take(
+    pool: ToyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a tenant with many of them would always be next."""
+    adapter, principal = await pool.adapter(), await pool.principal()
+    path = (await pool.save(adapter, 1, "latest")).save_state.path
+    charged = list[int]()
+    monkeypatch.setattr(Turn, "use", lambda _, amount: charged.append(amount))
+    file = await pool.service.file_for_tinker(principal, path, 1, "adapter_config.json")
+    assert charged == [OPEN_BYTES]
+    assert [len(piece) async for piece in file.read(5, 6)] == [1]
+    assert charged == [OPEN_BYTES, file.num_bytes, 0], "the open, the whole block, the end"
 
 
 async def test_an_adapter_whose_snapshot_is_damaged_fails_with_data_loss_and_others_continue(tmp_path: Path) -> None:

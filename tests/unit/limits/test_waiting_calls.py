@@ -111,6 +111,11 @@ async def test_calls_beyond_the_highest_number_of_waiting_ones_are_refused_at_on
     await asyncio.sleep(0)
     with pytest.raises(ServiceError, match="calls of yours that wait for room: 2 in use, at most 2"):
         await budget.take("b", 1, 10)
+    waiting.pop().cancel()  # it is not the first
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(budget.take("b", 1, 10)))
+    await asyncio.sleep(0)
+    assert not waiting[-1].done(), "a call that has left does not count"
     for call in waiting:
         call.cancel()
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from coordinator.base.errors import ServiceError
+from coordinator.storage import exported_folder
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.folders import Saved, StateFiles
 from coordinator.storage.identity import Identity
@@ -118,7 +119,26 @@ def test_what_is_sent_of_an_export_is_all_that_is_read_and_an_old_folder_is_veri
         assert min(num_read) >= saved.size_bytes
     else:
         assert num_read[0] == sum(len(piece.data) for piece in config)
-        assert num_read[1] <= BLOCK_BYTES
+        assert num_read[1] == BLOCK_BYTES, "ten bytes take as long as their block"
+
+
+def test_a_header_of_any_length_is_refused_before_it_is_read(
+    files: StateFiles, root: Path, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of an earlier version nothing is verified before."""
+    monkeypatch.setattr(exported_folder, "HEAD_BYTES_MAX", 1000)
+    (root / saved.folder / NAME).write_bytes((1001).to_bytes(8, "little") + WEIGHTS[8:])
+    read, sizes = RealDisk.read_piece, list[int]()
+
+    def noted(self: RealDisk, path: Path, start: int, num_bytes: int) -> bytes:
+        sizes.append(num_bytes)
+        return read(self, path, start, num_bytes)
+
+    monkeypatch.setattr(RealDisk, "read_piece", noted)
+    with pytest.raises(ServiceError, match="does not match its checksum"):
+        files.file(saved.folder, saved.sha256, NAME, for_tinker=True)
+    assert max(sizes) <= BLOCK_BYTES
+    assert len(sizes) == 1
 
 
 def test_damage_of_a_file_that_is_not_sent_does_not_keep_the_others_from_their_owner(
