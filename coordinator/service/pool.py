@@ -242,6 +242,7 @@ class PoolUseCases(ActivityUseCases):
             shown.host_leaves_in_seconds = seconds
         if is_admin:
             shown.pid, shown.node, shown.held_bytes = worker.info.pid, worker.info.node, worker.held_bytes
+            shown.slow_because = worker.info.model.slow_because
             shown.resident_bytes, shown.device_bytes = worker.use.resident_bytes, worker.use.device_bytes
         return shown
 

@@ -55,6 +55,8 @@ def _of_workers(status: pb.GetPoolStatusResponse) -> Iterator[pb.Problem]:
             yield pb.Problem(text=f"{name} was lost and starts again{reason}", command=LOGS)
         elif worker.state == pb.WORKER_STATE_LATE:
             yield pb.Problem(text=f"{name} does not reply: its adapters wait for it.", command=LOGS)
+        if worker.slow_because:
+            yield pb.Problem(text=f"{name} is slower than it could be: {worker.slow_because}.", command=LOGS)
         if worker.HasField("host_leaves_in_seconds"):
             left_s = worker.host_leaves_in_seconds
             when = "" if math.isinf(left_s) else f" in {left_s:.0f} s"

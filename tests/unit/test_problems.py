@@ -49,6 +49,7 @@ def test_what_stands_still_comes_first() -> None:
     [
         (worker("w1", LATE), "Worker w1 does not reply: its adapters wait for it.", "tinkerpool logs"),
         (worker("w1", LOST, start_problem="no GPU"), "Worker w1 does not start: no GPU", "tinkerpool logs"),
+        (worker("w1", slow_because="no Triton"), "Worker w1 is slower than it could be: no Triton.", "tinkerpool logs"),
         (worker("w1", host_leaves_in_seconds=29.7), "The host of worker w1 leaves in 30 s: its adapters move.", ""),
     ],
 )

@@ -122,6 +122,7 @@ class Worker(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    SLOW_BECAUSE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stays the same when the worker is replaced."""
     incarnation: _builtins.str
@@ -168,6 +169,8 @@ class Worker(_message.Message):
     """
     device_bytes: _builtins.int
     """Memory of its GPU that it has reserved, likewise; 0 on a CPU."""
+    slow_because: _builtins.str
+    """What makes it slower than others on such a device, for people; empty: nothing, or without an administrator's key."""
     @_builtins.property
     def last_loss_time(self) -> _timestamp_pb2.Timestamp:
         """When it was lost last; unset: never."""
@@ -196,10 +199,11 @@ class Worker(_message.Message):
         num_samples: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
+        slow_because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "host_leaves_in_seconds", b"host_leaves_in_seconds", "last_loss_time", b"last_loss_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "device_bytes", b"device_bytes", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_samples", b"num_samples", "num_slots", b"num_slots", "pid", b"pid", "resident_bytes", b"resident_bytes", "sampled_tokens_per_second", b"sampled_tokens_per_second", "start_problem", b"start_problem", "state", b"state", "trained_tokens_per_second", b"trained_tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds", "base_model", b"base_model", "device", b"device", "device_bytes", b"device_bytes", "held_bytes", b"held_bytes", "host_leaves_in_seconds", b"host_leaves_in_seconds", "incarnation", b"incarnation", "is_live", b"is_live", "last_loss_reason", b"last_loss_reason", "last_loss_time", b"last_loss_time", "node", b"node", "num_adapters", b"num_adapters", "num_losses", b"num_losses", "num_samples", b"num_samples", "num_slots", b"num_slots", "pid", b"pid", "resident_bytes", b"resident_bytes", "sampled_tokens_per_second", b"sampled_tokens_per_second", "slow_because", b"slow_because", "start_problem", b"start_problem", "state", b"state", "trained_tokens_per_second", b"trained_tokens_per_second", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["host_leaves_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__host_leaves_in_seconds: _TypeAlias = _typing.Literal["_host_leaves_in_seconds", b"_host_leaves_in_seconds"]  # noqa: Y015

@@ -533,6 +533,8 @@ class ModelInfo:
     weights_id: str = ""
     """What tells its weights from others: see `tinkerpool.model_weights.weights_id`. Empty: not known."""
     costs: AdapterCosts = AdapterCosts()
+    slow_because: str = ""
+    """What makes it slower than others on such a device, for people; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

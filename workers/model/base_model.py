@@ -50,7 +50,7 @@ from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.fused_runs import TrainingRun, can_run, forward_runs, training_runs
 from workers.model.gpu_attention import attend_packed_for
-from workers.model.gpu_operations import has_kernels
+from workers.model.gpu_operations import has_kernels, missing_kernels
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
 from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
@@ -410,4 +410,5 @@ class BaseModel:
             is_exact=numerics.is_exact or numerics.rows_min is not None,
             has_tied_unembedding=has_tied_unembedding(self.model),
             weights_id=weights_id(self.path),
+            slow_because=missing_kernels(self.device),
         )

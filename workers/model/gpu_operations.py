@@ -173,6 +173,15 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton() and can_launch(device)
 
 
+def missing_kernels(device: torch.device) -> str:
+    """Return why a GPU runs without kernels of our own, for people; empty: it does not, or is no GPU."""
+    if device.type != "cuda" or has_kernels(device):
+        return ""
+    if not has_triton():
+        return "Triton, which compiles the kernels of the pool, is not installed"
+    return "Triton cannot launch the kernels of the pool; it needs a C compiler, as gcc with libc6-dev"
+
+
 def launcher(name: str) -> Callable[..., None]:
     """Return the function that launches an operation; calling it imports the kernel's module."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -98,11 +99,13 @@ async def test_tokens_a_second_are_those_of_committed_cycles_and_finished_sample
 
 async def test_what_a_worker_takes_of_its_machine_is_shown_to_administrators(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        pool.core.fleet.worker("w0").end_phase(0, WorkerUse(resident_bytes=7, device_bytes=5))
+        worker = pool.core.fleet.worker("w0")
+        worker.end_phase(0, WorkerUse(resident_bytes=7, device_bytes=5))
+        worker.info = replace(worker.info, model=replace(worker.info.model, slow_because="no Triton"))
         [whole] = (await status_of(pool, await pool.administrator())).workers
         [shown] = (await status_of(pool, await pool.principal())).workers
-    assert (whole.resident_bytes, whole.device_bytes) == (7, 5)
-    assert (shown.resident_bytes, shown.device_bytes) == (0, 0)
+    assert (whole.resident_bytes, whole.device_bytes, whole.slow_because) == (7, 5, "no Triton")
+    assert (shown.resident_bytes, shown.device_bytes, shown.slow_because) == (0, 0, "")
 
 
 async def test_a_member_sees_its_own_activity_and_of_all_others_one_row_that_the_totals_tell_anyway(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from tests.support.numerics.random_adapters import (
     segments_of,
 )
 from tests.support.numerics.samplers import Sampling, make_sampler, request
+from workers.model import base_model, gpu_operations
 from workers.model.fused_runs import AdapterTables, ForwardRun, TrainingRun, can_run, forward_runs, training_runs
-from workers.model.gpu_operations import can_launch, defined
+from workers.model.gpu_operations import can_launch, defined, missing_kernels
 from workers.model.segments import Segment
 from workers.rows import ALIGNMENT, AdapterViews, RowLayout
 
@@ -293,6 +295,23 @@ def test_a_gpu_whose_kernels_cannot_be_launched_does_without(
     assert "without kernels of our own" in caplog.text
 
 
+@pytest.mark.parametrize(("has_triton", "reason"), [(False, "Triton.* is not installed"), (True, "needs a C compiler")])
+def test_a_gpu_without_kernels_says_why(monkeypatch: pytest.MonkeyPatch, reason: str, *, has_triton: bool) -> None:
+    monkeypatch.setattr(gpu_operations, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda _: False)
+    assert re.search(reason, missing_kernels(torch.device("cuda")))
+    monkeypatch.setattr(gpu_operations, "has_kernels", lambda _: True)
+    assert not missing_kernels(torch.device("cuda"))
+
+
+def test_the_facts_of_a_model_have_the_reason(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Driver(qwen3).engine.base_model
+    monkeypatch.setattr(base_model, "missing_kernels", lambda _: "no Triton")
+    info = model.info(is_thread_count_invariant=True, are_samples_batch_invariant=True)
+    assert info.slow_because == "no Triton"
+
+
 def test_a_cpu_has_no_such_kernels() -> None:
     assert not can_run(torch.device("cpu"), torch.bfloat16)
+    assert not missing_kernels(torch.device("cpu"))
     assert ALIGNMENT % 8 == 0, "matrices begin at multiples of 16 bytes"
