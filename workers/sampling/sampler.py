@@ -179,8 +179,8 @@ class Sampler:
         return self._steps.is_batch_invariant
 
     def bound_scopes(self, num_more: float) -> None:
-        """Let steps compute at most so many rows more of one scope than of another; see `StepShares.num_more`."""
-        self._shares.num_more = num_more
+        """Let steps compute at most so many rows more of one scope than of another; see `StepShares`."""
+        self._shares = StepShares(num_more)
 
     def start_sample(self, request: SampleRequest) -> None:
         """Queue a request. An error becomes its result."""

@@ -21,9 +21,9 @@ from workers.sampling.sequences import ActiveRequest, ActiveSequence
 class StepShares:
     """What the scopes of one worker have had of its steps. Used by one thread only."""
 
-    def __init__(self) -> None:
-        self.num_more = math.inf
-        """Rows that a scope may have in a step beyond the slots of the smallest one. Infinity: no scope is bounded."""
+    def __init__(self, num_more: float = math.inf) -> None:
+        """A scope may have `num_more` rows in a step beyond the slots of the smallest one; infinity: any number."""
+        self._num_more = num_more
         self._ahead: dict[str, float] = {}
         """Rows that a scope has had beyond its share, because a block of a prompt is computed at once."""
 
@@ -38,7 +38,7 @@ class StepShares:
         for active in running:
             scopes.setdefault(active.scope, []).append(active)
         num_slots = {scope: sum(active.num_slots for active in own) for scope, own in scopes.items()}
-        share = min(num_slots.values(), default=0) + self.num_more
+        share = min(num_slots.values(), default=0) + self._num_more
         left = {
             scope: share - self._ahead.get(scope, 0.0)
             for scope, number in num_slots.items()
