@@ -220,7 +220,7 @@ class TrainingEngine:
         self.sampler.cancel_sample(op_id)
 
     def decode_step(self) -> Sequence[SampleEvent]:
-        """Advance every running sequence by one token."""
+        """Advance running sequences by one token."""
         with self._running():
             events = self.sampler.decode_step()
         self._check_device([event for event in events if isinstance(event, SampleResult)])

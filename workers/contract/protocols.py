@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Stop a request; a `SampleResult` with `CANCELLED` follows. Unknown ids are ignored: it may have finished."""
 
     def decode_step(self) -> Sequence[SampleEvent]:
-        """Advance every running sequence by one token, in one forward; return the events in order."""
+        """Advance running sequences by one token, in one forward; return the events in order."""
 
     def can_decode(self) -> bool:
         """Return whether `decode_step` has anything to do."""

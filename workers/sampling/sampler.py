@@ -1,7 +1,7 @@
 """The sampler: continuous batching of all tenants' samples, on the base model and bank that train.
 
-Each decode step is one forward: one token of every running sequence, and parts of prompts. The parts of the room:
-`slot_queue`, `prefill`, `kv_cache`, `sample_pass` (with `attention`), `drawing`.
+Each decode step is one forward: one token of running sequences, on a CPU not always of all, and parts of prompts. The
+parts of the room: `slot_queue`, `step_shares`, `prefill`, `kv_cache`, `sample_pass` (with `attention`), `drawing`.
 
 Does not depend on tenants; a request has a version and a scope.
 

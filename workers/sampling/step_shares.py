@@ -3,10 +3,11 @@
 `slot_queue` shares slots and memory; this module shares the time of steps. It counts rows: next tokens, and tokens of
 prompts. Does not depend on passes or drawn tokens.
 
-Main invariants: the scopes with the fewest slots are not bounded, and so is none that is alone. Each other one has on
-average at most as many rows in a step as they have slots, and `num_more`: as many as take the fixed time of a step. So
-beside k - 1 other scopes steps take at most k times as long as without them, as if scopes took turns. Sequences that
-wait for a later step keep their slots and memory, and come before those of their scope that did not wait.
+Main invariants: the scopes that want the fewest rows are not bounded, and so is none that is alone. Each other one has
+on average at most as many rows in a step as they want, and `num_more`: as many as take the fixed time of a step. So if
+all rows took as long, steps would take at most k times as long beside k - 1 other scopes as without them, as if scopes
+took turns; a row with a long context, or with an adapter of its own, takes longer. Sequences that wait for a later step
+keep their slots and memory, and come before those of their scope that did not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class StepShares:
     """What the scopes of one worker have had of its steps. Used by one thread only."""
 
     def __init__(self, num_more: float = math.inf) -> None:
-        """A scope may have `num_more` rows in a step beyond the slots of the smallest one; infinity: any number."""
+        """A scope may have `num_more` rows in a step beyond those of the smallest one; infinity: any number."""
         self._num_more = num_more
         self._ahead: dict[str, float] = {}
         """Rows that a scope has had beyond its share, because a block of a prompt is computed at once."""
@@ -37,12 +38,12 @@ class StepShares:
         scopes: dict[str, list[ActiveRequest]] = {}
         for active in running:
             scopes.setdefault(active.scope, []).append(active)
-        num_slots = {scope: sum(active.num_slots for active in own) for scope, own in scopes.items()}
-        share = min(num_slots.values(), default=0) + self._num_more
+        wanted = {scope: sum(map(_rows_wanted, own)) for scope, own in scopes.items()}
+        share = min(wanted.values(), default=0) + self._num_more
         left = {
             scope: share - self._ahead.get(scope, 0.0)
-            for scope, number in num_slots.items()
-            if number > min(num_slots.values())
+            for scope, number in wanted.items()
+            if number > min(wanted.values())
         }
         decoding: set[ActiveSequence] = set()
         for scope, own in scopes.items():
@@ -59,5 +60,11 @@ class StepShares:
                 left[active.scope] -= (
                     len(sequences) + stops.get(active, active.prompt.num_computed) - active.prompt.num_computed
                 )
-        self._ahead = {scope: max(0.0, -rows) for scope, rows in left.items()}
+        left = {scope: share - ahead for scope, ahead in self._ahead.items()} | left
+        self._ahead = {scope: -rows for scope, rows in left.items() if rows < 0}
         return {active: sequences for active, sequences in chosen.items() if sequences}, stops
+
+
+def _rows_wanted(active: ActiveRequest) -> int:
+    """Return the rows that a request would have in a step without bounds: of its slots, and of its prompt."""
+    return active.num_slots + active.prompt.length - active.prompt.num_computed

@@ -14,7 +14,8 @@ import torch
 import workers.engine
 from tests.support.numerics.harness import make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, request, sampling
-from workers.contract.messages import TokenEvent
+from workers.contract.messages import SampleResult, TokenEvent
+from workers.sampling.delta_states import OWNER_PLACES
 from workers.selftest.step_costs import NUM_SEQUENCES, sequences_of_fixed_time
 
 NUM_MORE = 3.5
@@ -48,8 +49,9 @@ def test_of_a_scope_beside_a_smaller_one_a_step_takes_its_share_of_sequences_in_
     many = {(one.op_id, index) for one in wanted for index in range(one.num_samples)}
     assert alone == dict.fromkeys(many, 1), "a scope alone is not bounded"
     bounded.sampler.start_sample(request("one", scope="few", max_tokens=9, stream=True))
-    assert len(drawn_in_a_step(bounded)) == 4 + 1, "from the step on that computes the other scope's prompt"
-    drawn_in_a_step(bounded)
+    assert len(drawn_in_a_step(bounded)) == 8 + 1, "the other scope's prompt has more rows than the eight sequences"
+    for _ in range(2):
+        assert len(drawn_in_a_step(bounded)) == 4 + 1
     for _ in range(3):
         first, second = drawn_in_a_step(bounded), drawn_in_a_step(bounded)
         assert first.total() == second.total() == 4 + 1
@@ -74,6 +76,29 @@ def test_prompts_count_for_the_share_and_the_other_scope_draws_in_each_step(
     assert share * num_steps <= sum(counts) - num_steps < share * num_steps + at_once < 4 * 130
     bounded.run()
     assert [bounded.result(f"{number}").error for number in range(4)] == [None] * 4
+
+
+def test_a_scope_with_few_sequences_and_long_prompts_is_the_larger_one(bounded: Sampling) -> None:
+    bounded.sampler.start_sample(request("many", scope="many", num_samples=9, max_tokens=60, stream=True))
+    bounded.step()
+    for number in range(3):
+        bounded.sampler.start_sample(request(f"{number}", scope="long", length=200, max_tokens=1))
+    for _ in range(20):
+        assert len([key for key in drawn_in_a_step(bounded) if key[0] == "many"]) == 9
+
+
+def test_the_rows_that_a_scope_had_in_advance_are_paid_for_while_it_is_away(bounded: Sampling) -> None:
+    bounded.sampler.start_sample(request("few", scope="few", max_tokens=300, stream=True))
+    bounded.step()
+    num_steps = 0
+    for number in range(4):
+        bounded.sampler.start_sample(request(f"{number}", scope="many", length=60, num_samples=2, max_tokens=1))
+        while not any(isinstance(each, SampleResult) and each.op_id == f"{number}" for each in bounded.events):
+            bounded.step()
+            num_steps += 1
+        bounded.step()  # without it
+        num_steps += 1
+    assert num_steps >= 3 * 60 / (1 + NUM_MORE)
 
 
 def test_scopes_with_as_many_slots_each_are_not_bounded(bounded: Sampling) -> None:
@@ -135,6 +160,29 @@ def test_the_trial_finds_how_many_sequences_take_the_fixed_time(
     clock = _Clock(s, monkeypatch, 2.0, row_s)
     assert sequences_of_fixed_time(s.sampler, nullcontext, clock) == pytest.approx(expected)
     assert (s.sampler.can_decode(), s.sampler.num_cache_blocks_used) == (False, 0)
+
+
+def test_of_a_trial_whose_steps_fail_no_scope_is_bounded(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    model = s.driver.engine.base_model
+    forward, num_forwards = model.forward, 0
+
+    def fail_behind_the_prompt(*args: Any) -> torch.Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 2:
+            raise MemoryError
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", fail_behind_the_prompt)
+    assert sequences_of_fixed_time(s.sampler, nullcontext) == math.inf
+    assert not s.sampler.can_decode()
+
+
+def test_of_a_trial_of_a_hybrid_in_several_waves_no_scope_is_bounded(model_directories: dict[str, Path]) -> None:
+    s = sampling(model_directories["qwen3.5"])
+    s.sampler.states.num_slots = 2 * OWNER_PLACES * (NUM_SEQUENCES // 2)
+    assert sequences_of_fixed_time(s.sampler, nullcontext) == math.inf
 
 
 def test_without_room_for_the_trial_no_scope_is_bounded(qwen3: Path) -> None:
