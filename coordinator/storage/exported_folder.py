@@ -20,8 +20,8 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "state.json",
 )
 HEAD_BYTES_MAX = 32 << 20
-"""Of the header of weights. That of a mixture with 37,000 adapted matrices has 6 MB; the length of a file that is not
-verified yet may be any number."""
+"""Of the header of weights. A matrix takes some 170 bytes of it, a mixture has up to 37,000; the length of a file that
+is not verified yet may be any number."""
 EXPORTED = (CONFIG, WEIGHTS)
 """The files of a PEFT directory."""
 Read = Callable[[int, int], bytes]

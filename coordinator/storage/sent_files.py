@@ -147,7 +147,7 @@ def in_file(
 
 
 def in_order(num_bytes: int, pieces: Callable[[], Iterator[Piece]]) -> Part:
-    """Return a part that can be made from its beginning only: what comes before the asked place is dropped."""
+    """Return a part whose bytes are made in order from the first: those before the requested place are dropped."""
 
     def from_place(start: int) -> Iterator[Piece]:
         for piece in pieces():

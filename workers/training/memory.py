@@ -85,8 +85,7 @@ class PassMemory:
         """Whether adapters and their gradients are added by kernels of our own, without tensors of theirs, and x A^T is
         kept in fp32."""
         self._is_usual = base_model.training_layers is not None
-        """Whether layers are in few kernels: an MLP keeps its gate's output until its backward ends, and between two
-        layers there are a sum and what is still to be added to it."""
+        """Whether layers are in few kernels: between two of them there are a sum and what is to be added to it."""
         self._adds_at_once = base_model.current.can_batch and not self._is_fused
         """Whether what adapters add to an output is a tensor of its own; otherwise it is added by products."""
         of_experts = {shape.index for layer in base_model.expert_layers for shape in layer.shapes}
@@ -138,8 +137,7 @@ class PassMemory:
         forward_peak += token_bytes * 6 * self._hidden
         peak = forward_peak + fixed_bytes
         if backward:
-            kept = self._kept_values(load.rank)
-            of_layer = max((2 + self._is_usual) * self._mlp, 2 * self._queries + 4 * self._keys)
+            kept, of_layer = self._kept_values(load.rank), max(2 * self._mlp, 2 * self._queries + 4 * self._keys)
             kept_bytes, again_bytes = token_bytes * kept + kept_experts * self._num_expert_layers, 0
             if recompute:
                 kept_bytes = token_bytes * self._num_layers * (1 + self._is_usual) * self._hidden
