@@ -201,7 +201,7 @@ async def test_what_silenced_a_worker_is_not_forgotten_because_its_host_leaves(
         pool.core.fleet.be_late(pool.core.fleet.worker("w0"), is_late=True)
         announce("w0", 0.3)
         await until(lambda: not pool.core.fleet.is_live("w0"))
-        assert pool.log_of(adapter).quarantined != (0, -1)
+        await until(lambda: pool.log_of(adapter).quarantined != (0, -1))
         pool.engines["w0"][-1].may_run.set()
         assert {each.state for each in await asyncio.wait_for(pool.wait(*names), 30)} == {SUCCEEDED}
 
