@@ -2,7 +2,8 @@
 
 python -m scripts.generate_dashboard
 
-The panels are below. What a panel says of its metrics is what docs/metrics.md says of them, from the same source.
+The panels are below, their metrics without the prefix `tinkerpool_`. What a panel says of its metrics is what
+docs/metrics.md says of them, from the same source.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PANELS_IN_LINE = 3
 METRIC = re.compile(r"tinkerpool_\w+?(?=_(?:bucket|count|sum)\b|\b)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """A panel with one query or more."""
 
@@ -54,7 +55,7 @@ def _by(labels: str) -> str:
 def per_second(metric: str, by: str = "", where: str = "") -> str:
     """Return the rate of a counter, summed over all labels but `by`. `where`: another condition."""
     condition = f"{OF_POOL},{where}" if where else OF_POOL
-    return f"{_by(by)}(rate({metric}{{{condition}}}[$__rate_interval]))"
+    return f"{_by(by)}(rate(tinkerpool_{metric}{{{condition}}}[$__rate_interval]))"
 
 
 def quantile(part: float, metric: str, by: str = "") -> str:
@@ -77,186 +78,128 @@ def mean(metric: str, by: str = "") -> str:
 def gauge(metric: str, by: str = "", how: str = "sum") -> str:
     """Return a gauge, combined over all labels but `by`."""
     labels = f" by ({by}) " if by else ""
-    return f"{how}{labels}({metric}{{{OF_POOL}}})"
+    return f"{how}{labels}(tinkerpool_{metric}{{{OF_POOL}}})"
 
 
 ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Health": (
-        Panel(title="Healthy", queries={"": gauge("tinkerpool_healthy", how="min")}, is_stat=True, unit="bool_yes_no"),
-        Panel(
-            title="Version", queries={"{{version}}": gauge("tinkerpool_info", "version")}, is_stat=True, unit="string"
-        ),
-        Panel(
-            title="Oldest operation",
-            queries={"{{kind}}": gauge("tinkerpool_oldest_operation_seconds", "kind", "max")},
-            unit="s",
-        ),
-        Panel(
-            title="Refused calls per second", queries={"{{reason}}": per_second("tinkerpool_refusals_total", "reason")}
-        ),
-        Panel(
-            title="Failed operations per second",
-            queries={"{{kind}}": per_second("tinkerpool_operations_total", "kind", 'outcome="failed"')},
-        ),
-        Panel(title="Lag of the event loop", queries=quantiles("tinkerpool_event_loop_lag_seconds"), unit="s"),
+        Panel("Healthy", {"": gauge("healthy", how="min")}, "bool_yes_no", is_stat=True),
+        Panel("Version", {"{{version}}": gauge("info", "version")}, "string", is_stat=True),
+        Panel("Oldest operation", {"{{kind}}": gauge("oldest_operation_seconds", "kind", "max")}, "s"),
+        Panel("Refused calls per second", {"{{reason}}": per_second("refusals_total", "reason")}),
+        Panel("Failed operations per second", {"{{kind}}": per_second("operations_total", "kind", 'outcome="failed"')}),
+        Panel("Lag of the event loop", quantiles("event_loop_lag_seconds"), "s"),
     ),
     "The clock": (
+        Panel("Cycles per second", {"{{base_model}}": per_second("cycles_total", "base_model")}),
+        Panel("Cycle, by phase", {"{{phase}}": mean("cycle_seconds", "phase")}, "s", is_stacked=True),
         Panel(
-            title="Cycles per second", queries={"{{base_model}}": per_second("tinkerpool_cycles_total", "base_model")}
+            "Phases of cycles that one in a hundred exceeds",
+            {"{{phase}}": quantile(0.99, "cycle_seconds", "phase")},
+            "s",
         ),
         Panel(
-            title="Cycle, by phase",
-            queries={"{{phase}}": mean("tinkerpool_cycle_seconds", "phase")},
-            unit="s",
+            "Work of the workers per second, by phase",
+            {"{{phase}}": per_second("worker_phase_seconds_sum", "phase")},
+            "s",
             is_stacked=True,
         ),
+        Panel("Tenants in a cycle", {"{{base_model}}": mean("cycle_tenants", "base_model")}),
+        Panel("Budget of a cycle", {"{{base_model}}": gauge("cycle_budget_tokens", "base_model", "max")}),
         Panel(
-            title="Phases of cycles that one in a hundred exceeds",
-            queries={"{{phase}}": quantile(0.99, "tinkerpool_cycle_seconds", "phase")},
-            unit="s",
+            "Part of the budget that passes use",
+            {"{{base_model}}": mean("cycle_budget_used_ratio", "base_model")},
+            "percentunit",
         ),
         Panel(
-            title="Work of the workers per second, by phase",
-            queries={"{{phase}}": per_second("tinkerpool_worker_phase_seconds_sum", "phase")},
-            unit="s",
-            is_stacked=True,
+            "Copies installed and operations replayed per second",
+            {"installs": per_second("adapter_installs_total"), "replays": per_second("replayed_operations_total")},
         ),
-        Panel(title="Tenants in a cycle", queries={"{{base_model}}": mean("tinkerpool_cycle_tenants", "base_model")}),
-        Panel(
-            title="Budget of a cycle",
-            queries={"{{base_model}}": gauge("tinkerpool_cycle_budget_tokens", "base_model", "max")},
-        ),
-        Panel(
-            title="Part of the budget that passes use",
-            queries={"{{base_model}}": mean("tinkerpool_cycle_budget_used_ratio", "base_model")},
-            unit="percentunit",
-        ),
-        Panel(
-            title="Copies installed and operations replayed per second",
-            queries={
-                "installs": per_second("tinkerpool_adapter_installs_total"),
-                "replays": per_second("tinkerpool_replayed_operations_total"),
-            },
-        ),
-        Panel(
-            title="Snapshots per second", queries={"{{outcome}}": per_second("tinkerpool_snapshots_total", "outcome")}
-        ),
+        Panel("Snapshots per second", {"{{outcome}}": per_second("snapshots_total", "outcome")}),
     ),
     "Tenants": (
-        Panel(title="Active tenants", queries={"tenants": gauge("tinkerpool_active_tenants")}),
+        Panel("Active tenants", {"tenants": gauge("active_tenants")}),
+        Panel("Unfinished operations", {"{{kind}}": gauge("unfinished_operations", "kind")}, is_stacked=True),
+        Panel("Finished operations per second", {"{{kind}}": per_second("operations_total", "kind")}, is_stacked=True),
+        Panel("Tokens per second", {"{{kind}}": per_second("tokens_total", "kind")}, is_stacked=True),
         Panel(
-            title="Unfinished operations",
-            queries={"{{kind}}": gauge("tinkerpool_unfinished_operations", "kind")},
-            is_stacked=True,
+            "Tokens per second, by tenant", {"{{tenant}}": per_second("tenant_tokens_total", "tenant")}, is_stacked=True
         ),
         Panel(
-            title="Finished operations per second",
-            queries={"{{kind}}": per_second("tinkerpool_operations_total", "kind")},
+            "Time of the engine per second",
+            {"{{kind}}": per_second("engine_seconds_total", "kind")},
+            "s",
             is_stacked=True,
         ),
+        Panel("Time to an outcome", quantiles("operation_seconds", "kind"), "s"),
         Panel(
-            title="Tokens per second",
-            queries={"{{kind}}": per_second("tinkerpool_tokens_total", "kind")},
-            is_stacked=True,
-        ),
-        Panel(
-            title="Tokens per second, by tenant",
-            queries={"{{tenant}}": per_second("tinkerpool_tenant_tokens_total", "tenant")},
-            is_stacked=True,
-        ),
-        Panel(
-            title="Time of the engine per second",
-            queries={"{{kind}}": per_second("tinkerpool_engine_seconds_total", "kind")},
-            unit="s",
-            is_stacked=True,
-        ),
-        Panel(title="Time to an outcome", queries=quantiles("tinkerpool_operation_seconds", "kind"), unit="s"),
-        Panel(
-            title="Waits per second, by reason",
-            queries={"{{reason}}": per_second("tinkerpool_operation_wait_seconds_total", "reason")},
-            unit="s",
+            "Waits per second, by reason",
+            {"{{reason}}": per_second("operation_wait_seconds_total", "reason")},
+            "s",
             is_stacked=True,
         ),
     ),
     "Workers": (
+        Panel("Workers", {"{{base_model}} {{state}}": gauge("workers", "base_model, state")}, is_stacked=True),
         Panel(
-            title="Workers",
-            queries={"{{base_model}} {{state}}": gauge("tinkerpool_workers", "base_model, state")},
-            is_stacked=True,
+            "Losses of workers",
+            {"{{cause}}": f"sum by (cause) (increase(tinkerpool_worker_losses_total{{{OF_POOL}}}[$__rate_interval]))"},
         ),
         Panel(
-            title="Losses of workers",
-            queries={
-                "{{cause}}": f"sum by (cause) (increase(tinkerpool_worker_losses_total{{{OF_POOL}}}[$__rate_interval]))"
+            "Adapters and slots",
+            {
+                "{{worker}} adapters": gauge("worker_adapters", "worker"),
+                "{{worker}} slots": gauge("worker_slots", "worker"),
             },
         ),
         Panel(
-            title="Adapters and slots",
-            queries={
-                "{{worker}} adapters": gauge("tinkerpool_worker_adapters", "worker"),
-                "{{worker}} slots": gauge("tinkerpool_worker_slots", "worker"),
+            "Slots per second",
+            {
+                "{{worker}} loads": per_second("worker_slot_loads_total", "worker"),
+                "{{worker}} begun ahead": per_second("worker_slot_prefetches_total", "worker"),
+                "{{worker}} evictions": per_second("worker_slot_evictions_total", "worker"),
             },
         ),
+        Panel("Processor time per second", {"{{worker}}": per_second("worker_cpu_seconds_total", "worker")}, "s"),
         Panel(
-            title="Slots per second",
-            queries={
-                "{{worker}} loads": per_second("tinkerpool_worker_slot_loads_total", "worker"),
-                "{{worker}} begun ahead": per_second("tinkerpool_worker_slot_prefetches_total", "worker"),
-                "{{worker}} evictions": per_second("tinkerpool_worker_slot_evictions_total", "worker"),
+            "Memory",
+            {
+                "{{worker}} process": gauge("worker_resident_bytes", "worker"),
+                "{{worker}} copies": gauge("worker_host_memory_bytes", "worker"),
+                "{{worker}} GPU": gauge("worker_device_bytes", "worker"),
             },
-        ),
-        Panel(
-            title="Processor time per second",
-            queries={"{{worker}}": per_second("tinkerpool_worker_cpu_seconds_total", "worker")},
-            unit="s",
-        ),
-        Panel(
-            title="Memory",
-            queries={
-                "{{worker}} process": gauge("tinkerpool_worker_resident_bytes", "worker"),
-                "{{worker}} copies": gauge("tinkerpool_worker_host_memory_bytes", "worker"),
-                "{{worker}} GPU": gauge("tinkerpool_worker_device_bytes", "worker"),
-            },
-            unit="bytes",
+            "bytes",
         ),
     ),
     "Sampling": (
-        Panel(title="Samples", queries={"{{worker}}": gauge("tinkerpool_worker_samples", "worker")}, is_stacked=True),
-        Panel(title="Time to the first token", queries=quantiles("tinkerpool_first_token_seconds"), unit="s"),
+        Panel("Samples", {"{{worker}}": gauge("worker_samples", "worker")}, is_stacked=True),
+        Panel("Time to the first token", quantiles("first_token_seconds"), "s"),
         Panel(
-            title="Prompt tokens per second",
-            queries={"cached: {{cached}}": per_second("tinkerpool_prompt_tokens_total", "cached")},
+            "Prompt tokens per second",
+            {"cached: {{cached}}": per_second("prompt_tokens_total", "cached")},
             is_stacked=True,
         ),
         Panel(
-            title="Blocks of keys and values",
-            queries={
-                "{{worker}} used": gauge("tinkerpool_worker_cache_blocks_used", "worker"),
-                "{{worker}} there": gauge("tinkerpool_worker_cache_blocks", "worker"),
+            "Blocks of keys and values",
+            {
+                "{{worker}} used": gauge("worker_cache_blocks_used", "worker"),
+                "{{worker}} there": gauge("worker_cache_blocks", "worker"),
             },
         ),
-        Panel(title="Time to publish", queries=quantiles("tinkerpool_publish_seconds"), unit="s"),
+        Panel("Time to publish", quantiles("publish_seconds"), "s"),
     ),
     "Storage": (
-        Panel(title="Commits of the database", queries=quantiles("tinkerpool_database_commit_seconds"), unit="s"),
-        Panel(title="Writes per second", queries={"writes": per_second("tinkerpool_database_writes_total")}),
-        Panel(
-            title="Bytes written per second",
-            queries={"bytes": per_second("tinkerpool_database_bytes_total")},
-            unit="Bps",
-        ),
-        Panel(title="Size of the database", queries={"bytes": gauge("tinkerpool_data_bytes")}, unit="bytes"),
-        Panel(
-            title="Free room on its disk",
-            queries={"bytes": gauge("tinkerpool_disk_free_bytes", how="min")},
-            unit="bytes",
-        ),
+        Panel("Commits of the database", quantiles("database_commit_seconds"), "s"),
+        Panel("Writes per second", {"writes": per_second("database_writes_total")}),
+        Panel("Bytes written per second", {"bytes": per_second("database_bytes_total")}, "Bps"),
+        Panel("Size of the database", {"bytes": gauge("data_bytes")}, "bytes"),
+        Panel("Free room on its disk", {"bytes": gauge("disk_free_bytes", how="min")}, "bytes"),
     ),
     "Limits": (
         Panel(
-            title="Part of each limit that its largest user uses",
-            queries={"{{limit}}": gauge("tinkerpool_limit_used_ratio", "limit", "max")},
-            unit="percentunit",
+            "Part of each limit that its largest user uses",
+            {"{{limit}}": gauge("limit_used_ratio", "limit", "max")},
+            "percentunit",
         ),
     ),
 }
