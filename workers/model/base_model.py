@@ -69,7 +69,7 @@ from workers.model.recomputation import Recomputation
 from workers.model.replacement import adapted_modules, decoder_layers, replace_layers
 from workers.model.sampling_layers import AttendsProjected, SamplingLayers, SplitProjections
 from workers.model.segments import Routing, Segment
-from workers.model.training_layers import TrainingLayers, can_train
+from workers.model.training_layers import TrainingLayers
 from workers.model.usual_layers import UsualModel, has_form
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,8 @@ class BaseModel:
         self._usual: UsualModel | None = None
         if self._has_kernels and not (self.has_sliding_window or self.has_sinks) and has_form(model, self.head_dim):
             self._usual = UsualModel(model)
-            self.sampling_layers = None if exact else SamplingLayers(self._usual)
-            if can_train(self._usual):
+            self.sampling_layers = None if exact else SamplingLayers(self._usual, has_gate=self._usual.has_silu)
+            if self._usual.has_silu:
                 self.training_layers = TrainingLayers(self._usual, self.current, self.num_heads)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()

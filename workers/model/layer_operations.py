@@ -1,4 +1,4 @@
-"""The elementwise chains of a decoder layer in training on a GPU, by kernels of our own: one launch each way.
+"""The elementwise chains of a decoder layer on a GPU, most for training, by kernels of our own: one launch each way.
 
 Heads of joined projections are normalised and rotated (ten launches of torch each way), a gate is applied (two, and
 four backward), and the gradient of a norm is added to that of the path around it (two). Nothing between is written to
@@ -97,6 +97,13 @@ def rotated_heads(
     """
     heads: tuple[Tensor, Tensor, Tensor] = _RotatedHeads.apply(projected, cos, sin, norms, num_heads)  # type: ignore[no-untyped-call]
     return heads
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up (T, F) of gate_up (T, 2 F), for a pass without a backward."""
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    torch.ops.tinkerpool.gate(out, gate_up)
+    return out
 
 
 class _AddNorm(torch.autograd.Function):

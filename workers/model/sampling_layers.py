@@ -2,7 +2,7 @@
 
 transformers' modules take 25 kernels a layer for it. Here linears that read one input are one product, a sum is part of
 the product before it, and the attention takes the projections as they are (`AttendsProjected`): it normalises and
-rotates heads, and writes keys and values, in one kernel.
+rotates heads, and writes keys and values, in one kernel; the gate is one, too.
 
 Main invariant: a row's result depends only on that row, its segment's adapter and its attention.
 
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from workers.model.attention import Attend
 from workers.model.fused_modules import HeadNorms, apply_rotary
+from workers.model.layer_operations import gated
 from workers.model.segments import Routing
-from workers.model.usual_layers import UsualModel
+from workers.model.usual_layers import UsualLayer, UsualModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,10 @@ class SplitProjections:
 class SamplingLayers:
     """All decoder layers of a model, and what is before and behind them."""
 
-    def __init__(self, model: UsualModel) -> None:
+    def __init__(self, model: UsualModel, *, has_gate: bool) -> None:
+        """Take a model; `has_gate`: whether there is a kernel for its gate (`layer_operations.GATE`)."""
         self._model = model
+        self._has_gate = has_gate
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -101,7 +104,13 @@ class SamplingLayers:
             mixed = attend.projected(number, Projected(heads, cos, sin, layer.head_norms, layer.scaling))
             layer.out.add_to(hidden, mixed, routing)
             gate_up, _ = layer.gated.of(before_mlp(hidden), routing)
-            gate, up = gate_up.chunk(2, 1)
-            layer.down.add_to(hidden, layer.activation(gate).mul_(up), routing)
+            layer.down.add_to(hidden, self._gated(layer, gate_up), routing)
         normalised: Tensor = self._model.norm(hidden)
         return normalised
+
+    def _gated(self, layer: UsualLayer, gate_up: Tensor) -> Tensor:
+        """Return (T, F) of gate and up (T, 2 F)."""
+        if self._has_gate:
+            return gated(gate_up)
+        gate, up = gate_up.chunk(2, 1)
+        return layer.activation(gate).mul_(up)

@@ -20,8 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from torch import Tensor
 
 from workers.model.attention import Attend
 from workers.model.layer_operations import add_norm, rotated_heads
@@ -72,7 +71,7 @@ class TrainingLayers:
     """All decoder layers of a model, and what is before and behind them."""
 
     def __init__(self, model: UsualModel, current: CurrentPass, num_heads: int) -> None:
-        """Take a model for which `can_train` returns True."""
+        """Take a model that `has_silu`."""
         self._model = model
         self._current = current
         self._num_heads = num_heads
@@ -120,8 +119,3 @@ class TrainingLayers:
     def _project(self, projection: Projection, x: Tensor) -> Tensor:
         y: Tensor = _Project.apply(x, self._current.anchor, projection, self._current.routing)  # type: ignore[no-untyped-call]
         return y
-
-
-def can_train(model: UsualModel) -> bool:
-    """Return whether the kernels have the activation of all layers."""
-    return all(isinstance(layer.activation, SiLUActivation | nn.SiLU) for layer in model.layers)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms
@@ -128,6 +129,11 @@ class UsualModel:
         """Take a model of the form; see `has_form`."""
         self._embed, self._rotary, self.norm = model.model.embed_tokens, model.model.rotary_emb, model.model.norm
         self.layers = [UsualLayer(module) for module in model.model.layers]
+
+    @property
+    def has_silu(self) -> bool:
+        """Whether all layers have the activation that the kernels have (`layer_operations.GATE`)."""
+        return all(isinstance(layer.activation, SiLUActivation | nn.SiLU) for layer in self.layers)
 
     def use(self, numerics: Numerics) -> None:
         """Compute products this way from now on."""

@@ -24,10 +24,10 @@ from workers.sampling.attention.pages import PagedAttention, PageKernel, triton_
 pytestmark = pytest.mark.usefixtures("own_base_models")
 
 
-def with_layers(model: BaseModel) -> BaseModel:
+def with_layers(model: BaseModel, *, has_gate: bool = False) -> BaseModel:
     """Give a model on a CPU the layers that a GPU has."""
     assert has_form(model.model, model.head_dim)
-    model.sampling_layers = SamplingLayers(UsualModel(model.model))
+    model.sampling_layers = SamplingLayers(UsualModel(model.model), has_gate=has_gate)
     model.use(model.numerics)
     return model
 
@@ -80,7 +80,7 @@ def test_a_model_that_multiplies_its_sums_samples_by_its_modules(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     # patched: a CPU has no kernels, and the probe needs none
     monkeypatch.setattr(base_model, "can_run", lambda *_: True)
-    monkeypatch.setattr(base_model, "can_train", lambda *_: False)
+    monkeypatch.setattr(UsualModel, "has_silu", False)
     usual, other = BaseModel(qwen3), BaseModel(tmp_path)
     assert other.sampling_layers is not None
     for model in (usual, other):
@@ -128,7 +128,7 @@ def test_samples_by_layers_and_pages_are_those_by_modules_and_blocks(qwen3: Path
         request("three", "b/v", length=40, num_samples=2, max_tokens=3, seed=3, top_p=0.8),
     ]
     expected = by_blocks.sequences(*wanted)
-    with_layers(driver.engine.base_model).current.fuse_forward = forward_runs
+    with_layers(driver.engine.base_model, has_gate=True).current.fuse_forward = forward_runs
     by_pages = Sampling(driver, make_sampler(driver, 400, kernel))
     for mine, theirs in zip(by_pages.sequences(*wanted), expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):

@@ -48,7 +48,7 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     by_blocks.publish("a", "b")
     expected = by_blocks.sequences(*wanted())
     model = driver.engine.base_model
-    model.sampling_layers = SamplingLayers(UsualModel(model.model))
+    model.sampling_layers = SamplingLayers(UsualModel(model.model), has_gate=True)
     model.use(model.numerics)
     model.current.fuse_forward = forward_runs
     sampler = make_sampler(driver, 400, triton_pages)

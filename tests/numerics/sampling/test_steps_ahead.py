@@ -53,7 +53,7 @@ def both(qwen3: Path, ahead: list[int]) -> tuple[Sampling, Sampling]:
     """A sampler whose steps run ahead, and one on the same adapters whose steps do not."""
     driver = Driver(qwen3)
     model = driver.engine.base_model
-    model.sampling_layers = SamplingLayers(UsualModel(model.model))
+    model.sampling_layers = SamplingLayers(UsualModel(model.model), has_gate=True)
     model.use(model.numerics)
     model.current.fuse_forward = forward_runs
     samplers = [make_sampler(driver, 400, triton_pages) for _ in range(2)]

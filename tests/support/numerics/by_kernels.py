@@ -13,7 +13,7 @@ from tests.support.numerics.interpreted import interpret
 from workers.bank.entries import Entry
 from workers.model.fused_runs import forward_runs, training_runs
 from workers.model.numerics import Numerics
-from workers.model.training_layers import TrainingLayers, can_train
+from workers.model.training_layers import TrainingLayers
 from workers.model.usual_layers import UsualModel, has_form
 
 FEW = (
@@ -47,7 +47,7 @@ def fused(path: Path, *, exact: bool = False, **config: Any) -> Driver:
     model = driver.engine.base_model
     assert has_form(model.model, model.head_dim)
     usual = UsualModel(model.model)
-    assert can_train(usual)
+    assert usual.has_silu
     numerics = Numerics(is_tiled=True, can_batch=False) if exact else model.numerics
     model.use(numerics)
     usual.use(numerics)
