@@ -100,7 +100,7 @@ def rotated_heads(
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (T, F) of gate_up (T, 2 F), for a pass without a backward."""
+    """Return silu(gate) * up (T, F) of gate_up (T, 2 F). Autograd does not see it."""
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     torch.ops.tinkerpool.gate(out, gate_up)
     return out

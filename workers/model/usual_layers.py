@@ -23,6 +23,7 @@ from transformers.activations import SiLUActivation
 from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms
 from workers.model.fused_runs import TrainingRun
+from workers.model.layer_operations import gated
 from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
 from workers.model.numerics import Numerics
 from workers.model.segments import Routing
@@ -74,14 +75,13 @@ class Projection:
     def gate(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Kept]:
         """Return gate and up (T, 2 F) for x (T, D), silu(gate) * up (T, F), and the values for `backward`."""
         (gate_up,) = self._products.forward(x, [None])
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         match self._group.runs(routing):
             case [TrainingRun() as run] if run.is_adapted(self._group.shape.index):
                 self._group.current.count_matmuls(len(self._group.weights))
+                out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
                 return gate_up, out, [(run, run.forward_gate(self._group.shape.index, x, gate_up, out))]
         kept = self._group.adapt(x, self._of_each(gate_up), routing)
-        torch.ops.tinkerpool.gate(out, gate_up)
-        return gate_up, out, kept
+        return gate_up, gated(gate_up), kept
 
     def backward_gate(self, x: Tensor, kept: Kept, dy: Tensor, gate_up: Tensor) -> Tensor:
         """Add to the adapters' gradients; return that of gate and up (T, 2 F), of which x (T, D) was made, from dy."""
