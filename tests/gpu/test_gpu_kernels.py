@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
+from tests.support.numerics.few_products import FewProduct
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
-from tests.support.numerics.random_adapters import gradients_one_by_one, one_by_one, operands, segments_of
+from tests.support.numerics.random_adapters import NUM_ROWS as NUM_ADAPTED
+from tests.support.numerics.random_adapters import SHAPES, gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_delta import ROWS, WRITES, RandomDelta
 from tests.support.numerics.random_pages import RandomPages
 from tests.support.numerics.random_steps import RandomStep
@@ -24,6 +26,7 @@ from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
 from workers.model.attention import Attend
 from workers.model.delta_rule import DeltaShape
+from workers.model.few_rows import ROWS_MAX
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.fused_runs import ForwardRun, TrainingRun
@@ -262,6 +265,29 @@ def test_the_forward_of_adapters_of_any_rank_is_their_own_products(group: int) -
     for y, right, own in zip(ys, expected, solo, strict=True):
         assert close(y, right)
         assert torch.equal(y[1:8], own[1:8]), "bits depend on the other rows"
+
+
+@pytest.mark.parametrize("way", ["alone", "bias", "norm", "added", "gated"])
+@pytest.mark.parametrize("num_rows", [1, 17, ROWS_MAX])
+@pytest.mark.parametrize(("d_in", "d_out"), [(1000, 1024), (4096, 6144)])
+def test_products_of_few_rows_are_those_of_separate_operations(d_in: int, d_out: int, num_rows: int, way: str) -> None:
+    product = FewProduct.of(num_rows, torch.bfloat16, way, d_in, d_out, "cuda")
+    whole = product.run()
+    assert close(whole, product.one_by_one())
+    assert torch.equal(whole[:1], product.of_rows(slice(0, 1)).run()), "bits depend on the other rows"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_products_of_few_rows_shrink_for_adapters_beside(group: int) -> None:
+    segments, shape = segments_of(torch.bfloat16, "cuda"), SHAPES[group]
+    product = FewProduct.of(NUM_ADAPTED, torch.bfloat16, "alone", shape.d_in, sum(shape.d_outs), "cuda")
+    run = ForwardRun.of(segments)
+    xa = product.shrunk(run, group, len(shape.d_outs))
+    expected = run.shrunk(group, product.x, len(shape.d_outs)).sum(0)
+    for segment in segments:
+        if (views := segment.adapter.groups[group]) is not None:
+            own = (slice(segment.start, segment.stop), slice(len(views.A)))
+            assert close(xa[own], expected[own])
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -212,7 +212,8 @@ class BaseModel:
         adapters = "adapters, " if self._has_kernels else ""
         are_heads = any(layer.delta_weights.convolve is convolved_by_kernels for layer in self.delta_layers)
         attention = "attention of short sequences, " if self.has_own_attention else ""
-        return f"{adapters}{attention}{'heads of linear attention, ' if are_heads else ''}losses and steps"
+        few = "products of few rows, " if self.sampling_layers is not None and self.sampling_layers.takes_few else ""
+        return f"{adapters}{attention}{few}{'heads of linear attention, ' if are_heads else ''}losses and steps"
 
     def attend_alone(self) -> None:
         """Let requests share no calls of attention in exact mode from now on."""
@@ -255,6 +256,11 @@ class BaseModel:
             recur = self.recur_packed(lengths)
             return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
 
+        def logits_of_each(tokens: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
+            """Return those of sequences of few rows, one after another."""
+            rows = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
+            return torch.cat([logits_of(ids, places, [length], is_projected=True) for ids, places, length in rows])
+
         if self.training_layers is not None:
             try:
                 probe.check(logits_of, self.dtype)
@@ -270,6 +276,12 @@ class BaseModel:
             except UnsupportedModelError as error:
                 logger.warning("%s samples by transformers' modules, which is slower: %s", self.name, error)
                 self.sampling_layers = None
+        if self.sampling_layers is not None and self.sampling_layers.takes_few:
+            try:
+                probe.check(logits_of_each, self.dtype)
+            except UnsupportedModelError as error:
+                logger.warning("%s decodes by the library's products, which is slower: %s", self.name, error)
+                self.sampling_layers.leave_few()
         self.reset()
 
     def reset(self) -> None:

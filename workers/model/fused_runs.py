@@ -1,5 +1,6 @@
 """All adapters of a pass as one run, on a GPU: two kernels of our own for each group of linears in the forward, three
-in the backward. One of them each way applies the gate, too, where an MLP has one.
+in the backward. One of them each way applies the gate, too, where an MLP has one. With few rows the first kernel is
+the product with frozen weights (`few_rows`).
 
 Does not depend on models or the bank.
 
@@ -13,7 +14,7 @@ in a group, M the largest G * R.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -66,11 +67,11 @@ class AdapterTables(Generic[T]):
 
     @staticmethod
     def of(
-        segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS, left_over: range = range(0)
+        segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS, num_rows: int = 0
     ) -> AdapterTables[NDArray[Any]]:
         """Return the tables of segments of a pass, of a model with so many groups of linears.
 
-        `left_over`: rows without an adapter that a backward is to go through.
+        Of the first `num_rows` rows, those without an adapter have tiles, too: some kernels do something with all rows.
         """
         adapters = adapters_of(segments)
         number_of = {id(adapter): number for number, adapter in enumerate(adapters)}
@@ -79,7 +80,11 @@ class AdapterTables(Generic[T]):
             for segment in segments
             for start in range(segment.start, segment.stop, tile_rows)
         ]
-        tiles += [(start, -min(tile_rows, left_over.stop - start), 0) for start in left_over[::tile_rows]]
+        tiles += [
+            (start, -min(tile_rows, gap.stop - start), 0)
+            for gap in _gaps(segments, num_rows)
+            for start in gap[::tile_rows]
+        ]
         ranks = [adapter.padded_rank for adapter in adapters]
         return AdapterTables(
             _addresses([adapter.addresses for adapter in adapters], num_groups),
@@ -198,6 +203,13 @@ class FusedRun(ABC):
         """Add the sum of the parts of xa times B_i^T to ys[i] (T, F)."""
         torch.ops.tinkerpool.expand(*_three(ys), xa, *self.of_group(group), self.tile_rows)
 
+    def expand_gate(self, group: int, xa: Tensor, gate_up: Tensor, out: Tensor) -> None:
+        """Do as `expand`, in one part, with gate and up of gate_up (T, 2 F); set out (T, F) to silu(gate) * up.
+
+        In one kernel. Rows of no tile are not written.
+        """
+        torch.ops.tinkerpool.expand_gate(out, gate_up, xa, *self.of_group(group), self.tile_rows)
+
     def of_group(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the addresses of a group, with tiles and ranks."""
         return self.tables.addresses[group - self._first_group], self.tables.tiles, self.tables.ranks
@@ -207,6 +219,13 @@ class ForwardRun(FusedRun):
     """A run without a backward."""
 
     tile_rows = TILE_ROWS
+
+    def __init__(
+        self, tables: AdapterTables[Tensor], is_adapted: Sequence[bool], *, has_all_rows: bool = False
+    ) -> None:
+        """See `FusedRun`; `has_all_rows`: whether rows without an adapter have tiles, too."""
+        super().__init__(tables, is_adapted)
+        self.has_all_rows = has_all_rows
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> ForwardRun:
@@ -287,7 +306,7 @@ class TrainingRun(FusedRun):
         Rows of no tile are not written.
         """
         xa = self.shrunk(group, x, 2)
-        torch.ops.tinkerpool.expand_gate(out, gate_up, xa, *self.of_group(group), self.tile_rows)
+        self.expand_gate(group, xa, gate_up, out)
         return xa
 
     def backward_gate(
@@ -375,6 +394,15 @@ def training_runs(segments: Sequence[Segment], group: int | None = None) -> Sequ
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return [*tensors, None, None][:3]
+
+
+def _gaps(segments: Sequence[Segment], num_rows: int) -> Iterator[range]:
+    """Yield the rows before, between and behind segments, which are in row order, up to so many."""
+    end = 0
+    for segment in segments:
+        yield range(end, min(segment.start, num_rows))
+        end = segment.stop
+    yield range(end, num_rows)
 
 
 def adapters_of(segments: Sequence[Segment]) -> list[AdapterViews]:

@@ -2,7 +2,8 @@
 
 transformers' modules take 25 kernels a layer for it. Here linears that read one input are one product, a sum is part of
 the product before it, and the attention takes the projections as they are (`AttendsProjected`): it normalises and
-rotates heads, and writes keys and values, in one kernel; the gate is one, too.
+rotates heads, and writes keys and values, in one kernel; the gate is one, too. Few rows, those of a decode step, are
+normalised by the product behind the norm, which applies the gate or multiplies by adapters' A, too (`few_rows`).
 
 Main invariant: a row's result depends only on that row, its segment's adapter and its attention.
 
@@ -11,6 +12,7 @@ Dimensions: T rows of the pass, D hidden size, H query heads, K key-value heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model.attention import Attend
-from workers.model.fused_modules import HeadNorms, apply_rotary
+from workers.model.few_rows import can_multiply
+from workers.model.fused_modules import FusedRmsNorm, HeadNorms, apply_rotary
 from workers.model.layer_operations import gated
 from workers.model.segments import Routing
 from workers.model.usual_layers import UsualLayer, UsualModel
@@ -89,24 +92,46 @@ class SamplingLayers:
         """Take a model; `has_gate`: whether there is a kernel for its gate (`layer_operations.GATE`)."""
         self._model = model
         self._has_gate = has_gate
+        self.takes_few = has_gate and all(
+            isinstance(norm, FusedRmsNorm) for layer in model.layers for norm in layer.norms
+        )
+        """Whether few rows have kernels of their own."""
 
     @property
     def head_norms(self) -> HeadNorms | None:
         """The norms of the first layer's heads."""
         return self._model.layers[0].head_norms
 
+    def leave_few(self) -> None:
+        """Compute few rows as many from now on."""
+        self.takes_few = False
+
     def forward(self, tokens: Tensor, positions: Tensor, routing: Routing, attend: AttendsProjected) -> Tensor:
         """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64."""
         hidden, cos, sin = self._model.embed(tokens, positions)
+        run = self._run_few if self.takes_few and can_multiply(len(tokens), routing.runs) else self._run
         for number, layer in enumerate(self._model.layers):
-            before_attention, before_mlp = layer.norms
-            heads, _ = layer.heads.of(before_attention(hidden), routing)
-            mixed = attend.projected(number, Projected(heads, cos, sin, layer.head_norms, layer.scaling))
-            layer.out.add_to(hidden, mixed, routing)
-            gate_up, _ = layer.gated.of(before_mlp(hidden), routing)
-            layer.down.add_to(hidden, self._gated(layer, gate_up), routing)
+
+            def mix(heads: Tensor, number: int = number, layer: UsualLayer = layer) -> Tensor:
+                return attend.projected(number, Projected(heads, cos, sin, layer.head_norms, layer.scaling))
+
+            run(layer, hidden, mix, routing)
         normalised: Tensor = self._model.norm(hidden)
         return normalised
+
+    def _run(self, layer: UsualLayer, hidden: Tensor, mix: Callable[[Tensor], Tensor], routing: Routing) -> None:
+        """Add to hidden (T, D) what a layer does; `mix` attends (T, H E) with its projections."""
+        before_attention, before_mlp = layer.norms
+        heads, _ = layer.heads.of(before_attention(hidden), routing)
+        layer.out.add_to(hidden, mix(heads), routing)
+        gate_up, _ = layer.gated.of(before_mlp(hidden), routing)
+        layer.down.add_to(hidden, self._gated(layer, gate_up), routing)
+
+    def _run_few(self, layer: UsualLayer, hidden: Tensor, mix: Callable[[Tensor], Tensor], routing: Routing) -> None:
+        """Do as `_run` with few rows: products normalise, and apply the gate."""
+        before_attention, before_mlp = layer.norms
+        layer.out.add_few(hidden, mix(layer.heads.of_few(hidden, before_attention, routing)), routing)
+        layer.down.add_few(hidden, layer.gated.gate_of_few(hidden, before_mlp, routing), routing)
 
     def _gated(self, layer: UsualLayer, gate_up: Tensor) -> Tensor:
         """Return (T, F) of gate and up (T, 2 F)."""

@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 
 from workers.model.frozen_products import FrozenProducts, PlainProducts, products_of
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms
-from workers.model.fused_runs import TrainingRun
+from workers.model.fused_runs import ForwardRun, TrainingRun
 from workers.model.layer_operations import gated
 from workers.model.linears import Kept, LinearGroup, MultiLoraLinear
 from workers.model.numerics import Numerics
@@ -65,6 +65,65 @@ class Projection:
         if self._bias is not None:
             hidden.add_(self._bias)
         self._group.adapt(x, [hidden], routing)
+
+    def of_few(self, hidden: Tensor, norm: FusedRmsNorm, routing: Routing) -> Tensor:
+        """Return (T, F) for the normalisation of few rows hidden (T, D), without a backward.
+
+        By one kernel (`few_rows`), and one for adapters. Like the next two, for `few_rows.can_multiply` alone.
+        """
+        y, run = hidden.new_empty(len(hidden), len(self._weight)), self._forward_run(routing)
+        xa = self._multiply_few(y, hidden, run, norm)
+        if run is not None:
+            run.expand(self._group.shape.index, xa, self._of_each(y))
+        return y
+
+    def add_few(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
+        """Add to hidden (T, F) in place, from few rows x (T, D)."""
+        run = self._forward_run(routing)
+        xa = self._multiply_few(hidden, x, run, is_added=True)
+        if run is not None:
+            run.expand(self._group.shape.index, xa, self._of_each(hidden))
+
+    def gate_of_few(self, hidden: Tensor, norm: FusedRmsNorm, routing: Routing) -> Tensor:
+        """Return silu(gate) * up (T, F) for the normalisation of few rows hidden (T, D)."""
+        out, run = hidden.new_empty(len(hidden), len(self._weight) // 2), self._forward_run(routing)
+        if run is None:
+            self._multiply_few(out, hidden, None, norm, is_gated=True)
+            return out
+        if not run.has_all_rows:
+            return gated(self.of_few(hidden, norm, routing))
+        gate_up = hidden.new_empty(len(hidden), len(self._weight))
+        run.expand_gate(self._group.shape.index, self._multiply_few(gate_up, hidden, run, norm), gate_up, out)
+        return out
+
+    def _forward_run(self, routing: Routing) -> ForwardRun | None:
+        """Return the run of all adapters, if any of them adapts the group."""
+        match routing.runs:
+            case [ForwardRun() as run] if run.is_adapted(self._group.shape.index):
+                return run
+        return None
+
+    def _multiply_few(
+        self,
+        out: Tensor,
+        x: Tensor,
+        run: ForwardRun | None,
+        norm: FusedRmsNorm | None = None,
+        *,
+        is_added: bool = False,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """Do as `few_rows.MULTIPLY_FEW`; return scaling x A^T (1, T, M), fp32, of the adapters of a run."""
+        index, num_linears = self._group.shape.index, len(self._group.weights)
+        rank_max = 0 if run is None else run.tables.rank_max
+        xa = x.new_empty(1, len(x), num_linears * rank_max, dtype=torch.float32)
+        tables = (None,) * 4 if run is None else (*run.of_group(index), run.tables.scalings)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        self._group.current.count_matmuls(num_linears)
+        torch.ops.tinkerpool.multiply_few(
+            out, xa, x, self._weight, self._bias, weight, eps, is_added, is_gated, *tables, num_linears
+        )
+        return xa
 
     def backward(self, x: Tensor, kept: Kept, dy: Tensor, *, needs_dx: bool) -> Tensor | None:
         """Add to the adapters' gradients; return the gradient of x (T, D), if it is needed, from dy (T, F)."""

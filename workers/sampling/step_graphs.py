@@ -110,8 +110,9 @@ class StepGraphs:
         if self._is_off:
             return None
         self._model.current.begin(())  # the last forward's segments would keep slabs in memory
-        if not self._adapters.are_of(segments):
-            self._adapters = PlacedAdapters(segments, len(self._model.groups))
+        num_rows = power_of_two(len(tokens))
+        if not self._adapters.are_of(segments, num_rows):
+            self._adapters = PlacedAdapters(segments, len(self._model.groups), num_rows)
         adapters = self._adapters.tables
         heads_per_key = self._model.num_heads // self._model.num_key_value_heads
         of_prompts, own = next_reads(tokens, heads_per_key)
@@ -119,7 +120,7 @@ class StepGraphs:
             power_of_two(num_blocks_for(max(reads.lengths), PAGE_TOKENS)) for reads in (of_prompts, own)
         )
         bucket = Bucket(
-            power_of_two(len(tokens)),
+            num_rows,
             power_of_two(of_prompts.most_queries),
             prompt_width,
             own_width,
@@ -152,16 +153,16 @@ class StepGraphs:
 class PlacedAdapters:
     """The adapters of a step's rows. Does not hold them, which would keep slabs in memory."""
 
-    def __init__(self, segments: Sequence[Segment], num_groups: int) -> None:
-        """Make the tables of segments, of a model with so many groups of linears."""
-        self.tables = AdapterTables.of(segments, num_groups)
-        self._rows = _rows(segments)
+    def __init__(self, segments: Sequence[Segment], num_groups: int, num_rows: int = 0) -> None:
+        """Make the tables of so many rows and their segments, of a model with so many groups of linears."""
+        self.tables = AdapterTables.of(segments, num_groups, num_rows=num_rows if segments else 0)
+        self._num_rows, self._rows = num_rows, _rows(segments)
         self._addresses = [segment.adapter.addresses for segment in segments]
         """One array for each slot: the same array is the same place in memory."""
 
-    def are_of(self, segments: Sequence[Segment]) -> bool:
-        """Return whether segments have the same rows, and adapters at the same addresses."""
-        return _rows(segments) == self._rows and all(
+    def are_of(self, segments: Sequence[Segment], num_rows: int) -> bool:
+        """Return whether there are as many rows, and segments have the same, and adapters at the same addresses."""
+        return (num_rows, _rows(segments)) == (self._num_rows, self._rows) and all(
             segment.adapter.addresses is addresses for segment, addresses in zip(segments, self._addresses, strict=True)
         )
 
@@ -206,7 +207,7 @@ class GraphStep:
         if bucket.rank:
             addresses, tiles, ranks, scalings = self._tables.tensors
             tables = AdapterTables(addresses, tiles, ranks, scalings, bucket.rank)
-            self._routing.runs.append(ForwardRun(tables, [True] * num_groups))
+            self._routing.runs.append(ForwardRun(tables, [True] * num_groups, has_all_rows=True))
         step_tables = StepTables(num_rows, num_rows, slots, of_prompts, own, chunks=None)
         self._attend = PagedAttention(cache, kernel, step_tables)
         self._replay: Run | None = None

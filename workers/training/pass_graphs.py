@@ -36,7 +36,7 @@ from workers.model.attention import Attend
 from workers.model.base_model import BaseModel
 from workers.model.fused_runs import AdapterTables, GradientTables, TrainingRun
 from workers.model.gpu_attention import VarlenAttention
-from workers.model.gpu_operations import TRAINING_TILE_ROWS, num_arrivals, power_of_two
+from workers.model.gpu_operations import TRAINING_TILE_ROWS, blocks_of, num_arrivals, power_of_two
 from workers.model.segments import Routing, Segment
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,8 @@ class PassGraphs:
         else:
             num_rows = rows_of_bucket(num_rows)
         lengths = [*rows.lengths, *cut(num_rows - len(rows.tokens), longest)]
-        left_over = range(len(rows.tokens), num_rows)
-        adapters = AdapterTables.of(rows.segments, len(self._model.groups), TRAINING_TILE_ROWS, left_over)
-        num_left = len(left_over[::TRAINING_TILE_ROWS])
+        adapters = AdapterTables.of(rows.segments, len(self._model.groups), TRAINING_TILE_ROWS, num_rows)
+        num_left = blocks_of(num_rows - len(rows.tokens), TRAINING_TILE_ROWS)
         gradients = GradientTables.of(rows.segments, adapters)
         bucket = Bucket(
             num_rows,

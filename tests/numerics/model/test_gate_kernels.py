@@ -46,7 +46,7 @@ def test_rows_without_an_adapter_go_through_the_gate_and_rows_of_no_tile_stay_as
     interpret()
     given, segments = Operands.of(torch.bfloat16), segments_of(torch.bfloat16, shapes=MLP_SHAPES)
     given.gate_up[9], given.dout[9] = -0.0, -0.0
-    actual = joined(segments, given, before=7.0, left_over=range(9, 11))
+    actual = joined(segments, given, before=7.0, num_rows=11)
     expected = [given.gate_up, torch.zeros_like(given.dout), torch.zeros_like(given.gate_up)]
     torch.ops.tinkerpool.gate(expected[1], given.gate_up)
     torch.ops.tinkerpool.gate_backward(expected[2], given.dout, given.gate_up)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +90,32 @@ def test_a_model_that_multiplies_its_sums_samples_by_its_modules(
     assert usual.sampling_layers is not None
     assert other.sampling_layers is None
     assert "samples by transformers' modules" in caplog.text
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_model_whose_products_of_few_rows_are_wrong_leaves_them_to_the_library(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_right: bool
+) -> None:
+    interpret()
+    # patched: a CPU has no kernels
+    monkeypatch.setattr(base_model, "can_run", lambda *_: True)
+    kernels = importlib.import_module("workers.model.few_rows_kernels")
+    multiply_few, launched = kernels.multiply_few, list[int]()
+
+    def noted(out: torch.Tensor, *operands: Any) -> None:
+        launched.append(len(out))
+        multiply_few(out, *operands)
+        if not is_right:
+            out[-1] += 1
+
+    monkeypatch.setattr(kernels, "multiply_few", noted)
+    model = BaseModel(qwen3)
+    model.training_layers = None  # their attention is a GPU's
+    model.probe()
+    assert set(launched) == {24, 11}, "both sequences of the probe, each by itself"
+    assert model.sampling_layers is not None
+    assert model.sampling_layers.takes_few == is_right
+    assert ("decodes by the library's products" in caplog.text) != is_right
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim", "has_norms"), [((4, 2), 16, True), ((3, 1), 24, False)])

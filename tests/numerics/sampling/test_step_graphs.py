@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.numerics.captures import again
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.interpreted import interpret
+from tests.support.numerics.random_adapters import MLP_SHAPES, segments_of
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from workers.contract.messages import SampledSequence, SampleRequest
 from workers.model.fused_runs import AdapterTables, forward_runs
@@ -23,7 +24,7 @@ from workers.sampling import step_graphs
 from workers.sampling.attention.pages import triton_pages
 from workers.sampling.graph_pool import GraphPool, is_same
 from workers.sampling.kv_cache import PagedCache
-from workers.sampling.step_graphs import GraphStep, StepGraphs
+from workers.sampling.step_graphs import GraphStep, PlacedAdapters, StepGraphs
 
 pytestmark = [pytest.mark.usefixtures("own_base_models"), pytest.mark.slow]
 
@@ -100,6 +101,14 @@ def test_a_graph_takes_the_adapters_of_its_step(
         asked = request(name, f"{name}/v", length=5, max_tokens=5, seed=1, temperature=0.5, scales_logprobs=True)
         assert_same(sampling.sequences(asked), by_blocks.sequences(asked))
     assert len(sent) == 3, "once for each, not for each of its steps"
+
+
+def test_a_step_of_fewer_rows_has_tables_of_its_own() -> None:
+    segments = segments_of(torch.float32, shapes=MLP_SHAPES)[:2]  # rows 0 to 8
+    placed = PlacedAdapters(segments, len(MLP_SHAPES), 16)
+    assert placed.are_of(segments, 16)
+    assert not placed.are_of(segments, 8), "it would write to rows that the step has not"
+    assert not placed.are_of(segments[:1], 16)
 
 
 def test_the_least_recently_used_graph_gives_way(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.fake_cuda.costs import Call, Cost, declare, most_keys, num_bytes
 from workers.model.delta_heads import HISTORY, TOKENS
 from workers.model.expert_groups import COLUMNS as EXPERT_COLUMNS
+from workers.model.few_rows import RANKS, columns_of
 from workers.model.frozen_products import TILE_COLUMNS, TILE_ROWS
 from workers.model.gpu_attention import tile_tokens
 from workers.model.gpu_operations import (
@@ -23,6 +24,7 @@ from workers.model.gpu_operations import (
     gradient_rows,
     shrink_columns,
 )
+from workers.model.gpu_operations import TILE_ROWS as ROWS_OF_TILE
 from workers.sampling.attention.pages import tile_rows
 from workers.training.kernel_scores import TARGETS_AT_ONCE
 
@@ -39,6 +41,23 @@ def _shrunk(call: Call) -> Cost:
     matrix = xa.shape[2] * x.shape[1] * x.element_size()
     flops = 2.0 * len(tiles) * call.argument("tile_rows") * x.shape[1] * xa.shape[2]
     return Cost(1, num_blocks * num_bytes(x) + len(tiles) * matrix + _parts(call, xa), flops)
+
+
+def _few_multiplied(call: Call) -> Cost:
+    """Each block of columns reads all rows, and a norm's weight; weights are read once. Tables: as `_shrunk`."""
+    out, left, weight, xa, tiles = (call.argument(name) for name in ("out", "left", "weight", "xa", "tiles"))
+    norm_weight, bias = call.argument("norm_weight"), call.argument("bias")
+    normed = 0 if norm_weight is None else num_bytes(norm_weight)
+    num_blocks = -(-len(weight) // columns_of(len(weight)))
+    moved = num_blocks * (num_bytes(left) + normed) + num_bytes(weight) + (0 if bias is None else num_bytes(bias))
+    moved += num_bytes(out) * (2 if call.argument("is_added") else 1)
+    flops = 2.0 * left.numel() * len(weight)
+    if tiles is not None:
+        rank_blocks = -(-xa.shape[2] // RANKS)
+        matrix = xa.shape[2] * left.shape[1] * left.element_size()
+        moved += rank_blocks * (num_bytes(left) + len(tiles) * normed) + len(tiles) * matrix + num_bytes(xa)
+        flops += 2.0 * len(tiles) * ROWS_OF_TILE * left.shape[1] * xa.shape[2]
+    return Cost(1, moved, flops)
 
 
 def _parts(call: Call, parts: Tensor) -> int:
@@ -328,6 +347,7 @@ declare(
     f"{NAMESPACE}::rotate_heads_backward", _heads_rotated_backward, "workers/model/layer_kernels.py: a program a row"
 )
 declare(f"{NAMESPACE}::attention_gradients", _attention_differentiated, "workers/model/attention_kernels.py: its grid")
+declare(f"{NAMESPACE}::multiply_few", _few_multiplied, "workers/model/few_rows_kernels.py: its grid")
 declare(f"{NAMESPACE}::multiply", _multiplied, "workers/model/product_kernels.py: its grid")
 for _name in ("gate", "gate_backward"):
     declare(f"{NAMESPACE}::{_name}", _moved_once, "workers/model/layer_kernels.py: its grid")

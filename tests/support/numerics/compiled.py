@@ -25,6 +25,8 @@ from workers.model import (
     attention_kernels,
     delta_head_kernels,
     expert_kernels,
+    few_rows,
+    few_rows_kernels,
     gate_kernels,
     gpu_operations,
     layer_kernels,
@@ -48,7 +50,17 @@ INT32 = {"tiles", "ranks", "pieces", "arrivals", "segments", "firsts", "targets"
 INT32 |= {"lengths", "table", "behinds", "are_set"}
 INT64 = {"addresses", "gradients", "slots", "rows", "reads", "writes"}
 NUMBERS = {"num_rows", "num_next", "blocks", "blocks0", "blocks1", "width", "first_value", "num_values"}
-NUMBERS |= {"num_segments", "num_adapters", "num_parts", "table_width", "window", "num_tokens", "num_tiles"}
+NUMBERS |= {
+    "num_shrinking",
+    "rank_blocks",
+    "num_segments",
+    "num_adapters",
+    "num_parts",
+    "table_width",
+    "window",
+    "num_tokens",
+    "num_tiles",
+}
 """Integers that need not be multiples of 16; those that are, Triton knows to be."""
 FRACTIONS = {"eps", "scaling", "length"}
 HEADS = {"H": 32, "K": 8, "E": 128}
@@ -60,6 +72,11 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     many = {"ROWS": 64, "DEPTH": adapter_kernels.TRAINING_DEPTH, "PARTS": gpu_operations.PARTS_MAX, "IS_SUMMED": True}
     many |= {"num_stages": adapter_kernels.SHRINK_STAGES}
     yield adapter_kernels._shrink, few | {"G": 3, "num_stages": adapter_kernels.SHRINK_STAGES}
+    for rows, width, is_gated in product((16, few_rows.ROWS_MAX), (1 << 10, 1 << 12, 1 << 14), (False, True)):
+        columns = few_rows.columns_of(width)
+        sizes = {"G": 3, "ROWS": rows, "COLUMNS": columns, "DEPTH": few_rows.DEPTH, "TILE": 16, "RANKS": few_rows.RANKS}
+        sizes |= {"IS_GATED": is_gated, "HAS_NORM": is_gated, "HAS_BIAS": is_gated, "ADDS": not is_gated}
+        yield few_rows_kernels._multiply_few, sizes | {"num_stages": few_rows_kernels.stages_of(rows, columns)}
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
     for columns in (16, 64):

@@ -54,12 +54,10 @@ def one_after_another(segments: Sequence[Segment], given: Operands) -> list[Tens
     return [gate_up, out, dgate_up]
 
 
-def joined(
-    segments: Sequence[Segment], given: Operands, before: float = 0.0, left_over: range = range(0)
-) -> list[Tensor]:
-    """Return the same by two kernels; results hold a number before. `left_over`: see `AdapterTables.of`."""
+def joined(segments: Sequence[Segment], given: Operands, before: float = 0.0, num_rows: int = 0) -> list[Tensor]:
+    """Return the same by two kernels; results hold a number before. `num_rows`: see `AdapterTables.of`."""
     run = TrainingRun.of(segments)
-    tables = AdapterTables.of(segments, len(MLP_SHAPES), TrainingRun.tile_rows, left_over)
+    tables = AdapterTables.of(segments, len(MLP_SHAPES), TrainingRun.tile_rows, num_rows)
     run.tables = tables.on(given.x.device)
     gate_up, dout = given.gate_up.clone(), given.dout.clone()
     out = torch.full_like(dout, before)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fake_cuda import our_kernels  # noqa: F401 (declares what they cost)
 from tests.support.fake_cuda.costs import RULES, Call
-from workers.model import delta_heads, expert_groups, gpu_attention, layer_operations  # noqa: F401 (define operations)
+from workers.model import delta_heads, expert_groups, few_rows, gpu_attention, layer_operations  # noqa: F401 (define)
 from workers.model.gpu_operations import NAMESPACE, defined, launcher
 from workers.sampling import delta_steps  # noqa: F401 (defines an operation)
 from workers.sampling.attention import pages  # noqa: F401 (defines operations)
