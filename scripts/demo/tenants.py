@@ -482,7 +482,7 @@ def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOu
     return float(np.concatenate(differences).mean())
 
 
-def first_and_last_means(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
-    """Return the means of the first and of the last `num` steps."""
+def first_and_last_means(name: str, points: Sequence[Point]) -> dict[str, float]:
+    """Return the means of the first three and of the last three steps."""
     values = [point.value for point in points]
-    return {f"{name}_start": float(np.mean(values[:num])), f"{name}_end": float(np.mean(values[-num:]))}
+    return {f"{name}_start": float(np.mean(values[:3])), f"{name}_end": float(np.mean(values[-3:]))}
