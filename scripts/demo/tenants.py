@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from tinkerpool import SamplingClient, ServiceClient, types
 from tinkerpool.client.training.custom_loss import TorchLoss
+from tinkerpool.data import num_weighted
 
 DATA = Path(__file__).resolve().parent / "data"
 BIG_MODEL_PARAMS = 50_000_000
@@ -456,11 +457,6 @@ def epoch_batches(rng: np.random.Generator, num_items: int, batch: int, num_step
     num_epochs = -(-batch * num_steps // num_items)
     order = np.concatenate([rng.permutation(num_items) for _ in range(num_epochs)])
     return [order[step * batch : (step + 1) * batch].tolist() for step in range(num_steps)]
-
-
-def num_weighted(data: Sequence[types.Datum]) -> float:
-    """Return the sum of the weights: the number of tokens in the loss."""
-    return float(sum(datum.loss_fn_inputs["weights"].data.sum() for datum in data))
 
 
 def weighted_logprobs(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
