@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
 from coordinator.limits.ceiling import Limit
-from coordinator.limits.results import Responses
-from coordinator.limits.turns import Turns
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
@@ -34,8 +32,11 @@ class Coordinator:
     ) -> None:
         """See `Core`."""
         self.core = Core(config, pool, time, seams)
+        self.responses, self.decode_turns = self.core.responses, self.core.decode_turns
         self.authenticator: Authenticator
         self.service: Service
+        self.limits: dict[str, Limit]
+        self.traces: Traces | None
 
     async def start(self) -> None:
         """Recover and begin cycles. Raises DataDirError, or the error that keeps the pool from starting.
@@ -49,6 +50,7 @@ class Coordinator:
             raise
         self.authenticator = Authenticator(self.core.store, self.core.accounts, self.core.time.wall)
         self.service = Service(self.core, self.authenticator)
+        self.limits, self.traces = self.core.quotas.listed, self.core.traces
         self.core.tasks.spawn(self.authenticator.keep(self.core.time))
 
     async def stop(self, *, is_final: bool = False) -> None:
@@ -58,26 +60,6 @@ class Coordinator:
     async def failed(self) -> None:
         """Raise the first fatal error, as soon as it is reported: the coordinator must stop then."""
         await self.core.failure.wait()
-
-    @property
-    def responses(self) -> Responses:
-        """The room of results that doors are sending."""
-        return self.core.responses
-
-    @property
-    def decode_turns(self) -> Turns:
-        """The turns at decoding and encoding of large messages."""
-        return self.core.decode_turns
-
-    @property
-    def limits(self) -> dict[str, Limit]:
-        """The limits on what tenants take, by name."""
-        return self.core.quotas.listed
-
-    @property
-    def traces(self) -> Traces | None:
-        """The traces of operations; None: the pool sends none."""
-        return self.core.traces
 
     def health(self) -> bool:
         """Return whether new work is taken and makes progress."""

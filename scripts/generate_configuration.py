@@ -1,10 +1,5 @@
-"""Write docs/configuration.md from the settings' attribute docstrings: every option with its default, unit and advice.
+"""Write docs/configuration.md from the docstrings of the settings: every option with default, unit and advice."""
 
-With --check it writes nothing; the exit status is 1 if the page differs from the settings.
-"""
-
-import argparse
-import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
@@ -91,17 +86,5 @@ def page() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """Write or check the page; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        print(f"{PAGE} is out of date: run `.venv/bin/python -m scripts.generate_configuration`")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

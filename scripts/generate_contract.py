@@ -1,12 +1,10 @@
 """Write docs/contract.md from the comments in protos/tinkerpool/v1: every RPC, message, field and value.
 
-With --check it writes nothing; the exit status is 1 if the page differs from the contract. The buf of this environment
-reads the files.
+The buf of this environment reads the files.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -223,17 +221,5 @@ def _escaped(text: str) -> str:
     return "`".join(pieces)
 
 
-def main() -> int:
-    """Write or check the page; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        print(f"{PAGE} is out of date: run `.venv/bin/python -m scripts.generate_contract`")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -210,9 +210,9 @@ class PoolProcess:
         """Return the whole log; it is empty before the first start."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
-    def log_tail(self, num_lines: int = 25) -> str:
-        """Return the end of the log."""
-        return "\n".join(f"  {line}" for line in self.log_text().splitlines()[-num_lines:])
+    def log_tail(self) -> str:
+        """Return the last 25 lines of the log."""
+        return "\n".join(f"  {line}" for line in self.log_text().splitlines()[-25:])
 
     def processes(self) -> Iterator[tuple[int, str]]:
         """Yield pid and name of every process with the pool's TMPDIR in its environment."""

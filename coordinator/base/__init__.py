@@ -2,8 +2,8 @@
 
 Public interface:
 
-- `errors`: the kinds of errors; `ServiceError`, `Code`, functions that make common refusals; `Failure`, the first fatal
-  error;
+- `errors`: the kinds of errors; `ServiceError`, `Code`, functions that make common refusals; `EndableBlock`, which
+  another task may end with a refusal; `Failure`, the first fatal error;
 - `config`: every option of a coordinator and its doors; `VERSION`;
 - `tenant_limits`: every limit of one tenant, with default, unit and reason;
 - `memory`: blocks that go back to the system, short garbage collections;

@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -29,6 +30,7 @@ from tinkerpool.errors import Code
 __all__ = [
     "MESSAGE_LENGTH_MAX",
     "Code",
+    "EndableBlock",
     "Failure",
     "Quota",
     "ServiceError",
@@ -142,6 +144,32 @@ def sampler_exists(sampler_id: str) -> ServiceError:
     return exists(
         "SAMPLER_EXISTS", f"{sampler_id} was created before with other settings: use another index or request_id"
     )
+
+
+class EndableBlock:
+    """A block of the current task that other tasks may end with a refusal."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancels = task, task.cancelling()
+        self._refusal: ServiceError | None = None
+
+    def end(self, refusal: ServiceError) -> None:
+        """Cancel the block, once; it raises the refusal."""
+        if self._refusal is None:
+            self._refusal = refusal
+            self._task.cancel()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the block. Raises the refusal of `end`, unless the task is cancelled for another reason as well."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._refusal is not None and self._task.uncancel() <= self._num_cancels:
+                raise self._refusal from None
+            raise
 
 
 class Failure:

@@ -43,7 +43,7 @@ def make_loops(
         dispatch = Dispatch(
             pool, time, context.epoch, fleet, scheduling.losses, schedule.quarantine, schedule.deadlines
         )
-        results = Results(saver, snapshots, fleet)
+        results = Results(saver, snapshots)
         items = ItemBuilder(store, saver.states.folders, registers.in_flight)
         classes = schedule.classes
         phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, journal, classes)

@@ -88,10 +88,9 @@ class PhaseWork:
         self.num_install_bytes = 0
         """Of the states in the copies."""
 
-    def add(self, worker_id: str, log: AdapterLog, operation: Operation | None, item: Item) -> None:
-        """Send an item to the home of the adapter's copy, or a chunk of a pass to one of its helpers."""
-        assert worker_id == log.home or (worker_id in log.copy.helpers and isinstance(item, PassItem))
-        self._entries.setdefault(worker_id, []).append(Entry(log, log.copy.generation, operation, item))
+    def add(self, log: AdapterLog, operation: Operation | None, item: Item) -> None:
+        """Send an item to the home of the adapter's copy."""
+        self._entries.setdefault(log.home, []).append(Entry(log, log.copy.generation, operation, item))
 
     def install(self, log: AdapterLog, install: AdapterInstall) -> None:
         """Send a copy of the adapter to its home, where it was just placed."""

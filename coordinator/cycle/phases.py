@@ -99,7 +99,7 @@ class Phases:
                 extra_tokens, now = unsent.pop(adapter_id), self._time.monotonic()
                 for operation, item in self._items.pass_items(log.ahead(), num_chunks, decoded):
                     log.start(operation, now, cycle.cycle_id)
-                    work.add(log.home, log, operation, item)
+                    work.add(log, operation, item)
                     extra_tokens -= item.num_tokens
                 work.weigh(log.home, extra_tokens)
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)
@@ -162,7 +162,7 @@ class Phases:
         now = self._time.monotonic()
         for operation, item in items:
             log.start(operation, now, cycle.cycle_id)
-            work.add(log.home, log, operation, item)
+            work.add(log, operation, item)
 
     async def take_snapshots(self, cycle: Cycle, logs: Collection[AdapterLog]) -> None:
         """Read these adapters' states from their workers, behind a cycle; they are written while later cycles run.
@@ -173,7 +173,7 @@ class Phases:
         work, asked = PhaseWork(), [(log, log.copy.generation) for log in logs]
         for log in logs:
             self._snapshots.begin(log)
-            work.add(log.home, log, None, self._items.snapshot_item(log))
+            work.add(log, None, self._items.snapshot_item(log))
         reading = Cycle(0, self._time.wall(), self._time.monotonic())
         await self._run(reading, work)
         if any(log.home in self._fleet.away for log in logs):

@@ -14,7 +14,7 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
-from coordinator.fleet.fleet import Fleet, Incarnation
+from coordinator.fleet.fleet import Incarnation
 from coordinator.observe.metrics import REPLAYS
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import (
@@ -45,10 +45,9 @@ TRANSIENT = {ErrorCode.OUT_OF_MEMORY, ErrorCode.INTERNAL}
 class Results:
     """Applies the results for the adapters of one base model."""
 
-    def __init__(self, saver: Saver, snapshots: Snapshots, fleet: Fleet) -> None:
+    def __init__(self, saver: Saver, snapshots: Snapshots) -> None:
         self._saver = saver
         self._snapshots = snapshots
-        self._fleet = fleet
 
     async def apply(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
         """Apply one item's result."""

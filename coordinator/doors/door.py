@@ -9,7 +9,6 @@ import logging
 import resource
 import secrets
 import socket
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.base.errors import Code, ServiceError
@@ -18,52 +17,26 @@ from coordinator.limits.results import Responses
 from coordinator.limits.turns import Turns
 from coordinator.observe.metrics import REFUSALS
 from coordinator.service import Service
-from coordinator.tenants.principals import Caller, Principal, Role
+from coordinator.tenants.keys import Authenticator
 from workers.contract.logs import about
 
 if TYPE_CHECKING:
     from coordinator.observe.traces import Traces
 
 
-class Keys(Protocol):
-    """The API keys of a pool."""
-
-    def admit(self, key: str, caller: Caller, least: Role) -> Principal:
-        """Return the principal of a call that needs at least a role; the key may be empty. Raises ServiceError."""
-
-    def admit_holder(self, key_id: str, caller: Caller, least: Role) -> Principal:
-        """Return what `admit` returns, for the id of a key that the caller has shown before. Raises ServiceError."""
-
-    def while_valid(self, principal: Principal) -> AbstractContextManager[None]:
-        """Return a block that raises ServiceError UNAUTHENTICATED when the caller's key ends meanwhile."""
-
-
 class Backend(Protocol):
     """A started coordinator."""
 
-    @property
-    def service(self) -> Service:
-        """The use cases."""
-
-    @property
-    def authenticator(self) -> Keys:
-        """The API keys."""
-
-    @property
-    def responses(self) -> Responses:
-        """The room of results that are being sent."""
-
-    @property
-    def decode_turns(self) -> Turns:
-        """The turns at decoding and encoding of large messages."""
-
-    @property
-    def limits(self) -> dict[str, Limit]:
-        """The limits on what tenants take, by name; a door adds its own."""
-
-    @property
-    def traces(self) -> Traces | None:
-        """The traces, which are told of calls that come; None: the pool sends none."""
+    service: Service
+    authenticator: Authenticator
+    responses: Responses
+    """The room of results that are being sent."""
+    decode_turns: Turns
+    """The turns at decoding and encoding of large messages."""
+    limits: dict[str, Limit]
+    """The limits on what tenants take, by name; a door adds its own."""
+    traces: Traces | None
+    """The traces, which are told of calls that come; None: the pool sends none."""
 
     @property
     def has_failed(self) -> bool:

@@ -354,11 +354,6 @@ class Fleet:
         """Return the workers of a base model that are drained, live or not."""
         return [w for w in self._of(base_model) if w.is_draining]
 
-    def is_ending(self, worker_id: str) -> bool:
-        """Return whether a worker is drained and not replaced."""
-        found = self._workers.get(worker_id)
-        return found is not None and found.is_ending
-
     def has_lost(self, base_model: str) -> bool:
         """Return whether a worker of this base model is lost and to be replaced."""
         return any(not w.is_live and not w.is_ending for w in self._of(base_model))

@@ -49,8 +49,6 @@ class Copy:
     """The gradient window at `applied_seq`: that of a snapshot."""
     home: str = ""
     """The worker that has the state. Empty: there is no copy, the next worker must install one."""
-    helpers: tuple[str, ...] = ()
-    """Workers that run chunks of its passes beside its home. No code adds a worker to them."""
     must_drop_gradient: bool = False
     """The copy holds gradient of a closed window."""
     progress: dict[int, Progress] = field(default_factory=dict)

@@ -152,10 +152,10 @@ class ImportPlan:
     notes: tuple[str, ...]
     """Sentences for the person who imports."""
 
-    def spec(self, adapter_id: str, seed: int) -> AdapterSpec:
-        """Return the spec of its adapter."""
+    def spec(self, seed: int) -> AdapterSpec:
+        """Return the spec of its adapter, which has no id yet."""
         return AdapterSpec(
-            adapter_id=adapter_id,
+            adapter_id="",
             rank=self.rank,
             alpha=self.alpha,
             seed=seed,

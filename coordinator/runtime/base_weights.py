@@ -7,26 +7,15 @@ work.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from coordinator.storage.rows import BaseModelRow
+from coordinator.storage.workers import BaseModels
 from workers.contract.messages import WorkerInfo
-
-
-class Rows(Protocol):
-    """What is durable of it; see `storage.workers.BaseModels`."""
-
-    def in_use(self) -> list[BaseModelRow]:
-        """Return the base models of which there are adapters or checkpoints."""
-
-    def put(self, row: BaseModelRow) -> None:
-        """Record the weights of a base model."""
 
 
 class BaseWeights:
     """The weights of every base model."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: BaseModels) -> None:
         self._rows = rows
         self._known = {row.name: row.weights_id for row in rows.in_use()}
 

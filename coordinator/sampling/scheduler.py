@@ -13,7 +13,6 @@ before a sample's placement is used or changed.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Coroutine
 
 from coordinator.base.errors import Failure, ServiceError
@@ -32,8 +31,6 @@ from tinkerpool.v1 import history_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent
 from workers.contract.protocols import Pool, WorkerLost
-
-logger = logging.getLogger(__name__)
 
 REFUSALS_MAX = 3
 """How often a sample is started again because a worker did not hold its version."""

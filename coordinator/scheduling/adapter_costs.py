@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.scheduling.cost_model import KEPT, KEPT_MIN, MEMORY, SPAN_WIDE, median
+from coordinator.scheduling.cost_model import KEPT, KEPT_MIN, MEMORY, SPAN_WIDE
 from workers.contract.messages import AdapterSpec
 
 FACTOR_MAX = 8.0
@@ -123,7 +124,7 @@ class ItemFactor:
 
 
 def _typical(kept: Iterable[tuple[int, Mix]]) -> Mix:
-    return Mix(*map(median, zip(*(cycle for _, cycle in kept), strict=True)))
+    return Mix(*map(median_low, zip(*(cycle for _, cycle in kept), strict=True)))
 
 
 def _costs_of(cycles: list[Mix]) -> tuple[float, float] | None:

@@ -11,38 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
 from coordinator.base.time import Signal, Time, within
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.rows import WorkerClassRow
+from coordinator.storage.workers import WorkerClasses
 from workers.contract.logs import about
 
 logger = logging.getLogger(__name__)
 
 
-class Reports(Protocol):
-    """What workers reported last, durably; see `storage.workers.WorkerClasses`."""
-
-    def of_model(self, base_model: str) -> dict[str, str]:
-        """Return the fingerprint of each worker of a base model, by its id."""
-
-    def put(self, row: WorkerClassRow) -> None:
-        """Record what a worker has reported."""
-
-
 class Classes:
     """The classes of one base model's workers."""
 
-    def __init__(
-        self,
-        base_model: str,
-        fleet: Fleet,
-        time: Time,
-        wait_s: float,
-        reports: Reports,
-    ) -> None:
+    def __init__(self, base_model: str, fleet: Fleet, time: Time, wait_s: float, reports: WorkerClasses) -> None:
         """`wait_s`: most seconds to wait for a class."""
         self.changed = Signal()
         """The wait for a class is over."""

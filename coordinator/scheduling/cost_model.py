@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median_low
 
 from workers.contract.messages import Batch, LoadItem, PassItem, SaveItem
 
@@ -109,12 +109,12 @@ class CycleCosts:
     @property
     def commit_s(self) -> float:
         """Seconds of a commit; 0: not known yet."""
-        return median(self._commits) if self._commits else 0.0
+        return median_low(self._commits) if self._commits else 0.0
 
     @property
     def end_s(self) -> float:
         """Seconds of a cycle behind its pass: steps and commit; 0: not known yet."""
-        return self.commit_s + (median(self._steps) if self._steps else 0.0)
+        return self.commit_s + (median_low(self._steps) if self._steps else 0.0)
 
     @property
     def fixed_s(self) -> float | None:
@@ -152,9 +152,9 @@ class CycleCosts:
         for stale in [k for k, kept in self._classes.items() if kept[-1][0] <= self._num_passes - MEMORY]:
             del self._classes[stale], self._medians[stale]
         self._medians[key] = Measured(
-            median(each.num_tokens for _, each in measured),
-            median(each.length for _, each in measured),
-            median(each.seconds for _, each in measured),
+            median_low(each.num_tokens for _, each in measured),
+            median_low(each.length for _, each in measured),
+            median_low(each.seconds for _, each in measured),
         )
         self._line = _fit([self._medians[k] for k, kept in self._classes.items() if len(kept) >= KEPT_MIN])
 
@@ -280,12 +280,6 @@ class Deadlines:
     def forget(self, incarnation: str) -> None:
         """Drop the state of an incarnation that has ended."""
         self._owed_s.pop(incarnation, None)
-
-
-def median(values: Iterable[float]) -> float:
-    """Return the middle value; of two in the middle the lower, so that it is a measured one."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _fit(points: list[Measured]) -> Line | None:

@@ -12,15 +12,14 @@ workers, or on what a tenant runs. Main invariant: only time and an administrato
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from coordinator.base.time import Alarms, Signal, Time, backoff_s
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
+from coordinator.storage.tenants import Probations
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +27,6 @@ BACKOFF_S, BACKOFF_S_MAX = 10.0, 1800.0
 """The pause after the first kill, and the longest one that kills alone cause; each is twice the one before."""
 COST_FACTOR = 9.0
 """The pause after the loss of a worker, by the seconds from the start of the turn until the worker was replaced."""
-
-
-class Records(Protocol):
-    """The stored records, as `coordinator.storage.tenants.Probations` has them."""
-
-    def all(self) -> list[ProbationRow]:
-        """Return every record."""
-
-    def note(self, row: ProbationRow) -> None:
-        """Store a record with the next write."""
-
-    def release(self, tenant_id: str, act: Act) -> asyncio.Future[None]:
-        """Delete a tenant's record, and record the act."""
-
-    def service_time(self) -> float:
-        """Return the seconds that the service has run in all its incarnations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +53,7 @@ class Standing:
 class Probation:
     """The kills of all tenants."""
 
-    def __init__(self, records: Records, halving_s: float) -> None:
+    def __init__(self, records: Probations, halving_s: float) -> None:
         """`halving_s`: seconds of service after which the number of kills halves; 0: no tenant is put on probation."""
         self.changed = Signal()
         """A tenant may run, or must not run, that could not, or could, before."""

@@ -53,7 +53,6 @@ class WorkerLoss:
     """An incarnation of a worker is lost."""
 
     worker_id: str
-    incarnation: str
     samples: tuple[Flight, ...]
     """Samples that were in flight there, also those that were not sent yet."""
     poison: str
@@ -154,7 +153,7 @@ class LossRecorder:
                 group.mark_dirty(group.logs[poison.target_id])
         name, is_blameless = poison.name if poison else "", had_turn or has_left
         for feed in self._feeds:
-            feed.put(WorkerLoss(worker_id, incarnation, samples, name, probation, is_blameless, unproven))
+            feed.put(WorkerLoss(worker_id, samples, name, probation, is_blameless, unproven))
 
     def checked(self, loss: WorkerLoss) -> None:
         """Record that each unproven worker has replied to a ping that was sent after the loss, or is late or lost."""

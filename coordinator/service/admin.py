@@ -10,14 +10,13 @@ import json
 
 from coordinator.base.errors import denied, invalid
 from coordinator.service.access import UseCases, check_ttl, timestamp, uninterrupted
-from coordinator.service.listings import number_of
+from coordinator.service.listings import number_of, rows_of_page
 from coordinator.storage.rows import ApiKeyRow, AuditRow, TenantRow
 from coordinator.tenants.keys import GRACE_S_DEFAULT
 from coordinator.tenants.principals import Principal, Role
 from tinkerpool.v1 import admin_pb2 as pb
 
 PAGE_SIZE = 100
-AUDIT_PAGE_SIZE_MAX = 1000
 ROLES = {
     pb.ROLE_UNSPECIFIED: Role.MEMBER,
     pb.ROLE_READ_ONLY: Role.READ_ONLY,
@@ -119,9 +118,7 @@ class AdminUseCases(UseCases):
         self, principal: Principal, request: pb.ListAuditEntriesRequest
     ) -> pb.ListAuditEntriesResponse:
         """List what administrators did, the newest first. A page's token is its oldest entry."""
-        if request.page_size < 0:
-            raise invalid(f"page_size must be 0 or more, not {request.page_size}")
-        limit = min(request.page_size or PAGE_SIZE, AUDIT_PAGE_SIZE_MAX)
+        limit = rows_of_page(request.page_size, PAGE_SIZE)
         rows = self._core.store.audit.newest(
             limit + 1,
             before=number_of(request.page_token),

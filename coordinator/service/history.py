@@ -7,7 +7,7 @@ from functools import partial
 from coordinator.base.errors import invalid, not_found
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import UseCases, uninterrupted
-from coordinator.service.listings import PAGE_BYTES_MAX, PAGE_ROWS_MAX, number_of
+from coordinator.service.listings import PAGE_BYTES_MAX, number_of, rows_of_page
 from coordinator.tenants.principals import Principal
 from tinkerpool.names import parse_operation_name
 from tinkerpool.v1 import history_pb2 as pb
@@ -37,10 +37,8 @@ class HistoryUseCases(UseCases):
 
     async def list_history(self, principal: Principal, request: pb.ListHistoryRequest) -> pb.ListHistoryResponse:
         """List the entries of an adapter or sampler, oldest first."""
-        if request.page_size < 0:
-            raise invalid(f"page_size must be 0 or more, not {request.page_size}")
+        num_left = rows_of_page(request.page_size)
         response, last_id, num_bytes = pb.ListHistoryResponse(), number_of(request.page_token), 0
-        num_left = min(request.page_size or PAGE_ROWS_MAX, PAGE_ROWS_MAX)
         while num_left and num_bytes < PAGE_BYTES_MAX:
             num_asked = min(num_left, SLICE_ROWS)
             rows = self._core.store.history.page(principal.tenant_id, request.target_id, last_id, num_asked)

@@ -138,7 +138,7 @@ class ImportUseCases(CopyUseCases):
                 payload,
                 request.adapter_name,
                 plan.base_model,
-                plan.spec("", request.seed),
+                plan.spec(seed=request.seed),
                 functools.partial(self._upload_start, upload=upload, plan=plan),
             )
 
@@ -221,9 +221,10 @@ class ImportUseCases(CopyUseCases):
         """Return a new upload, if its import has room. Raises ServiceError."""
         core, tenant_id = self._core, principal.tenant_id
         self._core.quotas.check_permitted(principal.tenant_id, plan.base_model, plan.rank)
-        self._check_size(self._model(plan.base_model), plan.spec("", 0))
+        spec = plan.spec(seed=0)
+        self._check_size(self._model(plan.base_model), spec)
         save = checkpoints_pb.SaveStateRequest(name=request.upload_id)
-        claim = core.holdings.claim_of_save(plan.spec("", 0), plan.base_model, save).plus(Claim(num_bytes=len(payload)))
+        claim = core.holdings.claim_of_save(spec, plan.base_model, save).plus(Claim(num_bytes=len(payload)))
         if (refusal := core.ceilings.refusal(tenant_id, claim)) is not None:
             raise refusal
         core.ceilings.adapters.check(tenant_id)

@@ -89,16 +89,20 @@ class Listed(Generic[R, M]):
 
 def page_bounds(request: ListRequest, default_size: int) -> tuple[int, Place]:
     """Return the most rows of the page that a request asks for, and its place. Raises ServiceError INVALID_ARGUMENT."""
-    size, skip = request.page_size, request.skip
-    if size < 0:
-        raise invalid(f"page_size must be 0 or more, not {size}")
+    limit, skip = rows_of_page(request.page_size, default_size), request.skip
     if skip < 0:
         raise invalid(f"skip must be 0 or more, not {skip}")
-    limit = min(size or default_size, PAGE_ROWS_MAX)
     if named := TOKEN.fullmatch(request.page_token):
         return limit, Place((float(named[1]), named[2]), skip)
     # The token of an older pool is the number of rows before the page: a client may hold one over an upgrade.
     return limit, Place(skip=number_of(request.page_token) + skip)
+
+
+def rows_of_page(size: int, default_size: int = PAGE_ROWS_MAX) -> int:
+    """Return the most rows of a page of this size, 0: of the default size. Raises ServiceError INVALID_ARGUMENT."""
+    if size < 0:
+        raise invalid(f"page_size must be 0 or more, not {size}")
+    return min(size or default_size, PAGE_ROWS_MAX)
 
 
 def number_of(token: str) -> int:

@@ -74,8 +74,6 @@ class _Queued:
     kind: str
     """The prefix of its failpoints; empty: it has none."""
     future: asyncio.Future[Any]
-    can_linger: bool
-    """Whether sharing a commit with the next writes is worth a short wait."""
     is_deletion: bool
     """Whether it may use the reserve of a full disk."""
 
@@ -171,6 +169,7 @@ class Database:
     ) -> asyncio.Future[T]:
         """Queue a write; the future is done when it is durable. If it raises, only this write is rolled back.
 
+        `can_linger`: sharing a commit with the next writes is worth a short wait.
         `is_deletion`: it frees more room than it needs, so it may use the reserve of a full disk.
         """
         loop = asyncio.get_running_loop()
@@ -178,7 +177,7 @@ class Database:
         if self._broken is not None or self._is_closed:
             future.set_exception(self._broken or StorageError("the database is closed"))
             return future
-        self._queued.append(_Queued(write, kind, future, can_linger, is_deletion))
+        self._queued.append(_Queued(write, kind, future, is_deletion))
         if not can_linger:
             self._hurry.set()
         if self._committing is None:

@@ -138,19 +138,14 @@ class Operations(Table[OperationRow]):
         )
         self._database.ride(f"fetched {target_id}:{seq}", lambda db: db.execute(sql, (now, target_id, seq)))
 
-    async def drop_results(self, *, fetched_before: float, finished_before: float) -> int:
+    async def drop_results(self, *, fetched_before: float, finished_before: float) -> None:
         """Drop results that were fetched or finished before these moments of service time, if no recovery needs the
-        operation. Returns their number.
+        operation.
 
         Until the second moment a seq or request id that no other row records stays taken, with an empty outcome.
         """
-
-        total = 0
-        while True:
-            num = await self._database.write(lambda db: _drop_slice(db, fetched_before, finished_before))
-            total += num
-            if num < DROPPED_MAX:
-                return total
+        while await self._database.write(lambda db: _drop_slice(db, fetched_before, finished_before)) == DROPPED_MAX:
+            pass
 
     def _with_payloads(self, condition: str, parameters: Sequence[object]) -> list[tuple[OperationRow, bytes | None]]:
         source = f"{_WITH_OUTCOMES} LEFT JOIN payloads USING (target_id, seq)"

@@ -10,7 +10,6 @@ alike, without reading the database.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import hmac
@@ -21,9 +20,8 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from coordinator.base.errors import Code, Quota, ServiceError, busy, denied, invalid, not_found, unmet
+from coordinator.base.errors import Code, EndableBlock, Quota, ServiceError, busy, denied, invalid, not_found, unmet
 from coordinator.base.time import Time
 from coordinator.storage.access.admins import NoAdminError
 from coordinator.storage.access.api_keys import NewKey, Pace, TooManyRotationsError
@@ -67,7 +65,7 @@ class Authenticator:
         """Key id to its last use in this epoch."""
         self._noted: dict[str, float] = {}
         """The uses that are stored."""
-        self._holders: defaultdict[str, dict[_Holder, None]] = defaultdict(dict)
+        self._holders: defaultdict[str, dict[EndableBlock, None]] = defaultdict(dict)
         """Key id to its running calls, which end in the order in which they began."""
 
     def admit(self, key: str, caller: Caller, least: Role) -> Principal:
@@ -122,19 +120,14 @@ class Authenticator:
 
         The key's revocation or expiry, or its tenant's suspension, cancels the block, which then raises ServiceError.
         """
-        task = asyncio.current_task()
-        assert task is not None
         self.holder(principal.key_id)
-        holder, num_cancels = _Holder(task), task.cancelling()
-        self._holders[principal.key_id][holder] = None
+        call = EndableBlock()
+        self._holders[principal.key_id][call] = None
         try:
-            yield
-        except asyncio.CancelledError:
-            if holder.refusal is not None and task.uncancel() <= num_cancels:
-                raise holder.refusal from None
-            raise
+            with call.running():
+                yield
         finally:
-            del self._holders[principal.key_id][holder]
+            del self._holders[principal.key_id][call]
             if not self._holders[principal.key_id]:
                 del self._holders[principal.key_id]
 
@@ -301,8 +294,8 @@ class Authenticator:
         self._end_calls(key_id, lambda: _revoked(key_id))
 
     def _end_calls(self, key_id: str, refusal: Callable[[], ServiceError]) -> None:
-        for holder in list(self._holders.get(key_id, ())):
-            holder.end(refusal())
+        for call in list(self._holders.get(key_id, ())):
+            call.end(refusal())
 
     def _act(self, act: str, key_id: str, by: Principal | None, details: dict[str, str], now: float) -> Act:
         return Act(
@@ -313,20 +306,6 @@ class Authenticator:
             subject=key_id,
             details=details,
         )
-
-
-class _Holder:
-    """A task with a call that runs with a key."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
-        self.refusal: ServiceError | None = None
-
-    def end(self, refusal: ServiceError) -> None:
-        """Cancel the call, once; it raises the refusal."""
-        if self.refusal is None:
-            self.refusal = refusal
-            self._task.cancel()
 
 
 def _fingerprint(text: str) -> str:

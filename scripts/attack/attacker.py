@@ -66,9 +66,9 @@ class Attacker:
         """Return whether the attack has sent everything, or its process has ended."""
         return self._wait_for("finished", 0) or self._process.poll() is not None
 
-    def wait_finished(self, timeout_s: float) -> bool:
-        """Wait until the attack has sent everything; return whether it has."""
-        return self._wait_for("finished", timeout_s)
+    def wait_finished(self, timeout_s: float) -> None:
+        """Wait until the attack has sent everything, but not longer than this."""
+        self._wait_for("finished", timeout_s)
 
     def stop(self) -> Counter[str]:
         """End the attack and its process; return the tally."""

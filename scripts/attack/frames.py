@@ -78,7 +78,7 @@ class Connection:
         """Whether the pool has closed the connection."""
         return self._reader.at_eof() or (self._reading is not None and self._reading.done())
 
-    def head(self, path: str, key: str = "", *, is_last: bool = False) -> tuple[int, bytes]:
+    def head(self, path: str, key: str = "") -> tuple[int, bytes]:
         """Return a new stream and the frame that begins a gRPC call on it."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._windows[stream] += 0
@@ -92,8 +92,7 @@ class Connection:
         ]
         if key:
             headers.append(("authorization", f"Bearer {key}"))
-        flags = END_HEADERS | (END_STREAM if is_last else 0)
-        return stream, frame(HEADERS, flags, stream, self._encoder.encode(headers, huffman=False))
+        return stream, frame(HEADERS, END_HEADERS, stream, self._encoder.encode(headers, huffman=False))
 
     async def write(self, data: bytes) -> None:
         """Write frames. Raises OSError if the pool has closed the connection."""

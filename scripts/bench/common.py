@@ -186,7 +186,6 @@ class Results:
         self.tables: list[Table] = []
         self.goals: list[Goal] = []
         self._folder: Path | None = args.results
-        self._threads: int = args.threads
         self._began_s = time.perf_counter()
         self._machine = machine_line(args.threads)
         print(self._machine, flush=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from tinkerpool import SamplingClient, ServiceClient, types
 from tinkerpool.client.training.custom_loss import TorchLoss
+from tinkerpool.data import num_weighted
 
 DATA = Path(__file__).resolve().parent / "data"
 BIG_MODEL_PARAMS = 50_000_000
@@ -458,11 +459,6 @@ def epoch_batches(rng: np.random.Generator, num_items: int, batch: int, num_step
     return [order[step * batch : (step + 1) * batch].tolist() for step in range(num_steps)]
 
 
-def num_weighted(data: Sequence[types.Datum]) -> float:
-    """Return the sum of the weights: the number of tokens in the loss."""
-    return float(sum(datum.loss_fn_inputs["weights"].data.sum() for datum in data))
-
-
 def weighted_logprobs(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
     """Return the log-probability of each sequence's weighted part."""
     weighted = zip(data, output.loss_fn_outputs, strict=True)
@@ -482,7 +478,7 @@ def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOu
     return float(np.concatenate(differences).mean())
 
 
-def first_and_last_means(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
-    """Return the means of the first and of the last `num` steps."""
+def first_and_last_means(name: str, points: Sequence[Point]) -> dict[str, float]:
+    """Return the means of the first three and of the last three steps."""
     values = [point.value for point in points]
-    return {f"{name}_start": float(np.mean(values[:num])), f"{name}_end": float(np.mean(values[-num:]))}
+    return {f"{name}_start": float(np.mean(values[:3])), f"{name}_end": float(np.mean(values[-3:]))}

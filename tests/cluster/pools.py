@@ -30,7 +30,6 @@ RAY = (*RAY_CLI, "start", "--object-store-memory", "80000000")
 SUPERVISED = 'while true; do "$@" --block; sleep 1; done'
 """Runs `ray start` again and again, as a service manager does: a raylet that was declared dead exits."""
 START_TIMEOUT_S = 120.0
-STATUS_TIMEOUT_S = 60.0
 ENDED_S = 30.0
 """Seconds for the steps under way to end, once all are served again."""
 LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ \S+: (.*)$")

@@ -229,7 +229,6 @@ class SimPoolFront:
         self._tasks: set[asyncio.Task[None]] = set()
         self.outstanding: list[tuple[_Incarnation, Batch]] = []
         """Batches that were sent and have no reply yet."""
-        self.num_replayed = 0
         self._missing: list[str] = []
         self._num_gone = 0
         """References in a row that led nowhere."""

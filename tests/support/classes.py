@@ -8,11 +8,12 @@ from coordinator.base.time import SystemTime, Time
 from coordinator.fleet.fleet import Fleet
 from coordinator.scheduling.classes import Classes
 from coordinator.storage.rows import WorkerClassRow
+from coordinator.storage.workers import WorkerClasses
 
 
 @dataclass(slots=True)
-class MemoryReports:
-    """Implements `Reports`."""
+class MemoryReports(WorkerClasses):
+    """The classes that workers reported, in memory."""
 
     rows: dict[str, str] = field(default_factory=dict)
     """Worker to fingerprint."""

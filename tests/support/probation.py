@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from coordinator.storage.access.audit import Act
 from coordinator.storage.rows import ProbationRow
+from coordinator.storage.tenants import Probations
 
 
 @dataclass(slots=True)
-class MemoryRecords:
-    """Stands for `coordinator.storage.tenants.Probations`; outlives a `Probation`, as the database does."""
+class MemoryRecords(Probations):
+    """Has no database; outlives a `Probation`, as the database does."""
 
     rows: dict[str, ProbationRow] = field(default_factory=dict)
     now: float = 1000.0

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -102,7 +102,8 @@ class RestClient:
     def get_training_run(self, training_run_id: str, access_scope: Owned = "owned") -> APIFuture[types.TrainingRun]:
         """Return an adapter. Raises NotFound."""
         refuse(access_scope=access_scope)
-        return self._start(self._get_training_run(training_run_id))
+        request = partial(adapters_pb2.GetAdapterRequest, adapter_id=training_run_id)
+        return self._ask(methods.GET_ADAPTER, request, lambda response: _training_run(response.adapter))
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: Owned = "owned"
@@ -112,11 +113,13 @@ class RestClient:
 
     def rename_training_run(self, training_run_id: str, name: str) -> APIFuture[types.TrainingRun]:
         """Give an adapter another name, empty: none; return it. Not in the SDK. Raises NotFound and InvalidArgument."""
-        return self._start(self._rename_training_run(training_run_id, name))
+        request = partial(adapters_pb2.RenameAdapterRequest, adapter_id=training_run_id, name=name)
+        return self._ask(methods.RENAME_ADAPTER, request, lambda response: _training_run(response.adapter))
 
     def delete_training_run(self, training_run_id: str) -> APIFuture[None]:
         """Delete an adapter and its training state; its checkpoints stay. Raises NotFound."""
-        return self._start(self._delete_training_run(training_run_id))
+        request = partial(adapters_pb2.DeleteAdapterRequest, adapter_id=training_run_id)
+        return self._ask(methods.DELETE_ADAPTER, request, lambda response: None)
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[types.CheckpointsListResponse]:
         """List all checkpoints of an adapter, newest first."""
@@ -137,7 +140,8 @@ class RestClient:
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint for good. Raises NotFound."""
-        return self._start(self._delete_checkpoint(tinker_path))
+        request = partial(checkpoints_pb2.DeleteCheckpointRequest, path=tinker_path)
+        return self._ask(methods.DELETE_CHECKPOINT, request, lambda response: None)
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
@@ -270,11 +274,13 @@ class RestClient:
     def get_session(self, session_id: str, access_scope: Owned = "owned") -> APIFuture[types.SessionInfo]:
         """Return a session, live or not. Raises NotFound."""
         refuse(access_scope=access_scope)
-        return self._start(self._get_session(session_id))
+        request = partial(sessions_pb2.GetSessionRequest, session_id=session_id)
+        return self._ask(methods.GET_SESSION, request, lambda response: _session(response.session))
 
     def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
         """Return a sampler. Raises NotFound."""
-        return self._start(self._get_sampler(sampler_id))
+        request = partial(sampling_pb2.GetSamplerRequest, sampler_id=sampler_id)
+        return self._ask(methods.GET_SAMPLER, request, lambda response: _sampler(response.sampler))
 
     def whoami(self) -> APIFuture[types.WhoamiResponse]:
         """Return which key and tenant the calls are made with. Raises Unauthenticated."""
@@ -282,11 +288,13 @@ class RestClient:
 
     def get_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
         """Return an operation in its current state. Raises NotFound, also after its retention."""
-        return self._start(self._get_operation(name))
+        request = partial(operations_pb2.GetOperationRequest, name=name)
+        return self._ask(methods.GET_OPERATION, request, lambda response: response.operation)
 
     def cancel_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
         """Ask to cancel an operation; return its state after that. Raises NotFound."""
-        return self._start(self._cancel_operation(name))
+        request = partial(operations_pb2.CancelOperationRequest, name=name)
+        return self._ask(methods.CANCEL_OPERATION, request, lambda response: response.operation)
 
     def get_pool_status(self, num_cycles: int = 20) -> APIFuture[pool_pb2.GetPoolStatusResponse]:
         """Return workers, queued operations, and the last cycles with their tenants."""
@@ -338,44 +346,54 @@ class RestClient:
     def _start(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
         return self._connection.start(work, is_cancellable=True)
 
-    async def _list_training_runs(
-        self, wanted: Callable[..., adapters_pb2.ListAdaptersRequest], limit: int, offset: int
-    ) -> types.TrainingRunsResponse:
-        async def page(size: int, token: str) -> tuple[list[adapters_pb2.Adapter], str]:
-            request = wanted(page_size=size, page_token=token)
-            response = await self._connection.call(methods.LIST_ADAPTERS, request)
-            return list(response.adapters), response.next_page_token
+    def _ask(
+        self,
+        method: methods.Unary[methods.RequestT, methods.ResponseT],
+        make_request: Callable[[], methods.RequestT],
+        convert: Callable[[methods.ResponseT], T],
+    ) -> APIFuture[T]:
+        """Make a call; the future has the converted response, and raises the error of a request that cannot be made."""
 
-        adapters = await _list(page, limit, offset)
+        async def ask() -> T:
+            return convert(await self._connection.call(method, make_request()))
+
+        return self._start(ask())
+
+    async def _list(
+        self,
+        method: methods.Unary[Any, methods.ResponseT],
+        make_request: Callable[..., Message],
+        items_of: Callable[[methods.ResponseT], Iterable[T]],
+        limit: int | None,
+        offset: int,
+    ) -> list[T]:
+        """Return items `offset` to `offset + limit` of a listing in pages; all from `offset` on if `limit` is None."""
+        if offset < 0 or (limit is not None and limit < 1):
+            raise ValueError(f"limit must be at least 1 and offset at least 0, got {limit} and {offset}")
+        items: list[T] = []
+        end = None if limit is None else offset + limit
+        token = ""
+        while True:
+            size = PAGE_SIZE_MAX if end is None else min(end - len(items), PAGE_SIZE_MAX)
+            page: Any = await self._connection.call(method, make_request(page_size=size, page_token=token))
+            items += items_of(page)
+            token = page.next_page_token
+            if not token or (end is not None and len(items) >= end):
+                return items[offset:end]
+
+    async def _list_training_runs(
+        self, make_request: Callable[..., adapters_pb2.ListAdaptersRequest], limit: int, offset: int
+    ) -> types.TrainingRunsResponse:
+        adapters = await self._list(methods.LIST_ADAPTERS, make_request, lambda page: page.adapters, limit, offset)
         return types.TrainingRunsResponse(training_runs=[_training_run(adapter) for adapter in adapters])
 
-    async def _rename_training_run(self, training_run_id: str, name: str) -> types.TrainingRun:
-        request = adapters_pb2.RenameAdapterRequest(adapter_id=training_run_id, name=name)
-        return _training_run((await self._connection.call(methods.RENAME_ADAPTER, request)).adapter)
-
-    async def _get_training_run(self, training_run_id: str) -> types.TrainingRun:
-        request = adapters_pb2.GetAdapterRequest(adapter_id=training_run_id)
-        return _training_run((await self._connection.call(methods.GET_ADAPTER, request)).adapter)
-
-    async def _delete_training_run(self, training_run_id: str) -> None:
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=training_run_id)
-        await self._connection.call(methods.DELETE_ADAPTER, request)
-
     async def _list_checkpoints(self, adapter_id: str, limit: int | None, offset: int) -> types.CheckpointsListResponse:
-        async def page(size: int, token: str) -> tuple[list[checkpoints_pb2.Checkpoint], str]:
-            request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter_id, page_size=size, page_token=token)
-            response = await self._connection.call(methods.LIST_CHECKPOINTS, request)
-            return list(response.checkpoints), response.next_page_token
-
-        checkpoints = await _list(page, limit, offset)
+        request = partial(checkpoints_pb2.ListCheckpointsRequest, adapter_id=adapter_id)
+        checkpoints = await self._list(methods.LIST_CHECKPOINTS, request, lambda page: page.checkpoints, limit, offset)
         return types.CheckpointsListResponse(checkpoints=[_checkpoint(checkpoint) for checkpoint in checkpoints])
 
     async def _checkpoint(self, method: methods.Unary[Any, Any], request: Message) -> types.Checkpoint:
         return _checkpoint((await self._connection.call(method, request)).checkpoint)
-
-    async def _delete_checkpoint(self, path: str) -> None:
-        request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
-        await self._connection.call(methods.DELETE_CHECKPOINT, request)
 
     async def _export(self, exporter: Exporter, directory: Path) -> Path:
         pool = await self._connection.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest())
@@ -405,24 +423,9 @@ class RestClient:
         return imported
 
     async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
-        async def page(size: int, token: str) -> tuple[list[sessions_pb2.Session], str]:
-            request = sessions_pb2.ListSessionsRequest(page_size=size, page_token=token)
-            response = await self._connection.call(methods.LIST_SESSIONS, request)
-            return list(response.sessions), response.next_page_token
-
-        sessions = await _list(page, limit, offset)
+        request = sessions_pb2.ListSessionsRequest
+        sessions = await self._list(methods.LIST_SESSIONS, request, lambda page: page.sessions, limit, offset)
         return types.ListSessionsResponse(sessions=[session.session_id for session in sessions])
-
-    async def _get_session(self, session_id: str) -> types.SessionInfo:
-        request = sessions_pb2.GetSessionRequest(session_id=session_id)
-        return _session((await self._connection.call(methods.GET_SESSION, request)).session)
-
-    async def _get_sampler(self, sampler_id: str) -> types.GetSamplerResponse:
-        request = sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
-        sampler = (await self._connection.call(methods.GET_SAMPLER, request)).sampler
-        return types.GetSamplerResponse(
-            sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path or None
-        )
 
     async def _whoami(self) -> types.WhoamiResponse:
         limits = await self._connection.call(methods.GET_TENANT_LIMITS, limits_pb2.GetTenantLimitsRequest())
@@ -430,14 +433,6 @@ class RestClient:
         return types.WhoamiResponse(
             user_urn=f"urn:tinkerpool:key:{key_id}", org_urn=f"urn:tinkerpool:tenant:{limits.tenant}"
         )
-
-    async def _get_operation(self, name: str) -> operations_pb2.Operation:
-        request = operations_pb2.GetOperationRequest(name=name)
-        return (await self._connection.call(methods.GET_OPERATION, request)).operation
-
-    async def _cancel_operation(self, name: str) -> operations_pb2.Operation:
-        request = operations_pb2.CancelOperationRequest(name=name)
-        return (await self._connection.call(methods.CANCEL_OPERATION, request)).operation
 
     async def _watch_cycles(self) -> AsyncGenerator[pool_pb2.Cycle, None]:
         backoff = self._connection.start_retries()
@@ -496,21 +491,6 @@ async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilit
     )
 
 
-async def _list(page: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None, offset: int) -> list[T]:
-    """Return items `offset` to `offset + limit` of a listing in pages; all from `offset` on if `limit` is None."""
-    if offset < 0 or (limit is not None and limit < 1):
-        raise ValueError(f"limit must be at least 1 and offset at least 0, got {limit} and {offset}")
-    items: list[T] = []
-    end = None if limit is None else offset + limit
-    token = ""
-    while True:
-        size = PAGE_SIZE_MAX if end is None else min(end - len(items), PAGE_SIZE_MAX)
-        more, token = await page(size, token)
-        items += more
-        if not token or (end is not None and len(items) >= end):
-            return items[offset:end]
-
-
 def _time(timestamp: Timestamp) -> datetime:
     return timestamp.ToDatetime(tzinfo=UTC)
 
@@ -553,4 +533,10 @@ def _session(session: sessions_pb2.Session) -> types.SessionInfo:
         create_time=_time(session.create_time),
         is_live=session.is_live,
         user_metadata=dict(session.user_metadata),
+    )
+
+
+def _sampler(sampler: sampling_pb2.Sampler) -> types.GetSamplerResponse:
+    return types.GetSamplerResponse(
+        sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path or None
     )

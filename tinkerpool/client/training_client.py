@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn, get_args, overload
+from typing import Any, Literal, NoReturn, TypeVar, get_args, overload
 
 from tinkerpool import types
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, Ready, submitted
+from tinkerpool.client.calls.methods import RequestT
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
@@ -23,6 +24,8 @@ from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.foreign_names import refuse
 from tinkerpool.history import HistoryEntry, entry_of
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, history_pb2, operations_pb2, training_pb2
+
+T = TypeVar("T")
 
 
 class TrainingClient(Ready):
@@ -81,7 +84,9 @@ class TrainingClient(Ready):
             raise ValueError("optim_params and adam_params are two names of one argument: pass one of them")
         adam = encoding.adam_params(adam_params if optim_params is None else optim_params)
         request = training_pb2.OptimStepRequest(adapter_id=self.model_id, adam=adam)
-        return self._sequence.reserve(1, lambda seq: self._optim_step(request, seq))
+        return self._submit(
+            methods.OPTIM_STEP, request, lambda op: types.OptimStepResponse(metrics=dict(op.optim_step.metrics))
+        )
 
     def train_step(
         self,
@@ -165,7 +170,7 @@ class TrainingClient(Ready):
             overwrite=overwrite,
             user_metadata=encoding.string_map(user_metadata),
         )
-        return self._sequence.reserve(1, lambda seq: self._save_state(request, seq))
+        return self._submit(methods.SAVE_STATE, request, lambda op: types.SaveWeightsResponse(path=op.save_state.path))
 
     def save_weights_for_sampler(
         self,
@@ -192,7 +197,11 @@ class TrainingClient(Ready):
             user_metadata=encoding.string_map(user_metadata),
             overwrite=overwrite,
         )
-        return self._sequence.reserve(1, lambda seq: self._named_sampler_weights(request, seq))
+        return self._submit(
+            methods.SAVE_WEIGHTS_FOR_SAMPLER,
+            request,
+            lambda op: types.SaveWeightsForSamplerResponse(path=op.save_weights_for_sampler.path),
+        )
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: None = None
@@ -208,7 +217,11 @@ class TrainingClient(Ready):
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
             adapter_id=self.model_id, name=name, ttl_seconds=encoding.ttl(ttl_seconds), for_export=True
         )
-        return self._sequence.reserve(1, lambda seq: self._external_weights(request, seq))
+        return self._submit(
+            methods.SAVE_WEIGHTS_FOR_SAMPLER,
+            request,
+            lambda op: types.SaveWeightsExternalResponse(path=op.save_weights_for_sampler.path),
+        )
 
     def load_state(self, path: str, weights_access_token: None = None) -> APIFuture[types.LoadWeightsResponse]:
         """Replace the weights by a checkpoint's, reset the moments, and discard the pending gradient.
@@ -216,18 +229,14 @@ class TrainingClient(Ready):
         Raises ValueError for a malformed path; the future raises NotFound.
         """
         refuse(weights_access_token=weights_access_token)
-        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=encoding.checkpoint_path(path))
-        return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
+        return self._load(path, with_optimizer=False)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
         """Replace weights, moments and step count by a checkpoint's, and discard the pending gradient."""
         refuse(weights_access_token=weights_access_token)
-        request = training_pb2.LoadStateRequest(
-            adapter_id=self.model_id, path=encoding.checkpoint_path(path), with_optimizer=True
-        )
-        return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
+        return self._load(path, with_optimizer=True)
 
     def discard_gradient(self) -> APIFuture[types.DiscardGradientResponse]:
         """Discard the pending gradient without a step; weights and moments stay. Not in the SDK.
@@ -235,7 +244,7 @@ class TrainingClient(Ready):
         Also opens the gradient window after a failure has closed it, so that the next `forward_backward` counts.
         """
         request = training_pb2.DiscardGradientRequest(adapter_id=self.model_id)
-        return self._sequence.reserve(1, lambda seq: self._discard_gradient(request, seq))
+        return self._submit(methods.DISCARD_GRADIENT, request, lambda _: types.DiscardGradientResponse())
 
     def save_weights_and_get_sampling_client(
         self,
@@ -356,6 +365,22 @@ class TrainingClient(Ready):
     def _run(self, method: methods.Unary[Any, Any], requests: Sequence[Any]) -> APIFuture[types.ForwardBackwardOutput]:
         return self._sequence.reserve(len(requests), lambda seq: passes.run(self._sequence, method, requests, seq))
 
+    def _submit(
+        self, method: methods.Unary[RequestT, Any], request: RequestT, convert: Callable[[operations_pb2.Operation], T]
+    ) -> APIFuture[T]:
+        """Run an operation with the next sequence number; the future has what `convert` makes of it."""
+
+        async def run(seq: int) -> T:
+            return convert(await self._sequence.run(method, request, seq))
+
+        return self._sequence.reserve(1, run)
+
+    def _load(self, path: str, *, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
+        request = training_pb2.LoadStateRequest(
+            adapter_id=self.model_id, path=encoding.checkpoint_path(path), with_optimizer=with_optimizer
+        )
+        return self._submit(methods.LOAD_STATE, request, lambda op: types.LoadWeightsResponse(path=op.load_state.path))
+
     async def _report(self, request: history_pb2.ReportMetricsRequest) -> None:
         await self._connection.call(methods.REPORT_METRICS, request)
 
@@ -367,40 +392,6 @@ class TrainingClient(Ready):
             if not page.has_more:
                 return entries
             request.page_token = page.next_page_token
-
-    async def _optim_step(self, request: training_pb2.OptimStepRequest, seq: int) -> types.OptimStepResponse:
-        operation = await self._sequence.run(methods.OPTIM_STEP, request, seq)
-        return types.OptimStepResponse(metrics=dict(operation.optim_step.metrics))
-
-    async def _save_state(self, request: checkpoints_pb2.SaveStateRequest, seq: int) -> types.SaveWeightsResponse:
-        operation = await self._sequence.run(methods.SAVE_STATE, request, seq)
-        return types.SaveWeightsResponse(path=operation.save_state.path)
-
-    async def _save_weights_for_sampler(
-        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
-    ) -> operations_pb2.SaveWeightsForSamplerResult:
-        operation = await self._sequence.run(methods.SAVE_WEIGHTS_FOR_SAMPLER, request, seq)
-        return operation.save_weights_for_sampler
-
-    async def _named_sampler_weights(
-        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
-    ) -> types.SaveWeightsForSamplerResponse:
-        return types.SaveWeightsForSamplerResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
-
-    async def _external_weights(
-        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
-    ) -> types.SaveWeightsExternalResponse:
-        return types.SaveWeightsExternalResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
-
-    async def _load_state(self, request: training_pb2.LoadStateRequest, seq: int) -> types.LoadWeightsResponse:
-        operation = await self._sequence.run(methods.LOAD_STATE, request, seq)
-        return types.LoadWeightsResponse(path=operation.load_state.path)
-
-    async def _discard_gradient(
-        self, request: training_pb2.DiscardGradientRequest, seq: int
-    ) -> types.DiscardGradientResponse:
-        await self._sequence.run(methods.DISCARD_GRADIENT, request, seq)
-        return types.DiscardGradientResponse()
 
     def _sampler_of(self, path: str, *, is_recording: bool) -> Coroutine[Any, Any, SamplingClient]:
         return create_sampler(self._session, model_path=path, record_stability_info=is_recording)
@@ -417,7 +408,7 @@ class TrainingClient(Ready):
         )
 
         async def create(seq: int) -> SamplingClient:
-            saved = await self._save_weights_for_sampler(request, seq)
+            saved = (await self._sequence.run(methods.SAVE_WEIGHTS_FOR_SAMPLER, request, seq)).save_weights_for_sampler
             if saved.sampler_id:
                 return SamplingClient(
                     self._connection,

@@ -24,9 +24,10 @@ SHORT_MAPPED_BYTES_MIN = 1 << 17
 """The same limit while memory is short: the library's own lower limit."""
 
 
-def keep_freed_memory() -> bool:
-    """Tell the C library of this process to keep freed memory; return whether it is glibc and has agreed."""
-    return _set(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN) and _set(M_TRIM_THRESHOLD, KEPT_BYTES)
+def keep_freed_memory() -> None:
+    """Tell the C library of this process to keep freed memory, if it is glibc."""
+    if _set(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN):
+        _set(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 @contextmanager

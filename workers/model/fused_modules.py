@@ -90,9 +90,8 @@ class HeadNorms:
     eps: float
 
 
-def fuse_rms_norms(model: nn.Module) -> int:
-    """Replace every RMS normalisation that a replacement reproduces to rounding; return how many."""
-    num_fused = 0
+def fuse_rms_norms(model: nn.Module) -> None:
+    """Replace every RMS normalisation that a replacement reproduces to rounding."""
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("RMSNorm"):
             continue
@@ -100,8 +99,6 @@ def fuse_rms_norms(model: nn.Module) -> int:
         if fused is not None:
             parent = model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], fused)
-            num_fused += 1
-    return num_fused
 
 
 @torch.no_grad()
@@ -168,9 +165,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return rotated[0], rotated[1]
 
 
-def fuse_rotary(model: nn.Module) -> int:
-    """Let every attention layer that uses the shared function use ours; return how many."""
-    num_fused = 0
+def fuse_rotary(model: nn.Module) -> None:
+    """Let every attention layer that uses the shared function use ours."""
     for module in model.modules():
         forward = type(module).forward
         if not hasattr(module, "layer_idx") or not isinstance(forward, FunctionType):
@@ -186,8 +182,6 @@ def fuse_rotary(model: nn.Module) -> int:
             )
             ours.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(ours, module)
-            num_fused += 1
-    return num_fused
 
 
 @torch.no_grad()
@@ -246,14 +240,11 @@ def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
     return out
 
 
-def fuse_gates(model: nn.Module) -> int:
-    """Let every MLP whose code is that of `_gated_mlp` have its gradients in one tensor; return how many."""
-    num_fused = 0
+def fuse_gates(model: nn.Module) -> None:
+    """Let every MLP whose code is that of `_gated_mlp` have its gradients in one tensor."""
     for module in model.modules():
         if hasattr(module, "act_fn") and _is_gated_mlp(module):
             module.forward = MethodType(_gated_mlp, module)
-            num_fused += 1
-    return num_fused
 
 
 def _is_gated_mlp(module: Any) -> bool:

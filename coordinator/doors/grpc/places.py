@@ -6,12 +6,11 @@ is refused one if another has at least two more than it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.base.errors import Quota, ServiceError, busy
+from coordinator.base.errors import EndableBlock, Quota, ServiceError, busy
 
 RETRY_S = 5.0
 """Seconds after which a refused call may be tried again."""
@@ -22,7 +21,7 @@ class Places:
 
     def __init__(self, method: str, num_max: int) -> None:
         self._method, self._num_max = method, num_max
-        self._calls: defaultdict[str, dict[_Call, None]] = defaultdict(dict)
+        self._calls: defaultdict[str, dict[EndableBlock, None]] = defaultdict(dict)
         """Each peer's calls, the oldest first. A peer without calls has no entry."""
 
     @contextmanager
@@ -32,18 +31,13 @@ class Places:
         Raises ServiceError CALLS_BUSY: at the start if there is no place, later if another peer takes this one. That
         cancels the block.
         """
-        task = asyncio.current_task()
-        assert task is not None
         if sum(map(len, self._calls.values())) >= self._num_max:
             self._make_room(peer)
-        call, num_cancels = _Call(task), task.cancelling()
+        call = EndableBlock()
         self._calls[peer][call] = None
         try:
-            yield
-        except asyncio.CancelledError:
-            if call.is_displaced and task.uncancel() <= num_cancels:
-                raise self._refusal("another address has taken this call's place: wait") from None
-            raise
+            with call.running():
+                yield
         finally:
             self._leave(peer, call)
 
@@ -54,10 +48,9 @@ class Places:
             raise self._refusal("wait for one to end")
         call = next(reversed(self._calls[most]))
         self._leave(most, call)
-        call.is_displaced = True
-        call.task.cancel()
+        call.end(self._refusal("another address has taken this call's place: wait"))
 
-    def _leave(self, peer: str, call: _Call) -> None:
+    def _leave(self, peer: str, call: EndableBlock) -> None:
         if call in (calls := self._calls.get(peer, {})):
             del calls[call]
             if not calls:
@@ -66,11 +59,3 @@ class Places:
     def _refusal(self, mend: str) -> ServiceError:
         quota = Quota(f"open calls of {self._method} by all callers", self._num_max, self._num_max)
         return busy("CALLS_BUSY", quota, mend, delay_s=RETRY_S)
-
-
-class _Call:
-    """One running call."""
-
-    def __init__(self, task: asyncio.Task[object]) -> None:
-        self.task = task
-        self.is_displaced = False

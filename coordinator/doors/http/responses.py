@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 RETRY_S_MAX = 60.0
 """Longest delay before a retry. The SDKs do not accept a longer one."""
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def status_of(error: ServiceError) -> int:
@@ -57,7 +57,7 @@ def num_retries(request: Request) -> int:
 
 def encode_json(content: Any) -> bytes:
     """Return JSON, encoded value by value, so that other threads run in between."""
-    return "".join(_ENCODER.iterencode(content)).encode()
+    return "".join(ENCODER.iterencode(content)).encode()
 
 
 class PiecewiseJson(JSONResponse):
@@ -118,12 +118,12 @@ async def json_list(name: str, slices: AsyncGenerator[list[Any]], others: Mappin
     first = await anext(slices, None)
 
     async def pieces() -> AsyncGenerator[bytes]:
-        yield f"{_ENCODER.encode(others)[:-1]},{_ENCODER.encode(name)}:[".encode()
+        yield f"{ENCODER.encode(others)[:-1]},{ENCODER.encode(name)}:[".encode()
         async with contextlib.aclosing(slices):
             items, separator = first, ""
             while items is not None:
                 if items:
-                    yield (separator + _ENCODER.encode(items)[1:-1]).encode()
+                    yield (separator + ENCODER.encode(items)[1:-1]).encode()
                     separator = ","
                 items = await anext(slices, None)
         yield b"]}"

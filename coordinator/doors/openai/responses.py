@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
@@ -19,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from coordinator.doors.door import to_refusal
 from coordinator.doors.http.calls import INLINE_JSON_BYTES_MAX, Call
-from coordinator.doors.http.responses import encode_json
+from coordinator.doors.http.responses import ENCODER, encode_json
 from coordinator.doors.openai.choices import Choice, Piece, TokenInfo, TopToken, joined, prompt_infos
 from coordinator.doors.openai.errors import error_body
 from coordinator.doors.openai.samples import Event, check
@@ -35,7 +34,6 @@ LOGPROB_MIN = -9999.0
 """OpenAI's number for minus infinity, which JSON does not have."""
 DONE = b"data: [DONE]\n\n"
 Made = TypeVar("Made")
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Style(Protocol):
@@ -345,7 +343,7 @@ class _Growing:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _ENCODER.encode(body).encode() + b"\n\n"
+    return b"data: " + ENCODER.encode(body).encode() + b"\n\n"
 
 
 def _fingerprint(numerics: str) -> str:

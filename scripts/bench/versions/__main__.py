@@ -33,7 +33,6 @@ from scripts.bench.versions.measure import ITEMS
 from workers.contract.settings import num_cores
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[3]
 GOAL = 0.98
 DEFAULT = [item for item in ITEMS if item != "hybrid"]
 ALONE = ("service",)
@@ -44,13 +43,12 @@ class Version:
     """A process that measures an item of one version."""
 
     def __init__(self, folder: Path, item: str, args: argparse.Namespace) -> None:
-        paths = [folder, folder / "scripts", ROOT]
         # By its path: as a module it would be the version's own, which may have other cases.
         command = [sys.executable, str(Path(__file__).with_name("measure.py")), item]
         self._process = subprocess.Popen(
             [*command, "--seconds", str(args.seconds), "--threads", str(args.threads), *["--quick"] * args.quick],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            env=os.environ | {"PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

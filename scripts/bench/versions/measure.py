@@ -2,6 +2,8 @@
 
     python -m scripts.bench.versions.measure engine --seconds 5
 
+The modules of that version's `scripts`, which are imported where they are used, drive its engine, planner and pools.
+
 First prints one line with the folder that it measures. Then each line on stdin, whatever it says, is answered with a
 line of JSON: median seconds by case. Between lines the process waits, so that another version can run.
 """
@@ -20,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from scripts.bench.versions.layout import attribute, module
 
 MODEL = "4m"
 RANK = 8
@@ -61,7 +61,9 @@ def medians(sides: Sides, seconds: float, clock: Callable[[], float]) -> Measure
 @contextlib.contextmanager
 def base_model(name: str = MODEL) -> Iterator[Any]:
     """Open the base model that is measured."""
-    with module("models").open_models([name]) as [model]:
+    from scripts.bench.models import open_models
+
+    with open_models([name]) as [model]:
         yield model
 
 
@@ -80,10 +82,13 @@ def hybrid(args: argparse.Namespace) -> Iterator[Sides]:
 
 
 def _steps(model: Any, cases: Sequence[tuple[int, int, int]], args: argparse.Namespace) -> Sides:
+    from scripts.bench.models import Case
+    from scripts.bench.sides.training import Fused
+
     sides: Sides = {}
     for num_tenants, num_seqs, num_tokens in cases:
-        case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
-        fused = module("training").Fused(model, [RANK] * num_tenants, args.threads)
+        case = Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
+        fused = Fused(model, [RANK] * num_tenants, args.threads)
         fused.give(case.data(model.vocab_size))
         sides[f"engine step, {case}"] = fused.step
     return sides
@@ -93,7 +98,8 @@ def _steps(model: Any, cases: Sequence[tuple[int, int, int]], args: argparse.Nam
 def decode(args: argparse.Namespace) -> Iterator[Sides]:
     """Open a sampler, for the decoding of sequences of several tenants in one batch."""
     with base_model() as model:
-        samplers = module("samplers")
+        from scripts.bench.sides import samplers
+
         prompts = samplers.Prompts(model.vocab_size)
         sampler = samplers.EngineSampler(model, NUM_SAMPLING, args.threads)
 
@@ -112,13 +118,12 @@ def decode(args: argparse.Namespace) -> Iterator[Sides]:
 @contextlib.contextmanager
 def planner(args: argparse.Namespace) -> Iterator[Sides]:
     """Fill queues, for the planning of a cycle."""
-    module("models")
-    own = module("planner")
-    make_ready_set = attribute("planner", "make_ready_set", "make_roster")
+    from scripts.bench.planner import PAIRS, PASSES, STEPS, Cycle, make_ready_set
+
     num_tenants = NUM_TENANTS_QUICK if args.quick else NUM_TENANTS_PLANNED
-    queues = {"10 passes": own.PASSES, "5 pairs": own.PAIRS, "10 optimizer steps": own.STEPS}
+    queues = {"10 passes": PASSES, "5 pairs": PAIRS, "10 optimizer steps": STEPS}
     yield {
-        f"plan, {queue}, budget {budget}": own.Cycle(make_ready_set(num_tenants, kinds, OPERATION_TOKENS), budget).run
+        f"plan, {queue}, budget {budget}": Cycle(make_ready_set(num_tenants, kinds, OPERATION_TOKENS), budget).run
         for queue, kinds in queues.items()
         for budget in BUDGETS
     }
@@ -130,20 +135,23 @@ def service(args: argparse.Namespace) -> Iterator[Sides]:
     import tinkerpool
 
     with base_model() as model:
-        tenants, pools = module("tenants"), module("pool")
+        from scripts import embedded_pool
+        from scripts.bench.models import Case
+        from scripts.bench.sides.pools import Tenants
+
         arguments = ["--model", f"{model.name}={model.path}", "--threads", str(args.threads), "--pool", "ray"]
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(pools.embedded_pool([*arguments, "--slots", "32"]))
-            create_key = getattr(pools, "create_key", None) or type(pool).create_key  # in older versions a function
+            pool = stack.enter_context(embedded_pool.embedded_pool([*arguments, "--slots", "32"]))
+            create_key = getattr(embedded_pool, "create_key", None) or type(pool).create_key  # once a function
             sides: Sides = {}
 
             def add(name: str, data: list[Any]) -> None:
                 keys = [create_key(pool, f"tenant-{len(sides)}-{number}") for number in range(len(data))]
                 clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
-                sides[f"gRPC and Ray step, {name}"] = tenants.Tenants(clients, model.name, RANK, data).step
+                sides[f"gRPC and Ray step, {name}"] = Tenants(clients, model.name, RANK, data).step
 
             for num_tenants, num_seqs, num_tokens in SERVICE_CASES:
-                case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
+                case = Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
                 add(str(case), case.data(model.vocab_size))
             add("a request of 4 MiB", [_large_data(model.vocab_size)])
             yield sides
@@ -151,7 +159,9 @@ def service(args: argparse.Namespace) -> Iterator[Sides]:
 
 def _large_data(vocab_size: int) -> tuple[Any, ...]:
     """Return a sequence of which each token has many targets: a large request for little computing."""
-    [datum] = module("models").random_data(0, [LARGE_TOKENS], vocab_size)
+    from scripts.bench.models import random_data
+
+    [datum] = random_data(0, [LARGE_TOKENS], vocab_size)
     shape = LARGE_TOKENS, LARGE_TARGETS
     targets = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
     weights = np.full(shape, 1 / LARGE_TARGETS, dtype=np.float32)

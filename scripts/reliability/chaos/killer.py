@@ -57,8 +57,6 @@ class WaitFor(Enum):
 class Kill:
     """A planned kill."""
 
-    number: int
-    """From 1."""
     target: Target
     point: str
     """The failpoint; empty: a random moment."""
@@ -74,6 +72,7 @@ class Record:
     """A completed kill."""
 
     number: int
+    """From 1."""
     target: str
     how: str
     """The failpoint, `hang`, or `moment`."""
@@ -102,7 +101,7 @@ def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
     own = sorted(point for point in points if _is_in_worker(point) == (target is not Target.COORDINATOR))
     point = rng.choice(own) if own and not is_hang and rng.random() < 0.5 else ""
     delay_s, wait_for = rng.uniform(0.0, DELAY_S_MAX), rng.choices(tuple(WaitFor), (25, 45, 30))[0]
-    return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, wait_for=wait_for)
+    return Kill(target=target, point=point, is_hang=is_hang, delay_s=delay_s, wait_for=wait_for)
 
 
 class Killer:

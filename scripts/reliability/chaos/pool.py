@@ -37,7 +37,6 @@ class Violation(Exception):
 class Worker:
     """One incarnation of a worker."""
 
-    worker_id: str
     incarnation: str
     pid: int
 
@@ -108,7 +107,7 @@ class ServedPool(PoolProcess):
     def workers(self) -> list[Worker]:
         """Return the live workers that the coordinator reports; none while it does not reply."""
         try:
-            return [Worker(w.worker_id, w.incarnation, w.pid) for w in self.status().workers if w.is_live]
+            return [Worker(w.incarnation, w.pid) for w in self.status().workers if w.is_live]
         except grpc.RpcError:
             return []
 

@@ -20,9 +20,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from tinkerpool.client.calls.transport import refusal_of
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -212,12 +211,12 @@ class Client:
             try:
                 return await method(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                reason, delay_s = refusal_of(error)
-                if delay_s is None:
+                refusal = refusal_of(error)
+                if refusal is None or refusal.retry_delay_s is None:
                     raise
-                self._record.refusals[reason] += 1
+                self._record.refusals[refusal.reason] += 1
                 self._record.refused_s.append(time.monotonic() - began)
-            await asyncio.sleep(delay_s if self._plan.impatience_s is None else self._plan.impatience_s)
+            await asyncio.sleep(refusal.retry_delay_s if self._plan.impatience_s is None else self._plan.impatience_s)
 
     async def _beat(self) -> None:
         while True:
@@ -241,19 +240,3 @@ def step_request(
         adam=types_pb2.AdamParams(learning_rate=1e-4),
         batch=training_pb2.Batch(num_requests=1),
     )
-
-
-def refusal_of(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
-    """Return the reason of a refusal, and the seconds after which the same call may succeed; None: never."""
-    reason, delay_s = error.code().name, None
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
-    for detail in status.details if status else ():
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-            reason = info.reason
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            delay_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return reason, delay_s

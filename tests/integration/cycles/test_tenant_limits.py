@@ -165,7 +165,7 @@ async def test_saves_that_are_queued_together_never_exceed_the_ceiling_of_checkp
         adapter = await pool.adapter()
         pool.hold()
         names = [await pool.submit_save(adapter, 1, "a"), await pool.submit_publish(adapter, 2, "b")]
-        await refused_outcome_at(pool, pool.submit_save(adapter, 3, "c"), "CHECKPOINT_QUOTA")
+        await refused_outcome_at(pool.submit_save(adapter, 3, "c"), "CHECKPOINT_QUOTA")
         await pool.release()
         first, second = await pool.wait(*names)
         await pool.written()
@@ -198,7 +198,7 @@ async def test_a_save_whose_overwritten_checkpoint_is_deleted_while_it_waits_tak
         for each in saved:
             await pool.delete_checkpoint(each.path)
         assert ((await used(pool))["checkpoints_max"], stored(pool)) == (2, 2 * RESERVED)
-        await refused_outcome_at(pool, pool.submit_save(adapter, 5, "c"), "CHECKPOINT_QUOTA")
+        await refused_outcome_at(pool.submit_save(adapter, 5, "c"), "CHECKPOINT_QUOTA")
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         pool.hold()
@@ -273,7 +273,7 @@ async def test_a_copy_above_a_ceiling_leaves_no_adapter_and_can_be_repeated(pool
     assert await copy() == copied, "a repeat needs no room"
 
 
-async def refused_outcome_at(pool: ToyPool, call: Awaitable[Any], reason: str) -> None:
+async def refused_outcome_at(call: Awaitable[Any], reason: str) -> None:
     """Check that a call is refused for good while the pool is held; its outcome waits for those before it."""
     error = await refusal(call)
     assert (error.code, error.reason, bool(error.operation)) == (Code.FAILED_PRECONDITION, reason, True)
@@ -286,7 +286,7 @@ async def test_stored_bytes_are_those_of_the_rows_and_a_save_reserves_what_it_wi
     assert stored(pool) == RESERVED
     others = (await used(pool))["stored_bytes_max"] - RESERVED
     await set_limits(pool, "alice", stored_bytes_max=others + 2 * RESERVED - 1)
-    await refused_outcome_at(pool, pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
+    await refused_outcome_at(pool.submit_save(adapter, 2, "b"), "STORAGE_QUOTA")
     await pool.release()
     await pool.wait(name)
     await set_limits(pool, "alice", stored_bytes_max="")
@@ -371,7 +371,7 @@ async def test_samplers_count_from_the_save_on_until_their_session_ends(tmp_path
         await pool.sampler(other)
         error = await refusal(pool.sampler(other))
         assert (error.reason, error.retry_delay_s) == ("SAMPLER_QUOTA", None)
-        await refused_outcome_at(pool, pool.submit_publish(adapter, 2), "SAMPLER_QUOTA")
+        await refused_outcome_at(pool.submit_publish(adapter, 2), "SAMPLER_QUOTA")
         await pool.release()
         await pool.wait(name)
         await pool.written()
@@ -473,7 +473,7 @@ async def test_a_budget_is_never_exceeded_and_is_the_same_after_a_crash(tmp_path
         sampler = await pool.sampler(adapter.partition(":")[0])
         sample = await pool.sample(sampler, 1, num_samples=1, max_tokens=5)
         assert (await used(pool))["tokens_per_month"] == 10 + 8 + 3 + 5
-        await refused_outcome_at(pool, pool.forward_backward(adapter, 3, 5), "TOKEN_BUDGET")
+        await refused_outcome_at(pool.forward_backward(adapter, 3, 5), "TOKEN_BUDGET")
         error = await refusal(pool.sample(sampler, 2, num_samples=1, max_tokens=2))
         assert (error.code, error.reason, error.retry_delay_s) == (Code.FAILED_PRECONDITION, "TOKEN_BUDGET", None)
         last = await pool.sample(sampler, 2, num_samples=1, max_tokens=1)

@@ -126,10 +126,6 @@ def test_a_client_may_ping_as_often_as_it_likes_while_it_waits(pool: ServedPool,
     assert check.found() == {"code": "OK"}
 
 
-def test_pings_without_a_pause_cost_no_connection(start: Start) -> None:
-    assert start("pings").found() == {"goaway": None, "status": "0"}
-
-
 def test_the_pool_ends_a_call_at_its_deadline_by_itself(pool: ServedPool, adapter: str, start: Start) -> None:
     assert start("deadline", f"{adapter}:2").found() == {"status": "4", "reset": 0}
     wait_for_streams(pool, 0)

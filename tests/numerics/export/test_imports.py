@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def imported(driver: Driver, directory: Path) -> AdapterSpec:
     config = (directory / "adapter_config.json").read_text()
     files = AdapterFiles(json.loads(config), (directory / "adapter_model.safetensors").read_bytes())
     plan = plan_import(read_config(config), files.header, driver.engine.info)
-    spec = plan.spec("a", seed=1)
+    spec = replace(plan.spec(seed=1), adapter_id="a")
     weights = b"".join(state_weights(plan, spec.seed, lambda start, num_bytes: files.data[start : start + num_bytes]))
     state = AdapterState(weights=weights, optimizer=None, num_steps=0, applied_seq=0, fingerprint="")
     driver.install(spec, state=state)

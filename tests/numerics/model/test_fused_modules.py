@@ -63,5 +63,6 @@ def test_an_mlp_of_another_form_keeps_its_own_code(mlp_class: Any, activation: s
     mlp.dropout = nn.Identity()
     x = torch.randn(3, 8)
     expected = mlp(x)
-    assert fuse_gates(nn.ModuleList([mlp])) == is_fused
+    fuse_gates(nn.ModuleList([mlp]))
+    assert ("forward" in vars(mlp)) == is_fused
     assert torch.equal(mlp(x), expected)

@@ -111,19 +111,6 @@ const CHECKS = {
     return { code, details };
   },
 
-  // Pings without a pause, on a connection without calls; then makes one on the same connection.
-  async pings() {
-    const session = await connected();
-    let goaway = null;
-    session.on("goaway", (code) => { goaway = code; });
-    for (let count = 0; count < 500; count += 1) {
-      await new Promise((resolve, reject) => { session.ping((error) => (error ? reject(error) : resolve())); });
-    }
-    const { headers, trailers } = await send(session, "/grpc.health.v1.Health/Check", Buffer.alloc(0), {}, false);
-    session.close();
-    return { goaway, status: (trailers ?? headers)["grpc-status"] };
-  },
-
   // Sends a deadline, and leaves it to the pool to keep it.
   async deadline() {
     const session = await connected();

@@ -135,7 +135,7 @@ class FakeBackend:
     """A coordinator without a pool: a fake service, keys, and a health that the test may change."""
 
     has_failed = False
-    traces = None
+    traces: Any = None
     why_unready = ""
     """What `unready_reason` returns."""
 

@@ -183,7 +183,7 @@ def test_an_undrained_worker_takes_work_again(fleet: Fleet) -> None:
     assert changes.is_set()
     assert fleet.leaving == frozenset()
     assert [each.name for each in fleet.available("toy")] == ["w0.1", "w1.1"]
-    assert not fleet.is_ending("w0")
+    assert [each.name for each in fleet.staying("toy")] == ["w0.1", "w1.1"]
 
 
 def test_a_worker_has_room_up_to_its_limit_and_one_that_holds_nothing_takes_anything() -> None:

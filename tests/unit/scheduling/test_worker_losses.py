@@ -83,10 +83,9 @@ class Bench:
 
     def lose(self, kind: LossKind = LossKind.DIED) -> WorkerLoss:
         """Lose the first worker's incarnation, and find that the second one lives; return the event."""
-        name = self.fleet.worker("w0").name
-        self.recorder.record("w0", name, kind, "test")
+        self.recorder.record("w0", self.fleet.worker("w0").name, kind, "test")
         [loss] = self.feed.take()
-        assert loss.incarnation == name
+        assert loss.worker_id == "w0"
         if loss.unproven:
             self.recorder.checked(loss)
         return loss

@@ -28,15 +28,19 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 class Unary(Generic[RequestT, ResponseT]):
     """One request, one response."""
 
-    service: str
-    name: str
     request_type: type[RequestT]
     response_type: type[ResponseT]
 
     @property
+    def name(self) -> str:
+        """The method's name: that of its request, without the suffix."""
+        return self.request_type.DESCRIPTOR.name.removesuffix("Request")
+
+    @property
     def path(self) -> str:
-        """The method's path in HTTP/2."""
-        return f"/tinkerpool.v1.{self.service}/{self.name}"
+        """The method's path in HTTP/2: each file of the contract has one service."""
+        [service] = self.request_type.DESCRIPTOR.file.services_by_name.values()
+        return f"/{service.full_name}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,128 +48,73 @@ class ServerStream(Unary[RequestT, ResponseT]):
     """One request, a stream of responses."""
 
 
-GET_CAPABILITIES = Unary(
-    "SessionService", "GetCapabilities", sessions.GetCapabilitiesRequest, sessions.GetCapabilitiesResponse
-)
-GET_TOKENIZER = Unary("SessionService", "GetTokenizer", sessions.GetTokenizerRequest, sessions.GetTokenizerResponse)
-CREATE_SESSION = Unary("SessionService", "CreateSession", sessions.CreateSessionRequest, sessions.CreateSessionResponse)
-HEARTBEAT = Unary("SessionService", "Heartbeat", sessions.HeartbeatRequest, sessions.HeartbeatResponse)
-FINISH_SESSION = Unary("SessionService", "FinishSession", sessions.FinishSessionRequest, sessions.FinishSessionResponse)
-GET_SESSION = Unary("SessionService", "GetSession", sessions.GetSessionRequest, sessions.GetSessionResponse)
-LIST_SESSIONS = Unary("SessionService", "ListSessions", sessions.ListSessionsRequest, sessions.ListSessionsResponse)
+GET_CAPABILITIES = Unary(sessions.GetCapabilitiesRequest, sessions.GetCapabilitiesResponse)
+GET_TOKENIZER = Unary(sessions.GetTokenizerRequest, sessions.GetTokenizerResponse)
+CREATE_SESSION = Unary(sessions.CreateSessionRequest, sessions.CreateSessionResponse)
+HEARTBEAT = Unary(sessions.HeartbeatRequest, sessions.HeartbeatResponse)
+FINISH_SESSION = Unary(sessions.FinishSessionRequest, sessions.FinishSessionResponse)
+GET_SESSION = Unary(sessions.GetSessionRequest, sessions.GetSessionResponse)
+LIST_SESSIONS = Unary(sessions.ListSessionsRequest, sessions.ListSessionsResponse)
 
-CREATE_ADAPTER = Unary("AdapterService", "CreateAdapter", adapters.CreateAdapterRequest, adapters.CreateAdapterResponse)
-GET_ADAPTER = Unary("AdapterService", "GetAdapter", adapters.GetAdapterRequest, adapters.GetAdapterResponse)
-LIST_ADAPTERS = Unary("AdapterService", "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
-RENAME_ADAPTER = Unary("AdapterService", "RenameAdapter", adapters.RenameAdapterRequest, adapters.RenameAdapterResponse)
-DELETE_ADAPTER = Unary("AdapterService", "DeleteAdapter", adapters.DeleteAdapterRequest, adapters.DeleteAdapterResponse)
+CREATE_ADAPTER = Unary(adapters.CreateAdapterRequest, adapters.CreateAdapterResponse)
+GET_ADAPTER = Unary(adapters.GetAdapterRequest, adapters.GetAdapterResponse)
+LIST_ADAPTERS = Unary(adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
+RENAME_ADAPTER = Unary(adapters.RenameAdapterRequest, adapters.RenameAdapterResponse)
+DELETE_ADAPTER = Unary(adapters.DeleteAdapterRequest, adapters.DeleteAdapterResponse)
 
-FORWARD = Unary("TrainingService", "Forward", training.ForwardRequest, training.ForwardResponse)
-FORWARD_BACKWARD = Unary(
-    "TrainingService", "ForwardBackward", training.ForwardBackwardRequest, training.ForwardBackwardResponse
-)
-OPTIM_STEP = Unary("TrainingService", "OptimStep", training.OptimStepRequest, training.OptimStepResponse)
-TRAIN_STEP = Unary("TrainingService", "TrainStep", training.TrainStepRequest, training.TrainStepResponse)
-LOAD_STATE = Unary("TrainingService", "LoadState", training.LoadStateRequest, training.LoadStateResponse)
-DISCARD_GRADIENT = Unary(
-    "TrainingService", "DiscardGradient", training.DiscardGradientRequest, training.DiscardGradientResponse
-)
+FORWARD = Unary(training.ForwardRequest, training.ForwardResponse)
+FORWARD_BACKWARD = Unary(training.ForwardBackwardRequest, training.ForwardBackwardResponse)
+OPTIM_STEP = Unary(training.OptimStepRequest, training.OptimStepResponse)
+TRAIN_STEP = Unary(training.TrainStepRequest, training.TrainStepResponse)
+LOAD_STATE = Unary(training.LoadStateRequest, training.LoadStateResponse)
+DISCARD_GRADIENT = Unary(training.DiscardGradientRequest, training.DiscardGradientResponse)
 
-GET_HISTORY_ENTRY = Unary(
-    "HistoryService", "GetHistoryEntry", history.GetHistoryEntryRequest, history.GetHistoryEntryResponse
-)
-LIST_HISTORY = Unary("HistoryService", "ListHistory", history.ListHistoryRequest, history.ListHistoryResponse)
-EXPORT_SESSION_TRACE = ServerStream(
-    "HistoryService", "ExportSessionTrace", history.ExportSessionTraceRequest, history.ExportSessionTraceResponse
-)
-REPORT_METRICS = Unary("HistoryService", "ReportMetrics", history.ReportMetricsRequest, history.ReportMetricsResponse)
+GET_HISTORY_ENTRY = Unary(history.GetHistoryEntryRequest, history.GetHistoryEntryResponse)
+LIST_HISTORY = Unary(history.ListHistoryRequest, history.ListHistoryResponse)
+EXPORT_SESSION_TRACE = ServerStream(history.ExportSessionTraceRequest, history.ExportSessionTraceResponse)
+REPORT_METRICS = Unary(history.ReportMetricsRequest, history.ReportMetricsResponse)
 
-CREATE_SAMPLER = Unary(
-    "SamplingService", "CreateSampler", sampling.CreateSamplerRequest, sampling.CreateSamplerResponse
-)
-GET_SAMPLER = Unary("SamplingService", "GetSampler", sampling.GetSamplerRequest, sampling.GetSamplerResponse)
-SAMPLE = Unary("SamplingService", "Sample", sampling.SampleRequest, sampling.SampleResponse)
-STREAM_SAMPLE = ServerStream(
-    "SamplingService", "StreamSample", sampling.StreamSampleRequest, sampling.StreamSampleResponse
-)
+CREATE_SAMPLER = Unary(sampling.CreateSamplerRequest, sampling.CreateSamplerResponse)
+GET_SAMPLER = Unary(sampling.GetSamplerRequest, sampling.GetSamplerResponse)
+SAMPLE = Unary(sampling.SampleRequest, sampling.SampleResponse)
+STREAM_SAMPLE = ServerStream(sampling.StreamSampleRequest, sampling.StreamSampleResponse)
 
-SAVE_STATE = Unary("CheckpointService", "SaveState", checkpoints.SaveStateRequest, checkpoints.SaveStateResponse)
-SAVE_WEIGHTS_FOR_SAMPLER = Unary(
-    "CheckpointService",
-    "SaveWeightsForSampler",
-    checkpoints.SaveWeightsForSamplerRequest,
-    checkpoints.SaveWeightsForSamplerResponse,
-)
-LIST_CHECKPOINTS = Unary(
-    "CheckpointService", "ListCheckpoints", checkpoints.ListCheckpointsRequest, checkpoints.ListCheckpointsResponse
-)
-GET_CHECKPOINT = Unary(
-    "CheckpointService", "GetCheckpoint", checkpoints.GetCheckpointRequest, checkpoints.GetCheckpointResponse
-)
-DELETE_CHECKPOINT = Unary(
-    "CheckpointService", "DeleteCheckpoint", checkpoints.DeleteCheckpointRequest, checkpoints.DeleteCheckpointResponse
-)
-SET_CHECKPOINT_TTL = Unary(
-    "CheckpointService",
-    "SetCheckpointTtl",
-    checkpoints.SetCheckpointTtlRequest,
-    checkpoints.SetCheckpointTtlResponse,
-)
-SET_CHECKPOINT_ACCESS = Unary(
-    "CheckpointService",
-    "SetCheckpointAccess",
-    checkpoints.SetCheckpointAccessRequest,
-    checkpoints.SetCheckpointAccessResponse,
-)
-COPY_CHECKPOINT = Unary(
-    "CheckpointService", "CopyCheckpoint", checkpoints.CopyCheckpointRequest, checkpoints.CopyCheckpointResponse
-)
-EXPORT_CHECKPOINT = ServerStream(
-    "CheckpointService", "ExportCheckpoint", checkpoints.ExportCheckpointRequest, checkpoints.ExportCheckpointResponse
-)
+SAVE_STATE = Unary(checkpoints.SaveStateRequest, checkpoints.SaveStateResponse)
+SAVE_WEIGHTS_FOR_SAMPLER = Unary(checkpoints.SaveWeightsForSamplerRequest, checkpoints.SaveWeightsForSamplerResponse)
+LIST_CHECKPOINTS = Unary(checkpoints.ListCheckpointsRequest, checkpoints.ListCheckpointsResponse)
+GET_CHECKPOINT = Unary(checkpoints.GetCheckpointRequest, checkpoints.GetCheckpointResponse)
+DELETE_CHECKPOINT = Unary(checkpoints.DeleteCheckpointRequest, checkpoints.DeleteCheckpointResponse)
+SET_CHECKPOINT_TTL = Unary(checkpoints.SetCheckpointTtlRequest, checkpoints.SetCheckpointTtlResponse)
+SET_CHECKPOINT_ACCESS = Unary(checkpoints.SetCheckpointAccessRequest, checkpoints.SetCheckpointAccessResponse)
+COPY_CHECKPOINT = Unary(checkpoints.CopyCheckpointRequest, checkpoints.CopyCheckpointResponse)
+EXPORT_CHECKPOINT = ServerStream(checkpoints.ExportCheckpointRequest, checkpoints.ExportCheckpointResponse)
 
-CREATE_UPLOAD = Unary("ImportService", "CreateUpload", imports.CreateUploadRequest, imports.CreateUploadResponse)
-UPLOAD_PART = Unary("ImportService", "UploadPart", imports.UploadPartRequest, imports.UploadPartResponse)
-IMPORT_CHECKPOINT = Unary(
-    "ImportService", "ImportCheckpoint", imports.ImportCheckpointRequest, imports.ImportCheckpointResponse
-)
+CREATE_UPLOAD = Unary(imports.CreateUploadRequest, imports.CreateUploadResponse)
+UPLOAD_PART = Unary(imports.UploadPartRequest, imports.UploadPartResponse)
+IMPORT_CHECKPOINT = Unary(imports.ImportCheckpointRequest, imports.ImportCheckpointResponse)
 
-GET_OPERATION = Unary(
-    "OperationService", "GetOperation", operations.GetOperationRequest, operations.GetOperationResponse
-)
-WAIT_OPERATIONS = ServerStream(
-    "OperationService", "WaitOperations", operations.WaitOperationsRequest, operations.WaitOperationsResponse
-)
-CANCEL_OPERATION = Unary(
-    "OperationService", "CancelOperation", operations.CancelOperationRequest, operations.CancelOperationResponse
-)
+GET_OPERATION = Unary(operations.GetOperationRequest, operations.GetOperationResponse)
+WAIT_OPERATIONS = ServerStream(operations.WaitOperationsRequest, operations.WaitOperationsResponse)
+CANCEL_OPERATION = Unary(operations.CancelOperationRequest, operations.CancelOperationResponse)
 
-MOVE_ADAPTER = Unary("AdapterService", "MoveAdapter", adapters.MoveAdapterRequest, adapters.MoveAdapterResponse)
+MOVE_ADAPTER = Unary(adapters.MoveAdapterRequest, adapters.MoveAdapterResponse)
 
-GET_POOL_STATUS = Unary("PoolService", "GetPoolStatus", pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
-WATCH_CYCLES = ServerStream("PoolService", "WatchCycles", pool.WatchCyclesRequest, pool.WatchCyclesResponse)
-DRAIN_WORKER = Unary("PoolService", "DrainWorker", pool.DrainWorkerRequest, pool.DrainWorkerResponse)
-UNDRAIN_WORKER = Unary("PoolService", "UndrainWorker", pool.UndrainWorkerRequest, pool.UndrainWorkerResponse)
-GET_USAGE = Unary("PoolService", "GetUsage", pool.GetUsageRequest, pool.GetUsageResponse)
-CREATE_API_KEY = Unary("AdminService", "CreateApiKey", admin.CreateApiKeyRequest, admin.CreateApiKeyResponse)
-LIST_API_KEYS = Unary("AdminService", "ListApiKeys", admin.ListApiKeysRequest, admin.ListApiKeysResponse)
-REVOKE_API_KEY = Unary("AdminService", "RevokeApiKey", admin.RevokeApiKeyRequest, admin.RevokeApiKeyResponse)
-CREATE_TENANT = Unary("AdminService", "CreateTenant", admin.CreateTenantRequest, admin.CreateTenantResponse)
-LIST_TENANTS = Unary("AdminService", "ListTenants", admin.ListTenantsRequest, admin.ListTenantsResponse)
-GET_TENANT_LIMITS = Unary(
-    "LimitService", "GetTenantLimits", limits.GetTenantLimitsRequest, limits.GetTenantLimitsResponse
-)
-SET_TENANT_LIMITS = Unary(
-    "LimitService", "SetTenantLimits", limits.SetTenantLimitsRequest, limits.SetTenantLimitsResponse
-)
-ROTATE_API_KEY = Unary("AdminService", "RotateApiKey", admin.RotateApiKeyRequest, admin.RotateApiKeyResponse)
-LIST_AUDIT_ENTRIES = Unary(
-    "AdminService", "ListAuditEntries", admin.ListAuditEntriesRequest, admin.ListAuditEntriesResponse
-)
-RELEASE_TENANT = Unary(
-    "ProbationService", "ReleaseTenant", probation.ReleaseTenantRequest, probation.ReleaseTenantResponse
-)
-GET_TENANT = Unary("AdminService", "GetTenant", admin.GetTenantRequest, admin.GetTenantResponse)
-SUSPEND_TENANT = Unary("AdminService", "SuspendTenant", admin.SuspendTenantRequest, admin.SuspendTenantResponse)
-RESUME_TENANT = Unary("AdminService", "ResumeTenant", admin.ResumeTenantRequest, admin.ResumeTenantResponse)
-DELETE_TENANT = Unary("AdminService", "DeleteTenant", admin.DeleteTenantRequest, admin.DeleteTenantResponse)
+GET_POOL_STATUS = Unary(pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
+WATCH_CYCLES = ServerStream(pool.WatchCyclesRequest, pool.WatchCyclesResponse)
+DRAIN_WORKER = Unary(pool.DrainWorkerRequest, pool.DrainWorkerResponse)
+UNDRAIN_WORKER = Unary(pool.UndrainWorkerRequest, pool.UndrainWorkerResponse)
+GET_USAGE = Unary(pool.GetUsageRequest, pool.GetUsageResponse)
+CREATE_API_KEY = Unary(admin.CreateApiKeyRequest, admin.CreateApiKeyResponse)
+LIST_API_KEYS = Unary(admin.ListApiKeysRequest, admin.ListApiKeysResponse)
+REVOKE_API_KEY = Unary(admin.RevokeApiKeyRequest, admin.RevokeApiKeyResponse)
+CREATE_TENANT = Unary(admin.CreateTenantRequest, admin.CreateTenantResponse)
+LIST_TENANTS = Unary(admin.ListTenantsRequest, admin.ListTenantsResponse)
+GET_TENANT_LIMITS = Unary(limits.GetTenantLimitsRequest, limits.GetTenantLimitsResponse)
+SET_TENANT_LIMITS = Unary(limits.SetTenantLimitsRequest, limits.SetTenantLimitsResponse)
+ROTATE_API_KEY = Unary(admin.RotateApiKeyRequest, admin.RotateApiKeyResponse)
+LIST_AUDIT_ENTRIES = Unary(admin.ListAuditEntriesRequest, admin.ListAuditEntriesResponse)
+RELEASE_TENANT = Unary(probation.ReleaseTenantRequest, probation.ReleaseTenantResponse)
+GET_TENANT = Unary(admin.GetTenantRequest, admin.GetTenantResponse)
+SUSPEND_TENANT = Unary(admin.SuspendTenantRequest, admin.SuspendTenantResponse)
+RESUME_TENANT = Unary(admin.ResumeTenantRequest, admin.ResumeTenantResponse)
+DELETE_TENANT = Unary(admin.DeleteTenantRequest, admin.DeleteTenantResponse)

@@ -218,7 +218,7 @@ class GrpcTransport:
 
     async def _error(self, error: grpc.aio.AioRpcError, tls: _Tls | None) -> ApiError | ConfigurationError:
         """Return the exception for a failed attempt on a channel with `tls`."""
-        refusal = _refusal(error)
+        refusal = refusal_of(error)
         message = error.details() or "no details"
         if refusal is not None:
             return refusal
@@ -251,7 +251,7 @@ class GrpcTransport:
         return True
 
 
-def _refusal(error: grpc.aio.AioRpcError) -> ApiError | None:
+def refusal_of(error: grpc.aio.AioRpcError) -> ApiError | None:
     """Return the error that the service made; None if the network or gRPC made it."""
     reason, metadata, retry_delay_s = "", {}, None
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
