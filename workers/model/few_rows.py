@@ -40,7 +40,7 @@ DEPTH = 128
 """What one product sums."""
 RANKS = 32
 """Ranks of an adapter, of those of a program."""
-PROGRAMS_MIN, COLUMNS_MIN, COLUMNS_MAX = 64, 16, 64
+PROGRAMS_MIN, COLUMNS_MIN, COLUMNS_MAX = 64, 16, 128
 """So many programs have enough reads under way to keep the memory busy; with more columns, each reads rows less often.
 A product on tensor cores has 16 columns at least."""
 

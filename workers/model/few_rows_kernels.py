@@ -24,6 +24,8 @@ from workers.model.layer_kernels import gated
 PIPELINE_BYTES, STAGES_MAX = 160 << 10, 8
 """Shared memory of a program. Its stages less one are being read while a product is computed: a program is alone on its
 processor, and memory takes as long to answer as it takes to send so much."""
+COLUMNS_OF_FOUR = 64
+"""That four warps can hold."""
 
 
 @triton.jit
@@ -132,10 +134,11 @@ def multiply_few(
         num_shrinking, rank_blocks,
         G=num_linears, HAS_NORM=norm_weight is not None, HAS_BIAS=bias is not None, ADDS=is_added, IS_GATED=is_gated,
         ROWS=rows, COLUMNS=columns, DEPTH=DEPTH, TILE=TILE_ROWS, RANKS=RANKS,
-        num_stages=stages_of(rows, columns),
+        **options_of(rows, columns),
     )  # fmt: skip
 
 
-def stages_of(rows: int, columns: int) -> int:
-    """Return the stages of a program of so many rows and columns, in bf16."""
-    return min(STAGES_MAX, PIPELINE_BYTES // (2 * DEPTH * (rows + columns)))
+def options_of(rows: int, columns: int) -> dict[str, int]:
+    """Return the options of a program of so many rows and columns: four warps cannot hold 128 columns in registers."""
+    num_stages = min(STAGES_MAX, PIPELINE_BYTES // (2 * DEPTH * (rows + columns)))
+    return {"num_stages": num_stages, "num_warps": 8 if columns > COLUMNS_OF_FOUR else 4}

@@ -16,6 +16,7 @@ features of a gate.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -168,7 +169,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 def fuse_rotary(model: nn.Module) -> None:
     """Let every attention layer that uses the shared function use ours."""
     for module in model.modules():
-        forward = type(module).forward
+        forward = inspect.unwrap(type(module).forward)  # what wraps it renames arguments of earlier versions
         if not hasattr(module, "layer_idx") or not isinstance(forward, FunctionType):
             continue
         theirs = forward.__globals__.get(NAME)

@@ -76,7 +76,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         columns = few_rows.columns_of(width)
         sizes = {"G": 3, "ROWS": rows, "COLUMNS": columns, "DEPTH": few_rows.DEPTH, "TILE": 16, "RANKS": few_rows.RANKS}
         sizes |= {"IS_GATED": is_gated, "HAS_NORM": is_gated, "HAS_BIAS": is_gated, "ADDS": not is_gated}
-        yield few_rows_kernels._multiply_few, sizes | {"num_stages": few_rows_kernels.stages_of(rows, columns)}
+        yield few_rows_kernels._multiply_few, sizes | few_rows_kernels.options_of(rows, columns)
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
     for columns in (16, 64):
