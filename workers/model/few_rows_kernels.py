@@ -55,53 +55,82 @@ def _sums(
 
 
 @triton.jit
+def _set_ranks(
+    place, xa, left, norm_weight, eps, addresses, tiles, ranks, scalings, d_in, left_stride, xa_stride, rank_blocks,
+    G: tl.constexpr, HAS_NORM: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Set xa[rows of a tile, some ranks of its adapter] to scaling x A^T."""
+    tile = place // rank_blocks
+    start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    address = tl.load(addresses + 4 * adapter)
+    width = G * tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
+    if (address != 0) & (count > 0):
+        A = tl.multiple_of(address.to(tl.pointer_type(left.dtype.element_ty)), ALIGNED_BYTES)
+        rows, numbers = start + tl.arange(0, TILE), place % rank_blocks * RANKS + tl.arange(0, RANKS)
+        is_row, is_rank = tl.arange(0, TILE) < count, numbers < width
+        sums = _sums(
+            left, left_stride, rows, is_row, norm_weight, eps, A, numbers, is_rank, d_in, HAS_NORM, TILE, RANKS, DEPTH
+        )  # fmt: skip
+        target = xa + rows[:, None] * xa_stride + numbers[None, :]
+        tl.store(target, sums * tl.load(scalings + adapter), mask=is_row[:, None] & is_rank[None, :])
+
+
+@triton.jit
+def _set_columns(
+    place, out, left, weight, bias, norm_weight, eps, num_rows, d_out, d_in, out_stride, left_stride,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Set some columns of out, of all rows."""
+    SHOWN: tl.constexpr = COLUMNS // 2 if IS_GATED else COLUMNS
+    rows, number = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    columns = place * SHOWN + number % SHOWN
+    is_row, is_column = rows < num_rows, columns < d_out
+    columns += tl.where(number < SHOWN, 0, d_out)  # gates, and behind them their ups
+    sums = _sums(
+        left, left_stride, rows, is_row, norm_weight, eps, weight, columns, is_column, d_in,
+        HAS_NORM, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        rounded = sums.to(out.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(rounded, (ROWS, 2, SHOWN)), (0, 2, 1)))
+        sums = gated(gate, up)
+    shown = place * SHOWN + tl.arange(0, SHOWN)
+    target = out + rows[:, None] * out_stride + shown[None, :]
+    mask = is_row[:, None] & (shown < d_out)[None, :]
+    if ADDS:
+        sums += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _multiply_few(
     out, xa, left, weight, bias, norm_weight, eps, addresses, tiles, ranks, scalings,
     num_rows, d_out, d_in, out_stride, left_stride, xa_stride, num_shrinking, rank_blocks,
     G: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+    SHRINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """Set some columns of out, or some ranks of xa. Grid: tiles by blocks of ranks, then columns of out."""
-    program = tl.program_id(0)
-    if program < num_shrinking:
-        tile = program // rank_blocks
-        start, count, adapter = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-        address = tl.load(addresses + 4 * adapter)
-        width = G * tl.multiple_of(tl.load(ranks + adapter), RANK_MULTIPLE)
-        numbers = program % rank_blocks * RANKS + tl.arange(0, RANKS)
-        if (address != 0) & (count > 0):
-            A = tl.multiple_of(address.to(tl.pointer_type(left.dtype.element_ty)), ALIGNED_BYTES)
-            own_rows = start + tl.arange(0, TILE)
-            is_own, is_rank = tl.arange(0, TILE) < count, numbers < width
-            shrunk = _sums(
-                left, left_stride, own_rows, is_own, norm_weight, eps, A, numbers, is_rank, d_in,
-                HAS_NORM, TILE, RANKS, DEPTH,
+    place = tl.program_id(0)
+    if SHRINKS:
+        if place < num_shrinking:
+            _set_ranks(
+                place, xa, left, norm_weight, eps, addresses, tiles, ranks, scalings, d_in, left_stride, xa_stride,
+                rank_blocks, G, HAS_NORM, DEPTH, TILE, RANKS,
             )  # fmt: skip
-            place = xa + own_rows[:, None] * xa_stride + numbers[None, :]
-            tl.store(place, shrunk * tl.load(scalings + adapter), mask=is_own[:, None] & is_rank[None, :])
+        else:
+            _set_columns(
+                place - num_shrinking, out, left, weight, bias, norm_weight, eps, num_rows, d_out, d_in, out_stride,
+                left_stride, HAS_NORM, HAS_BIAS, ADDS, IS_GATED, ROWS, COLUMNS, DEPTH,
+            )  # fmt: skip
     else:
-        rows, number = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-        is_row = rows < num_rows
-        SHOWN: tl.constexpr = COLUMNS // 2 if IS_GATED else COLUMNS
-        columns = (program - num_shrinking) * SHOWN + number % SHOWN
-        is_column = columns < d_out
-        columns += tl.where(number < SHOWN, 0, d_out)  # gates, and behind them their ups
-        sums = _sums(
-            left, left_stride, rows, is_row, norm_weight, eps, weight, columns, is_column, d_in,
-            HAS_NORM, ROWS, COLUMNS, DEPTH,
+        _set_columns(
+            place, out, left, weight, bias, norm_weight, eps, num_rows, d_out, d_in, out_stride,
+            left_stride, HAS_NORM, HAS_BIAS, ADDS, IS_GATED, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        if HAS_BIAS:
-            sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            rounded = sums.to(out.dtype.element_ty).to(tl.float32)
-            gate, up = tl.split(tl.permute(tl.reshape(rounded, (ROWS, 2, SHOWN)), (0, 2, 1)))
-            sums = gated(gate, up)
-        shown = (program - num_shrinking) * SHOWN + tl.arange(0, SHOWN)
-        target = out + rows[:, None] * out_stride + shown[None, :]
-        mask = is_row[:, None] & (shown < d_out)[None, :]
-        if ADDS:
-            sums += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target, sums.to(out.dtype.element_ty), mask=mask)
 
 
 def multiply_few(
@@ -126,14 +155,12 @@ def multiply_few(
     num_columns = blocks_of(d_out, columns // 2 if is_gated else columns)
     rank_blocks = blocks_of(xa.shape[2], RANKS)
     num_shrinking = 0 if tiles is None else len(tiles) * rank_blocks
-    tables = [out if each is None else each for each in (addresses, tiles, ranks, scalings)]
     _multiply_few[num_shrinking + num_columns,](
-        out, xa, left, weight, out if bias is None else bias,
-        out if norm_weight is None else norm_weight, eps, *tables,
+        out, xa, left, weight, bias, norm_weight, eps, addresses, tiles, ranks, scalings,
         num_rows, d_out, left.shape[1], out.stride(0), left.stride(0), xa.shape[2],
         num_shrinking, rank_blocks,
         G=num_linears, HAS_NORM=norm_weight is not None, HAS_BIAS=bias is not None, ADDS=is_added, IS_GATED=is_gated,
-        ROWS=rows, COLUMNS=columns, DEPTH=DEPTH, TILE=TILE_ROWS, RANKS=RANKS,
+        SHRINKS=tiles is not None, ROWS=rows, COLUMNS=columns, DEPTH=DEPTH, TILE=TILE_ROWS, RANKS=RANKS,
         **options_of(rows, columns),
     )  # fmt: skip
 

@@ -72,10 +72,19 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     many = {"ROWS": 64, "DEPTH": adapter_kernels.TRAINING_DEPTH, "PARTS": gpu_operations.PARTS_MAX, "IS_SUMMED": True}
     many |= {"num_stages": adapter_kernels.SHRINK_STAGES}
     yield adapter_kernels._shrink, few | {"G": 3, "num_stages": adapter_kernels.SHRINK_STAGES}
-    for rows, width, is_gated in product((16, few_rows.ROWS_MAX), (1 << 10, 1 << 12, 1 << 14), (False, True)):
-        columns = few_rows.columns_of(width)
-        sizes = {"G": 3, "ROWS": rows, "COLUMNS": columns, "DEPTH": few_rows.DEPTH, "TILE": 16, "RANKS": few_rows.RANKS}
-        sizes |= {"IS_GATED": is_gated, "HAS_NORM": is_gated, "HAS_BIAS": is_gated, "ADDS": not is_gated}
+    for rows, width, way in product((16, few_rows.ROWS_MAX), (1 << 10, 1 << 12, 1 << 14), ("norm", "gate", "sum")):
+        columns, shrinks = few_rows.columns_of(width), rows == few_rows.ROWS_MAX and way != "gate"
+        sizes: dict[str, Any] = {"G": 3, "ROWS": rows, "COLUMNS": columns, "DEPTH": few_rows.DEPTH, "TILE": 16}
+        sizes |= {
+            "RANKS": few_rows.RANKS,
+            "HAS_NORM": way != "sum",
+            "HAS_BIAS": shrinks,
+            "ADDS": way == "sum",
+            "IS_GATED": way == "gate",
+        }
+        absent = {"norm_weight": way == "sum", "bias": not shrinks}
+        absent |= dict.fromkeys(("addresses", "tiles", "ranks", "scalings"), not shrinks)
+        sizes |= {"SHRINKS": shrinks} | {name: None for name, is_absent in absent.items() if is_absent}
         yield few_rows_kernels._multiply_few, sizes | few_rows_kernels.options_of(rows, columns)
     for rank in (16, 128):
         yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
