@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
-from tests.support.numerics.few_products import FewProduct
+from tests.support.numerics.few_products import EPS, FewProduct
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
-from tests.support.numerics.random_adapters import NUM_ROWS as NUM_ADAPTED
 from tests.support.numerics.random_adapters import SHAPES, gradients_one_by_one, one_by_one, operands, segments_of
 from tests.support.numerics.random_delta import ROWS, WRITES, RandomDelta
 from tests.support.numerics.random_pages import RandomPages
@@ -278,12 +278,14 @@ def test_products_of_few_rows_are_those_of_separate_operations(d_in: int, d_out:
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_products_of_few_rows_shrink_for_adapters_beside(group: int) -> None:
-    segments, shape = segments_of(torch.bfloat16, "cuda"), SHAPES[group]
-    product = FewProduct.of(NUM_ADAPTED, torch.bfloat16, "alone", shape.d_in, sum(shape.d_outs), "cuda")
+@pytest.mark.parametrize("way", ["norm", "added"])
+def test_products_of_few_rows_shrink_for_adapters_beside(group: int, way: str) -> None:
+    segments, shape = segments_of(torch.bfloat16, "cuda")[:3], SHAPES[group]  # of the first nine rows
+    product = FewProduct.of(12, torch.bfloat16, way, shape.d_in, sum(shape.d_outs), "cuda")
     run = ForwardRun.of(segments)
     xa = product.shrunk(run, group, len(shape.d_outs))
-    expected = run.shrunk(group, product.x, len(shape.d_outs)).sum(0)
+    rows = product.x if product.norm is None else F.rms_norm(product.x, product.norm.shape, product.norm, EPS)
+    expected = run.shrunk(group, rows, len(shape.d_outs)).sum(0)
     for segment in segments:
         if (views := segment.adapter.groups[group]) is not None:
             own = (slice(segment.start, segment.stop), slice(len(views.A)))

@@ -48,7 +48,7 @@ from workers.model.experts import choices_of_probe, is_router
 from workers.model.files import find_directory, tokenizer_files
 from workers.model.fixed_order import fixed_order, prepare
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
-from workers.model.fused_runs import TrainingRun, can_run, forward_runs, training_runs
+from workers.model.fused_runs import ForwardRun, TrainingRun, can_run, forward_runs, training_runs
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.gpu_operations import has_kernels, missing_kernels
 from workers.model.library_delta import PACKAGE, VERSION, LibraryDelta, Rule, switch_to_one_way
@@ -249,17 +249,29 @@ class BaseModel:
         probe, self._probe = self._probe, None
         assert probe is not None, "the model has been probed already"
 
-        def logits_of(tokens: Tensor, positions: Tensor, lengths: list[int], *, is_projected: bool = False) -> Tensor:
+        def logits_of(
+            tokens: Tensor,
+            positions: Tensor,
+            lengths: list[int],
+            *,
+            is_projected: bool = False,
+            routing: Routing | None = None,
+        ) -> Tensor:
             attend: Attend = self.attend_packed(lengths, [1] * len(lengths))
             if is_projected:
                 attend = SplitProjections(attend, self.num_heads, self.num_key_value_heads)
             recur = self.recur_packed(lengths)
-            return self.unembed(self.forward(tokens, positions, (), attend, recur), ())
+            return self.unembed(self.forward(tokens, positions, routing or (), attend, recur), ())
 
-        def logits_of_each(tokens: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
-            """Return those of sequences of few rows, one after another."""
-            rows = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
-            return torch.cat([logits_of(ids, places, [length], is_projected=True) for ids, places, length in rows])
+        def logits_of_each(tokens: Tensor, positions: Tensor, lengths: list[int], *, has_run: bool) -> Tensor:
+            """Return those of sequences of few rows, one after another; `has_run`: with adapters that adapt nothing."""
+            logits = []
+            for ids, places, length in zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True):
+                routing = Routing((), self.current.rows_min)
+                if has_run:
+                    routing.runs.append(ForwardRun.of_nothing(length, len(self.groups), self.device))
+                logits.append(logits_of(ids, places, [length], is_projected=True, routing=routing))
+            return torch.cat(logits)
 
         if self.training_layers is not None:
             try:
@@ -278,7 +290,8 @@ class BaseModel:
                 self.sampling_layers = None
         if self.sampling_layers is not None and self.sampling_layers.takes_few:
             try:
-                probe.check(logits_of_each, self.dtype)
+                for has_run in (False, True):
+                    probe.check(partial(logits_of_each, has_run=has_run), self.dtype)
             except Exception as error:  # noqa: BLE001 (whatever it is: the library has products of few rows, too)
                 logger.warning("%s decodes by the library's products, which is slower: %s", self.name, error)
                 self.sampling_layers.leave_few()

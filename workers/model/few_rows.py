@@ -46,8 +46,9 @@ A product on tensor cores has 16 columns at least."""
 
 
 def can_multiply(num_rows: int, runs: Sequence[SegmentRun]) -> bool:
-    """Return whether rows are few, and runs of a pass without a backward are those that the kernels know."""
-    return num_rows <= ROWS_MAX and all(isinstance(run, ForwardRun) for run in runs)
+    """Return whether rows are few, and all adapters of a pass without a backward are one run that has all rows."""
+    are_known = all(isinstance(run, ForwardRun) and run.has_all_rows for run in runs)
+    return num_rows <= ROWS_MAX and len(runs) <= 1 and are_known
 
 
 def columns_of(width: int) -> int:

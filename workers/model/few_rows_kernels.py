@@ -22,8 +22,8 @@ from workers.model.gpu_operations import TILE_ROWS, blocks_of, power_of_two
 from workers.model.layer_kernels import gated
 
 PIPELINE_BYTES, STAGES_MAX = 160 << 10, 8
-"""Shared memory of a program. Its stages less one are being read while a product is computed: a program is alone on its
-processor, and memory takes as long to answer as it takes to send so much."""
+"""Shared memory of a program at most, of one that has a processor to itself. Its stages less one are being read while a
+product is computed: memory takes as long to answer as it takes to send so much."""
 COLUMNS_OF_FOUR = 64
 """That four warps can hold."""
 
@@ -105,7 +105,7 @@ def _set_columns(
     tl.store(target, sums.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_shrinking", "rank_blocks"])  # or many buckets would compile it again
 def _multiply_few(
     out, xa, left, weight, bias, norm_weight, eps, addresses, tiles, ranks, scalings,
     num_rows, d_out, d_in, out_stride, left_stride, xa_stride, num_shrinking, rank_blocks,

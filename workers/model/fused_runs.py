@@ -69,7 +69,7 @@ class AdapterTables(Generic[T]):
     def of(
         segments: Sequence[Segment], num_groups: int, tile_rows: int = TILE_ROWS, num_rows: int = 0
     ) -> AdapterTables[NDArray[Any]]:
-        """Return the tables of segments of a pass, of a model with so many groups of linears.
+        """Return the tables of a pass's segments, which are in row order, of a model with so many groups of linears.
 
         Of the first `num_rows` rows, those without an adapter have tiles, too: some kernels do something with all rows.
         """
@@ -233,6 +233,17 @@ class ForwardRun(FusedRun):
         adapter = segments[0].adapter
         made = AdapterTables.of(segments, len(adapter.slab))
         return cls(made.on(adapter.device), [bool(own.any()) for own in made.addresses])
+
+    @classmethod
+    def of_nothing(cls, num_rows: int, num_groups: int, device: torch.device) -> ForwardRun:
+        """Return the run of an adapter that adapts nothing, for trials: all kernels run, and change nothing."""
+        rank = 8
+        tiles = [(start, min(TILE_ROWS, num_rows - start), 0) for start in range(0, num_rows, TILE_ROWS)]
+        arrays: list[NDArray[Any]] = [np.zeros((num_groups, 1, 4), np.int64), np.array(tiles, np.int32)]
+        arrays += [np.full(1, rank, np.int32), np.ones(1, np.float32)]
+        addresses, tables, ranks, scalings = all_on_device(arrays, device)
+        made = AdapterTables(addresses, tables, ranks, scalings, rank)
+        return cls(made, [True] * num_groups, has_all_rows=True)
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
         """See `FusedRun`."""
@@ -400,6 +411,7 @@ def _gaps(segments: Sequence[Segment], num_rows: int) -> Iterator[range]:
     """Yield the rows before, between and behind segments, which are in row order, up to so many."""
     end = 0
     for segment in segments:
+        assert end <= segment.start, "segments overlap"
         yield range(end, min(segment.start, num_rows))
         end = segment.stop
     yield range(end, num_rows)

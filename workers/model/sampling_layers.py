@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.model.attention import Attend
-from workers.model.few_rows import can_multiply
+from workers.model.few_rows import ROWS_MAX, can_multiply
 from workers.model.fused_modules import FusedRmsNorm, HeadNorms, apply_rotary
 from workers.model.layer_operations import gated
 from workers.model.segments import Routing
@@ -92,9 +92,8 @@ class SamplingLayers:
         """Take a model; `has_gate`: whether there is a kernel for its gate (`layer_operations.GATE`)."""
         self._model = model
         self._has_gate = has_gate
-        self.takes_few = has_gate and all(
-            isinstance(norm, FusedRmsNorm) for layer in model.layers for norm in layer.norms
-        )
+        norms = [norm for layer in model.layers for norm in layer.norms]
+        self.takes_few = has_gate and ROWS_MAX > 0 and all(isinstance(norm, FusedRmsNorm) for norm in norms)
         """Whether few rows have kernels of their own."""
 
     @property

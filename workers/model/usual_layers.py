@@ -90,8 +90,6 @@ class Projection:
         if run is None:
             self._multiply_few(out, hidden, None, norm, is_gated=True)
             return out
-        if not run.has_all_rows:
-            return gated(self.of_few(hidden, norm, routing))
         gate_up = hidden.new_empty(len(hidden), len(self._weight))
         run.expand_gate(self._group.shape.index, self._multiply_few(gate_up, hidden, run, norm), gate_up, out)
         return out

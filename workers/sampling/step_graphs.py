@@ -12,7 +12,7 @@ Does not depend on requests, or on how tokens are drawn.
 Main invariants: what a graph does depends on its inputs' values only, and nothing in it waits or copies from the host.
 Addresses are those of the step: the bank may have moved its slabs since the last one.
 
-Dimensions: D sequences, N rows of a bucket (at least D), L tiles of adapters' rows, G query heads per key-value head, V
+Dimensions: D sequences, N rows of a bucket (at least D), L tiles of rows, G query heads per key-value head, V
 vocabulary.
 """
 
@@ -32,6 +32,7 @@ from workers.contract.capacity import num_blocks_for
 from workers.contract.messages import LOGPROBS_TEMPERATURE_MIN
 from workers.host.input_block import InputBlock
 from workers.model.base_model import BaseModel
+from workers.model.few_rows import ROWS_MAX
 from workers.model.fused_runs import AdapterTables, ForwardRun
 from workers.model.gpu_operations import power_of_two
 from workers.model.segments import Routing, Segment
@@ -155,7 +156,8 @@ class PlacedAdapters:
 
     def __init__(self, segments: Sequence[Segment], num_groups: int, num_rows: int = 0) -> None:
         """Make the tables of so many rows and their segments, of a model with so many groups of linears."""
-        self.tables = AdapterTables.of(segments, num_groups, num_rows=num_rows if segments else 0)
+        needs_all_rows = bool(segments) and num_rows <= ROWS_MAX
+        self.tables = AdapterTables.of(segments, num_groups, num_rows=num_rows if needs_all_rows else 0)
         self._num_rows, self._rows = num_rows, _rows(segments)
         self._addresses = [segment.adapter.addresses for segment in segments]
         """One array for each slot: the same array is the same place in memory."""
@@ -207,7 +209,7 @@ class GraphStep:
         if bucket.rank:
             addresses, tiles, ranks, scalings = self._tables.tensors
             tables = AdapterTables(addresses, tiles, ranks, scalings, bucket.rank)
-            self._routing.runs.append(ForwardRun(tables, [True] * num_groups, has_all_rows=True))
+            self._routing.runs.append(ForwardRun(tables, [True] * num_groups, has_all_rows=num_rows <= ROWS_MAX))
         step_tables = StepTables(num_rows, num_rows, slots, of_prompts, own, chunks=None)
         self._attend = PagedAttention(cache, kernel, step_tables)
         self._replay: Run | None = None

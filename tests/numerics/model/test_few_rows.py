@@ -78,10 +78,13 @@ def test_a_product_with_adapters_takes_a_launch_and_the_bytes_that_the_fake_devi
 
 def test_more_rows_and_other_runs_are_left_to_the_library() -> None:
     slab = Slab.of(8, ("mlp",), 1, torch.float32, shapes=MLP_SHAPES)
-    fused = ForwardRun.of([Segment(0, 1, slab.rows[0])])
+    part = ForwardRun.of([Segment(0, 1, slab.rows[0])])
+    whole = ForwardRun(part.tables, [True] * len(MLP_SHAPES), has_all_rows=True)
     assert can_multiply(few_rows.ROWS_MAX, [])
-    assert can_multiply(1, [fused])
-    assert not can_multiply(few_rows.ROWS_MAX + 1, [fused])
+    assert can_multiply(1, [whole])
+    assert not can_multiply(few_rows.ROWS_MAX + 1, [whole])
+    assert not can_multiply(1, [part]), "rows of no tile would not go through the gate"
+    assert not can_multiply(1, [whole, whole])
     assert not can_multiply(1, [Run(0, 1, [slab.rows[0]])])
 
 

@@ -92,7 +92,7 @@ def test_a_model_that_multiplies_its_sums_samples_by_its_modules(
     assert "samples by transformers' modules" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["right", "wrong", "does not compile"])
+@pytest.mark.parametrize("way", ["right", "wrong", "does not compile", "does not compile with adapters"])
 def test_a_model_whose_products_of_few_rows_are_wrong_leaves_them_to_the_library(
     qwen3: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,12 +100,13 @@ def test_a_model_whose_products_of_few_rows_are_wrong_leaves_them_to_the_library
     # patched: a CPU has no kernels
     monkeypatch.setattr(base_model, "can_run", lambda *_: True)
     kernels = importlib.import_module("workers.model.few_rows_kernels")
-    multiply_few, launched = kernels.multiply_few, list[int]()
+    multiply_few, launched = kernels.multiply_few, list[tuple[int, bool]]()
 
     def noted(out: torch.Tensor, *operands: Any) -> None:
-        if way == "does not compile":
+        tiles = operands[9]
+        if way == "does not compile" or (way == "does not compile with adapters" and tiles is not None):
             raise RuntimeError(way)
-        launched.append(len(out))
+        launched.append((len(out), tiles is not None))
         multiply_few(out, *operands)
         if way == "wrong":
             out[-1] += 1
@@ -114,7 +115,8 @@ def test_a_model_whose_products_of_few_rows_are_wrong_leaves_them_to_the_library
     model = BaseModel(qwen3)
     model.training_layers = None  # their attention is a GPU's
     model.probe()
-    assert way == "does not compile" or set(launched) == {24, 11}, "both sequences of the probe, each by itself"
+    if way == "right":
+        assert set(launched) == {(24, False), (11, False), (24, True), (11, True)}, "each sequence by itself"
     assert model.sampling_layers is not None
     assert model.sampling_layers.takes_few == (way == "right")
     assert ("decodes by the library's products" in caplog.text) == (way != "right")

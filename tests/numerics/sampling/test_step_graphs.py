@@ -50,6 +50,7 @@ def by_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sampling, l
     expected = by_blocks.sequences(*wanted())
     model = driver.engine.base_model
     model.sampling_layers = SamplingLayers(UsualModel(model.model), has_gate=True)
+    assert model.sampling_layers.takes_few
     model.use(model.numerics)
     model.current.fuse_forward = forward_runs
     sampler = make_sampler(driver, 400, triton_pages)

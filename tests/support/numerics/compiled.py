@@ -87,7 +87,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         sizes |= {"SHRINKS": shrinks} | {name: None for name, is_absent in absent.items() if is_absent}
         yield few_rows_kernels._multiply_few, sizes | few_rows_kernels.options_of(rows, columns)
     for rank in (16, 128):
-        yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": 4}
+        for parts in (1, 4):
+            yield adapter_kernels._expand, {"ROWS": 16, "COLUMNS": 64, "RANK": rank, "PARTS": parts}
     for columns in (16, 64):
         yield adapter_kernels._shrink, many | {"G": 3, "COLUMNS": columns}
     for rank in (16, 32, 128):
@@ -99,7 +100,8 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield adapter_kernels._expand_inputs, {"G": 3, "ROWS": 64, "COLUMNS": 128, "DEPTH": adapter_kernels.RANK_DEPTH}
     tile = {"ROWS": 64, "COLUMNS": gpu_operations.EXPAND_GATE_COLUMNS}
     for rank in (16, 32, 128):
-        yield gate_kernels._expand_gate, tile | {"RANK": rank}
+        for rows in (16, 64):
+            yield gate_kernels._expand_gate, tile | {"ROWS": rows, "RANK": rank}
     yield gate_kernels._expand_gate_backward, tile | {"DEPTH": adapter_kernels.RANK_DEPTH}
     for rank in (16, 128):
         for rows, depth, parts in ((16, expert_kernels.FEW_ROWS_DEPTH, 4), (64, expert_kernels.DEPTH, 1)):
