@@ -1,4 +1,4 @@
-"""Products of the few rows of a decode step on a GPU: one launch for a projection, with what is before and beside it.
+"""Products of the few rows of a decode step on a GPU: one launch normalises, multiplies, and applies a gate or a sum.
 
 A decode step waits for kernels to begin and to end, more than for what they read. So the launch that multiplies by
 frozen weights also normalises the rows before, applies the gate or adds to the residual stream behind, and computes

@@ -238,12 +238,12 @@ class ForwardRun(FusedRun):
     def of_nothing(cls, num_rows: int, num_groups: int, device: torch.device) -> ForwardRun:
         """Return the run of an adapter that adapts nothing, for trials: all kernels run, and change nothing."""
         rank = 8
-        tiles = [(start, min(TILE_ROWS, num_rows - start), 0) for start in range(0, num_rows, TILE_ROWS)]
-        arrays: list[NDArray[Any]] = [np.zeros((num_groups, 1, 4), np.int64), np.array(tiles, np.int32)]
+        own_rows = [(start, min(TILE_ROWS, num_rows - start), 0) for start in range(0, num_rows, TILE_ROWS)]
+        arrays: list[NDArray[Any]] = [np.zeros((num_groups, 1, 4), np.int64), np.array(own_rows, np.int32)]
         arrays += [np.full(1, rank, np.int32), np.ones(1, np.float32)]
-        addresses, tables, ranks, scalings = all_on_device(arrays, device)
-        made = AdapterTables(addresses, tables, ranks, scalings, rank)
-        return cls(made, [True] * num_groups, has_all_rows=True)
+        addresses, tiles, ranks, scalings = all_on_device(arrays, device)
+        tables = AdapterTables(addresses, tiles, ranks, scalings, rank)
+        return cls(tables, [True] * num_groups, has_all_rows=True)
 
     def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
         """See `FusedRun`."""

@@ -1,4 +1,4 @@
-"""Products of few rows, with what is before, beside and behind them in one kernel, in Triton's interpreter."""
+"""Products of few rows, with norm, gate or sum and adapters' A in one kernel, in Triton's interpreter."""
 
 from __future__ import annotations
 

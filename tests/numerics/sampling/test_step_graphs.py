@@ -17,6 +17,7 @@ from tests.support.numerics.interpreted import interpret
 from tests.support.numerics.random_adapters import MLP_SHAPES, segments_of
 from tests.support.numerics.samplers import Sampling, make_sampler, request
 from workers.contract.messages import SampledSequence, SampleRequest
+from workers.model.few_rows import ROWS_MAX
 from workers.model.fused_runs import AdapterTables, forward_runs
 from workers.model.sampling_layers import SamplingLayers
 from workers.model.usual_layers import UsualModel
@@ -110,6 +111,9 @@ def test_a_step_of_fewer_rows_has_tables_of_its_own() -> None:
     assert placed.are_of(segments, 16)
     assert not placed.are_of(segments, 8), "it would write to rows that the step has not"
     assert not placed.are_of(segments[:1], 16)
+    assert [8, -8, 0] in placed.tables.tiles.tolist()
+    many = PlacedAdapters(segments, len(MLP_SHAPES), 2 * ROWS_MAX)
+    assert (many.tables.tiles[:, 1] > 0).all(), "a library's products need no tiles of other rows"
 
 
 def test_the_least_recently_used_graph_gives_way(
