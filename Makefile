@@ -115,8 +115,9 @@ kernels: $(READY) $(TRITON)/.installed ## run the GPU's kernels in Triton's inte
 	    $$(grep -rlE --include='test_*.py' 'interpret\(\)|importorskip\("triton' tests) $(ARGS)
 
 # torch 2.11 and transformers 5.17, as CUDA machines may have them. A CPU's bits are promised with 2.13 alone, and the
-# interpreter of their Triton is too old: so these are the tests of values.
-older-torch: $(OLDER_TORCH)/.installed ## run the tests of values with torch 2.11 and transformers 5.17, in minutes (fetches 5 GB)
+# interpreter of their Triton is too old: so these are the tests of values. Its compiler takes the GPU's kernels.
+older-torch: $(OLDER_TORCH)/.installed ## run the tests of values with torch 2.11 and transformers 5.17, and compile the GPU's kernels, in minutes (fetches 5 GB)
+	@PYTHONPATH=.:$(OLDER_TORCH) $(BIN)/python -m tests.support.numerics.compiled > /dev/null
 	@PYTHONPATH=.:$(OLDER_TORCH) $(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not long" -k "not dequantized_copy" \
 	    tests/numerics/export $(patsubst %,tests/numerics/model/test_%.py,families architectures gpt_oss) \
 	    $(patsubst %,tests/numerics/sampling/test_%.py,sampler sampler_outputs hybrid_samples pages temperature) \

@@ -48,6 +48,8 @@ ALIGNED_BYTES = tl.constexpr(16)
 """Matrices begin at multiples of it (`rows.ALIGNMENT`), so that a thread loads so many bytes at once."""
 RANK_MULTIPLE = tl.constexpr(8)
 """Padded ranks are multiples of it."""
+PARTS_AT_ONCE = tl.constexpr(8)
+"""Parts of a sum that are read at once, if there are no more: for more, a program has too few registers."""
 WIDENS = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether products are of fp32: Triton's interpreter has no others."""
 RANK_MIN = 16
@@ -72,7 +74,7 @@ def plus_product(total, left, right):
 
 
 @triton.jit
-def _add_parts(summed, parts, arrivals, rows, columns, mask, num_rows, stride, PARTS: tl.constexpr):
+def add_parts(summed, parts, arrivals, rows, columns, mask, num_rows, stride, PARTS: tl.constexpr):
     """Set summed[rows, columns] to the sum of the parts in order, in the last program of them to come here.
 
     `arrivals` counts these programs, from 0 and back to 0.
@@ -80,7 +82,7 @@ def _add_parts(summed, parts, arrivals, rows, columns, mask, num_rows, stride, P
     tl.debug_barrier()  # every thread's values are written before the program is counted
     if tl.atomic_add(arrivals, 1, sem="acq_rel") == PARTS - 1:
         sums = tl.zeros(mask.shape, tl.float32)
-        for part in tl.static_range(PARTS):
+        for part in tl.range(0, PARTS, loop_unroll_factor=PARTS if PARTS <= PARTS_AT_ONCE else 1):
             own = parts + (part * num_rows + rows[:, None]) * stride + columns[None, :]
             sums += tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(summed + rows[:, None] * stride + columns[None, :], sums, mask=mask)
@@ -119,7 +121,7 @@ def _shrink(
         tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
         if IS_SUMMED:
             arrivals += tile * tl.num_programs(1) + tl.program_id(1)
-            _add_parts(summed, xa, arrivals, rows, columns, mask, num_rows, xa_stride, PARTS)
+            add_parts(summed, xa, arrivals, rows, columns, mask, num_rows, xa_stride, PARTS)
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def _shrink_outputs(
         tl.store(out, sums * tl.load(scalings + adapter), mask=mask)
         if IS_SUMMED:
             arrivals += tile * tl.num_programs(1) + tl.program_id(1)
-            _add_parts(summed, dxa, arrivals, rows, linear * rank + columns, mask, num_rows, dxa_stride, PARTS)
+            add_parts(summed, dxa, arrivals, rows, linear * rank + columns, mask, num_rows, dxa_stride, PARTS)
 
 
 @triton.jit

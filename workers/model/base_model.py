@@ -117,6 +117,8 @@ class BaseModel:
         self.logit_scale = logit_scale(config)
         """By which `forward` multiplies hidden states, and so logits."""
         self._has_kernels = can_run(self.device, dtype)
+        self.scores_by_kernels = has_kernels(self.device)
+        """Whether kernels of our own compute losses from logits."""
         self.attend_packed: AttendPacked
         """Makes the `Attend` of whole sequences, one after another."""
         self.has_own_attention: bool
@@ -209,11 +211,12 @@ class BaseModel:
         """What kernels of our own compute, for the fingerprint."""
         if not has_kernels(self.device):
             return ""
+        losses = "losses and " if self.scores_by_kernels else ""
         adapters = "adapters, " if self._has_kernels else ""
         are_heads = any(layer.delta_weights.convolve is convolved_by_kernels for layer in self.delta_layers)
         attention = "attention of short sequences, " if self.has_own_attention else ""
         few = "products of few rows, " if self.sampling_layers is not None and self.sampling_layers.takes_few else ""
-        return f"{adapters}{attention}{few}{'heads of linear attention, ' if are_heads else ''}losses and steps"
+        return f"{adapters}{attention}{few}{'heads of linear attention, ' if are_heads else ''}{losses}steps"
 
     def attend_alone(self) -> None:
         """Let requests share no calls of attention in exact mode from now on."""

@@ -311,6 +311,10 @@ class TrainingRun(FusedRun):
         if dx is not None:
             self.expand_inputs(group, dx, dxa, len(dys))
 
+    def pending(self, group: int, x: Tensor) -> PendingAdapters | None:
+        """Return the adapters of a group of one linear, which reads x (T, D); None: no adapter adapts it."""
+        return PendingAdapters(self, group, self.shrunk(group, x, 1)) if self.is_adapted(group) else None
+
     def forward_gate(self, group: int, x: Tensor, gate_up: Tensor, out: Tensor) -> Tensor:
         """Do as `forward` with gate and up of gate_up (T, 2 F), and set out (T, F) to silu(gate) * up, in one kernel.
 
@@ -390,6 +394,31 @@ class TrainingRun(FusedRun):
     def expand_inputs(self, group: int, dx: Tensor, dxa: Tensor, num_linears: int) -> None:
         """Add dxa A to dx (T, D)."""
         torch.ops.tinkerpool.expand_inputs(dx, dxa, *self.of_group(group), num_linears, self.tile_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingAdapters:
+    """Adapters of one linear which are not in its outputs: the kernels that read these add them."""
+
+    run: TrainingRun
+    group: int
+    xa: Tensor
+    """Scaling x A^T (1, T, R), fp32."""
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """xa, addresses, tiles and ranks, as `gpu_operations.EXPAND` takes them."""
+        return self.xa, *self.run.of_group(self.group)
+
+    def sums(self, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return memory for scaling dy B (1, T, R) in so many parts, for their sum, and counters of parts."""
+        _, num_rows, rank = self.xa.shape
+        return self.xa.new_empty(num_parts, num_rows, rank), torch.empty_like(self.xa), self.run.gradients.arrivals
+
+    def backward(self, x: Tensor, dy: Tensor, dx: Tensor, dxa: Tensor) -> None:
+        """Add to the adapters' gradients and to dx (T, D), from dy (T, F) and scaling dy B (1, T, R)."""
+        self.run.add_gradients(self.group, x, [dy], self.xa, dxa[0])
+        self.run.expand_inputs(self.group, dx, dxa[0], 1)
 
 
 def forward_runs(segments: Sequence[Segment], group: int | None = None) -> Sequence[SegmentRun]:

@@ -12,7 +12,7 @@ from workers.model.base_model import BaseModel
 from workers.selftest.library_delta import tried_rule
 from workers.selftest.row_invariance import find_numerics
 from workers.selftest.sequence_invariance import requests_can_share
-from workers.selftest.training_kernels import check_attention, check_training_kernels
+from workers.selftest.training_kernels import check_attention, check_losses, check_training_kernels
 from workers.training.memory import Load
 from workers.training.passes import PassRunner
 
@@ -42,6 +42,7 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
     check_attention(base_model)
     base_model.probe()
     check_training_kernels(base_model)
+    check_losses(base_model)
     return base_model
 
 

@@ -4,7 +4,7 @@
 the model's dtype, everything from them to d(loss)/d(logits) in fp32. Nothing but `PassResults.settle` waits for the
 device.
 
-Depends on losses and the rows of each request; not on the unembedding.
+Depends on losses and the rows of each request, and on adapters that are not in the logits; not on the unembedding.
 
 Main invariants: a row's results depend on that row alone. Once a value of a request is not finite, its slopes are
 zeros: its own rows may stay infinite, but no product mixes rows of two requests.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.model.fused_runs import PendingAdapters
 from workers.training.logits import Part, Piece, divide_by_temperatures
 from workers.training.losses import RequestLoss, Terms
 
@@ -114,8 +115,11 @@ class PassScores(Protocol):
 
     results: PassResults
 
-    def score(self, logits: Tensor, block: Block) -> Tensor:
-        """Fill in a block's log-probabilities from its logits (B, V); return what `differentiate` takes of them."""
+    def score(self, logits: Tensor, block: Block, pending: PendingAdapters | None = None) -> Tensor:
+        """Fill in a block's log-probabilities from its logits (B, V); return what `differentiate` takes of them.
+
+        `pending`: adapters that are not in the logits. Given to kernels of our own alone.
+        """
 
     def add(self, block: Block, terms: Sequence[Terms]) -> None:
         """Add the terms of a block's pieces to the sums, and fill in the slopes: zeros once a value was not finite.
@@ -126,8 +130,13 @@ class PassScores(Protocol):
     def add_local(self, block: Block) -> None:
         """The same of pieces whose losses are local, from their log-probabilities."""
 
-    def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
-        """Turn a block's logits (B, V) into d(loss)/d(logits), by the slopes; `scores` may be overwritten."""
+    def differentiate(
+        self, logits: Tensor, scores: Tensor, block: Block, pending: PendingAdapters | None = None
+    ) -> Tensor | None:
+        """Turn a block's logits (B, V) into d(loss)/d(logits), by the slopes; `scores` may be overwritten.
+
+        Return scaling d(loss)/d(logits) B (1, B, R) of pending adapters.
+        """
 
 
 class TorchScores:
@@ -138,8 +147,9 @@ class TorchScores:
         del num_rows
         self.results = PassResults(parts, [part.loss.to(device) for part in parts], device)
 
-    def score(self, logits: Tensor, block: Block) -> Tensor:
+    def score(self, logits: Tensor, block: Block, pending: PendingAdapters | None = None) -> Tensor:
         """See `PassScores`; returns log-probabilities (B, V) in fp32."""
+        assert pending is None
         logprobs = _logprobs(logits, block)
         first = block[0][0].first_row
         for piece, own in block:
@@ -164,7 +174,9 @@ class TorchScores:
             [own.loss.terms(own.logprobs[piece.start : piece.stop], piece.start, piece.stop) for piece, own in block],
         )
 
-    def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
+    def differentiate(
+        self, logits: Tensor, scores: Tensor, block: Block, pending: PendingAdapters | None = None
+    ) -> None:
         """See `PassScores`: d(logits) = slope * (onehot(target) - probabilities), summed over targets."""
         slopes = [own.slopes[piece.start : piece.stop] for piece, own in block]  # (N, K) each
         total = torch.cat([slope if slope.shape[1] == 1 else slope.sum(1, keepdim=True) for slope in slopes])  # (B, 1)

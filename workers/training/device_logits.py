@@ -23,10 +23,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from workers.model.fused_runs import PendingAdapters, TrainingRun
 from workers.model.linears import Kept, LinearGroup
 from workers.model.segments import Segment
 from workers.training.block_scores import Block, DevicePart, PassResults, PassScores, TorchScores
-from workers.training.kernel_scores import KernelScores, can_score
+from workers.training.kernel_scores import KernelScores
 from workers.training.logits import Part, Piece, blocks_of
 
 BLOCK_VALUES, KERNEL_BLOCK_VALUES = 1 << 27, 1 << 28
@@ -36,7 +37,7 @@ BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
 
 
 def block_rows_of(vocab_size: int, *, has_kernels: bool) -> int:
-    """Return the rows of a block, a power of two; `has_kernels`: see `can_score`.
+    """Return the rows of a block, a power of two; `has_kernels`: whether kernels of our own compute losses.
 
     A constant of the base model and the machine, for it decides how sums are grouped.
     """
@@ -47,9 +48,9 @@ def block_rows_of(vocab_size: int, *, has_kernels: bool) -> int:
 class DeviceLoss:
     """Implements `logits.PassLoss`; between `run` and `settle` it keeps the results to fetch."""
 
-    def __init__(self, unembedding: LinearGroup, vocab_size: int) -> None:
+    def __init__(self, unembedding: LinearGroup, vocab_size: int, *, has_kernels: bool) -> None:
+        """`has_kernels`: whether kernels of our own compute losses from logits."""
         self.unembedding = unembedding
-        has_kernels = can_score(unembedding.weights[0].device)
         self.block_rows = block_rows_of(vocab_size, has_kernels=has_kernels)
         self._make_scores: type[KernelScores | TorchScores] = KernelScores if has_kernels else TorchScores
         self._unsettled: PassResults | None = None
@@ -83,8 +84,8 @@ class DeviceLoss:
     def _find_slopes(self, hidden: Tensor, scores: PassScores, own: DevicePart) -> None:
         """Compute the slopes of a loss over whole sequences, from all log-probabilities. The logits are not kept."""
         for block in blocks_of([own.part], self.block_rows):
-            logits, _ = self._logits_of(hidden, block, ())
-            scores.score(logits, [(piece, own) for piece in block])
+            logits, _, pending = self._logits_of(hidden, block, ())
+            scores.score(logits, [(piece, own) for piece in block], pending)
         whole = Piece(own.part, 0, own.part.stop - own.part.start)
         scores.add([(whole, own)], [own.loss.sequence_terms(own.logprobs)])
 
@@ -93,22 +94,27 @@ class DeviceLoss:
     ) -> None:
         """Run a block; `begun` has the `id` of each adapter whose gradient an earlier one has set or added to."""
         pieces = [piece for piece, _ in block]
-        logits, kept = self._logits_of(hidden, pieces, begun)
-        scored = scores.score(logits, block)
+        logits, kept, pending = self._logits_of(hidden, pieces, begun)
+        scored = scores.score(logits, block, pending)
         for is_local, adjacent in groupby(block, key=lambda pair: pair[1].loss.loss.is_local):
             if is_local:
                 scores.add_local(list(adjacent))
         if dhidden is None:
             return
-        scores.differentiate(logits, scored, block)
+        dxa = scores.differentiate(logits, scored, block, pending)
         rows = slice(pieces[0].first_row, pieces[-1].end_row)
         dblock = self.unembedding.backward(hidden[rows], kept, [logits])
         assert dblock is not None
+        if pending is not None:
+            assert dxa is not None
+            pending.backward(hidden[rows], logits, dblock, dxa)
         dhidden[rows] = dblock
         begun.update(id(piece.part.adapter) for piece in pieces)
 
-    def _logits_of(self, hidden: Tensor, block: Sequence[Piece], begun: Collection[int]) -> tuple[Tensor, Kept]:
-        """Return the block's logits (B, V) in the model's dtype, and values for the backward."""
+    def _logits_of(
+        self, hidden: Tensor, block: Sequence[Piece], begun: Collection[int]
+    ) -> tuple[Tensor, Kept, PendingAdapters | None]:
+        """Return the block's logits (B, V) in the model's dtype, values for the backward, and adapters not in them."""
         first = block[0].first_row
         segments = [
             Segment(
@@ -120,5 +126,9 @@ class DeviceLoss:
             for piece in block
         ]
         rows, unembedding = hidden[first : block[-1].end_row], self.unembedding
-        (logits,), kept = unembedding.forward(rows, unembedding.current.route(segments, group=unembedding.shape.index))
-        return logits, kept
+        current, group, pending = unembedding.current, unembedding.shape.index, None
+        routing = current.route(segments, group=group)
+        if self._make_scores is KernelScores and isinstance(run := routing.runs[0], TrainingRun):  # of all segments
+            routing, pending = current.route(()), run.pending(group, rows)
+        (logits,), kept = unembedding.forward(rows, routing)
+        return logits, kept, pending

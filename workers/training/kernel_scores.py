@@ -1,11 +1,12 @@
-"""Computes losses from blocks of logits on a GPU by three kernels of our own a block, for any number of requests.
+"""Computes losses from blocks of logits on a GPU by four kernels of our own a block, for any number of requests.
 
-Implements `block_scores.PassScores`. The log-probabilities of a whole block never exist: `score_targets` reads the
-logits once and keeps two numbers of each row. With these, `differentiate_logits` reads them again and writes the
-gradient in their place. Targets, log-probabilities and slopes of all rows of a pass are one vector each, row after row,
-so that a launch takes rows of any requests, with any numbers of targets.
+Implements `block_scores.PassScores`. The log-probabilities of a whole block never exist: `sum_logits` reads the logits
+once and keeps two numbers of each row and part of the vocabulary, from which `score_targets` has those of the row. With
+these, `differentiate_logits` reads the logits again and writes the gradient in their place. Targets, log-probabilities
+and slopes of all rows of a pass are one vector each, row after row, so that a launch takes rows of any requests, with
+any numbers of targets.
 
-Does not depend on the unembedding.
+Depends on adapters of the unembedding that are not in the logits; not on the unembedding.
 
 Main invariants: as in `block_scores`; and all sums have an order that depends on the vocabulary, or on a row's or a
 piece's number of targets, alone.
@@ -24,21 +25,32 @@ import torch
 from torch import Tensor
 
 from workers.host.uploads import all_on_device
-from workers.model.gpu_operations import define, has_kernels
+from workers.model.fused_runs import PendingAdapters
+from workers.model.gpu_operations import blocks_of, define
 from workers.training.block_scores import Block, PassResults
 from workers.training.logits import Part
 from workers.training.losses import RequestLoss, Terms
 
-SCORE = (
-    "score_targets(Tensor(a!) logprobs, Tensor(b!) norms, Tensor logits, Tensor targets, Tensor places, Tensor scales, "
-    "int first)"
+SUM = (
+    "sum_logits(Tensor(a!) parts, Tensor logits, Tensor? xa, Tensor? addresses, Tensor? tiles, Tensor? ranks, "
+    "Tensor scales)"
 )
-"""Set logprobs (L,) of targets and norms (B, 2) of rows, fp32, from logits (B, V).
+"""Set parts (P, B, 2), fp32, of logits (B, V): of each part of the vocabulary, the norms of every row.
 
-Norms are the highest logit, and the logarithm of the sum of exp((logit - highest) scale).
+Norms are the highest logit, and the sum of exp((logit - highest) scale).
+
+`xa` (1, B, R), `addresses`, `tiles` and `ranks` as in `gpu_operations.EXPAND`, of adapters of the unembedding. They are
+added to the logits here and in the operations below, in fp32. All rows are in tiles, of `TRAINING_TILE_ROWS`. None: the
+logits have them, or there are none. `scales` (B,) fp32: 1 / temperature.
+"""
+SCORE = (
+    "score_targets(Tensor(a!) logprobs, Tensor(b!) norms, Tensor parts, Tensor logits, Tensor? xa, Tensor? addresses, "
+    "Tensor? tiles, Tensor? ranks, Tensor targets, Tensor places, Tensor scales, int first)"
+)
+"""Set norms (B, 2), the second one's logarithm, from those of parts, and logprobs (L,) of targets; others as in `SUM`.
 
 `targets` (L,) int32: of all rows, one after another. `places` (B + 1,) int32: where each row's begin, and where the
-last row's end, counted from `first`. `scales` (B,) fp32: 1 / temperature.
+last row's end, counted from `first`.
 """
 ADD = "add_losses(Tensor(a!) sums, Tensor(b!) slopes, Tensor losses, Tensor ends, int first)"
 """Add losses (L,) to sums (S, 3), float64, of requests. If not all are finite, set the third and slopes (L,) to 0.
@@ -47,19 +59,26 @@ ADD = "add_losses(Tensor(a!) sums, Tensor(b!) slopes, Tensor losses, Tensor ends
 that are not among the L are left out.
 """
 DIFFERENTIATE = (
-    "differentiate_logits(Tensor(a!) logits, Tensor norms, Tensor targets, Tensor logprobs, Tensor slopes, "
-    "Tensor places, Tensor scales, int first)"
+    "differentiate_logits(Tensor(a!) logits, Tensor(b!)? dxa, Tensor(c!)? summed, Tensor(d!)? arrivals, Tensor? xa, "
+    "Tensor? addresses, Tensor? tiles, Tensor? ranks, Tensor? scalings, Tensor norms, Tensor targets, Tensor slopes, "
+    "Tensor places, Tensor scales, int first, bool has_one_target)"
 )
-"""Set logits (B, V) to d(loss)/d(logits) by the slopes (L,); the others as in `SCORE`."""
-define("workers.training.loss_kernels", SCORE, ADD, DIFFERENTIATE)
+"""Set logits (B, V) to d(loss)/d(logits) by the slopes (L,); with adapters also dxa (P, B, R), `summed` and `arrivals`
+as `gpu_operations.SHRINK_OUTPUTS` does from the gradient. `has_one_target`: each row has one. The others as above.
+"""
+define("workers.training.loss_kernels", SUM, SCORE, ADD, DIFFERENTIATE)
 
+PART_COLUMNS = 4096
+"""Logits of a row that a program takes, one block of them after another."""
+LOGITS_AT_ONCE = 32
+"""Of a row, in such a block: with more, a program takes so many registers that fewer of them share a processor."""
 TARGETS_AT_ONCE = 32
 """Targets of a row that a program holds at a time; it compares as many with as many."""
 
 
-def can_score(device: torch.device) -> bool:
-    """Return whether the kernels run on this device."""
-    return has_kernels(device)
+def num_parts_of(vocab_size: int) -> int:
+    """Return P, the parts of a vocabulary."""
+    return blocks_of(vocab_size, PART_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +134,25 @@ class KernelScores:
         numbers = [array.astype(np.int32) for array in (self._places, ends, targets)]
         self._row_places, self._ends, self._targets = all_on_device(numbers, device)
 
-    def score(self, logits: Tensor, block: Block) -> Tensor:
+    def score(self, logits: Tensor, block: Block, pending: PendingAdapters | None = None) -> Tensor:
         """See `PassScores`; returns norms (B, 2)."""
-        norms = logits.new_empty(len(logits), 2, dtype=torch.float32)
+        num_rows, vocab_size = logits.shape
+        parts = logits.new_empty(num_parts_of(vocab_size), num_rows, 2, dtype=torch.float32)
+        norms = torch.empty_like(parts[0])
         rows, values = self._rows(block), self._values(block)
+        places, scales = self._of_rows(rows)
+        adapters = [None] * 4 if pending is None else pending.operands
+        torch.ops.tinkerpool.sum_logits(parts, logits, *adapters, scales)
         torch.ops.tinkerpool.score_targets(
-            self.results.logprobs[values], norms, logits, self._targets[values], *self._of_rows(rows), values.start
+            self.results.logprobs[values],
+            norms,
+            parts,
+            logits,
+            *adapters,
+            self._targets[values],
+            places,
+            scales,
+            values.start,
         )
         return norms
 
@@ -168,18 +200,28 @@ class KernelScores:
         sums.add_(counts)
         sums[1:].sub_(counts[:-1])
 
-    def differentiate(self, logits: Tensor, scores: Tensor, block: Block) -> None:
+    def differentiate(
+        self, logits: Tensor, scores: Tensor, block: Block, pending: PendingAdapters | None = None
+    ) -> Tensor | None:
         """See `PassScores`."""
         rows, values = self._rows(block), self._values(block)
+        sums: Sequence[Tensor | None] = [None] * 3
+        adapters: Sequence[Tensor | None] = [None] * 5
+        if pending is not None:
+            sums = pending.sums(num_parts_of(logits.shape[1]))
+            adapters = [*pending.operands, pending.run.tables.scalings]
         torch.ops.tinkerpool.differentiate_logits(
             logits,
+            *sums,
+            *adapters,
             scores,
             self._targets[values],
-            self.results.logprobs[values],
             self.results.slopes[values],
             *self._of_rows(rows),
             values.start,
+            all(own.loss.targets.shape[1] == 1 for _, own in block),
         )
+        return sums[1]
 
     def _rows(self, block: Block) -> slice:
         return slice(block[0][0].first_row, block[-1][0].end_row)

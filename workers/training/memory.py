@@ -28,7 +28,7 @@ from workers.model.base_model import BaseModel
 from workers.model.clamped_gate import HELD_VALUES, ClampedGate
 from workers.model.pretrained import activation_of
 from workers.training import device_logits, logits
-from workers.training.kernel_scores import can_score
+from workers.training.kernel_scores import num_parts_of
 
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
@@ -80,7 +80,7 @@ class PassMemory:
         self._value_bytes = base_model.dtype.itemsize if base_model.device.type == "cuda" else FULL_BYTES
         """Of an activation."""
         self._is_deferred = base_model.is_deferred
-        self._has_kernels = can_score(base_model.device)
+        self._has_kernels = base_model.scores_by_kernels
         self._is_fused = base_model.trains_by_kernels
         """Whether adapters and their gradients are added by kernels of our own, without tensors of theirs, and x A^T is
         kept in fp32."""
@@ -210,7 +210,7 @@ class PassMemory:
     def _logits_bytes(self, load: Load) -> int:
         """Return the bytes of a block of logits, of what adapters add to it, and of its log-probabilities in fp32.
 
-        Kernels of our own do without the last.
+        Kernels of our own do without the last; what they sum of the gradient for adapters, they sum in parts.
         """
         if self._is_deferred:
             num_rows = device_logits.block_rows_of(self._vocab_size, has_kernels=self._has_kernels)
@@ -221,7 +221,8 @@ class PassMemory:
             value_bytes = (1 + self._adds_at_once) * self._value_bytes
         else:
             value_bytes = FULL_BYTES + 2 * self._value_bytes
-        return value_bytes * num_rows * self._vocab_size
+        num_parts = num_parts_of(self._vocab_size) if self._has_kernels else 0
+        return num_rows * (value_bytes * self._vocab_size + FULL_BYTES * num_parts * load.rank)
 
     def _gradient_bytes(self, load: Load) -> int:
         """Return the bytes of gradients of A and B of the widest linears of every adapter, and of pending gradients."""

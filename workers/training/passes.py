@@ -133,8 +133,12 @@ class PassRunner:
         self.prefetch = Prefetch(bank)
         self.times = PhaseTimes()
         self._bank = bank
-        make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
-        self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
+        of_model = base_model.unembedding, base_model.vocab_size
+        self._loss: PassLoss = (
+            DeviceLoss(*of_model, has_kernels=base_model.scores_by_kernels)
+            if base_model.is_deferred
+            else ChunkedLoss(*of_model)
+        )
         self._graphs = PassGraphs(base_model)
 
     def measure_room(self, items: Sequence[PassItem]) -> None:

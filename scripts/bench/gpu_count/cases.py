@@ -235,7 +235,7 @@ def loss(model: str) -> list[Row]:
         runner = PassRunner(base_model, bank, MemoryShare(base_model.device))
         packed = pack([runner.checked(item)], bank.acquire(["a"]), base_model.device, by_adapter=True)
         hidden = torch.empty(LOSS_ROWS, base_model.hidden_size, dtype=base_model.dtype, device=base_model.device)
-        device_loss = DeviceLoss(base_model.unembedding, base_model.vocab_size)
+        device_loss = DeviceLoss(base_model.unembedding, base_model.vocab_size, has_kernels=True)
         with counting.stretch() as counts:
             device_loss.run(hidden, packed.parts, backward=True)
             device_loss.settle()

@@ -31,6 +31,7 @@ from workers.bank.entries import RowNorms
 from workers.contract.messages import AdamParams
 from workers.model import base_model
 from workers.model.gpu_operations import has_kernels
+from workers.selftest import loading
 from workers.training import adamw_launches, optim
 from workers.training.adamw_launches import PARTS_MAX, part_values
 from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_steps
@@ -285,11 +286,15 @@ def test_a_cpu_has_no_such_launches() -> None:
     assert not has_kernels(torch.device("cpu"))
 
 
-def test_the_fingerprint_says_whether_steps_are_launches(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_says_which_of_losses_and_steps_are_launches(
+    qwen3: Path, own_base_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fingerprint() -> str:
         model = Driver(qwen3).engine.base_model
         return model.info(is_thread_count_invariant=True, are_samples_batch_invariant=True).fingerprint
 
     by_torch = fingerprint()
     monkeypatch.setattr(base_model, "has_kernels", lambda _: True)
+    assert fingerprint() == f"{by_torch}; steps by kernels of our own"  # those of losses fail their trial on a CPU
+    monkeypatch.setattr(loading, "check_losses", lambda _: None)
     assert fingerprint() == f"{by_torch}; losses and steps by kernels of our own"

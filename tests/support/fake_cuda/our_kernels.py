@@ -20,13 +20,14 @@ from workers.model.gpu_operations import (
     GRADIENT_COLUMNS,
     GRADIENT_ROWS,
     NAMESPACE,
+    TRAINING_TILE_ROWS,
     expand_columns,
     gradient_rows,
     shrink_columns,
 )
 from workers.model.gpu_operations import TILE_ROWS as ROWS_OF_TILE
 from workers.sampling.attention.pages import tile_rows
-from workers.training.kernel_scores import TARGETS_AT_ONCE
+from workers.training.kernel_scores import LOGITS_AT_ONCE, TARGETS_AT_ONCE, num_parts_of
 
 
 def _linears(call: Call, name: str, most: int = 3) -> list[Tensor]:
@@ -285,12 +286,30 @@ def _added_and_normalised(call: Call) -> Cost:
     return Cost(1, 4 * num_bytes(total) + len(total) * num_bytes(weight) + num_bytes(call.argument("inverse")))
 
 
+def _pending(call: Call, num_parts: int) -> tuple[int, float]:
+    """Every part of the logits reads all rows of xa; each tile its adapter's B. And the products with B^T."""
+    xa, tiles, logits = call.argument("xa"), call.argument("tiles"), call.argument("logits")
+    if xa is None:
+        return 0, 0.0
+    matrices = len(tiles) * xa.shape[2] * logits.shape[1] * logits.element_size()
+    return num_parts * num_bytes(xa) + matrices, 2.0 * len(tiles) * TRAINING_TILE_ROWS * xa.shape[2] * logits.shape[1]
+
+
+def _logits_summed(call: Call) -> Cost:
+    """The logits are read once, the scales by every part."""
+    logits, parts, scales = call.argument("logits"), call.argument("parts"), call.argument("scales")
+    moved, flops = _pending(call, len(parts))
+    return Cost(1, moved + num_bytes(logits) + len(parts) * num_bytes(scales) + num_bytes(parts), flops)
+
+
 def _scored(call: Call) -> Cost:
-    """The logits are read once, those of targets twice; places of a row are two."""
-    logits, logprobs = call.argument("logits"), call.argument("logprobs")
-    of_rows = sum(num_bytes(call.argument(name)) for name in ("norms", "places", "places", "scales"))
-    targets = num_bytes(call.argument("targets")) + logprobs.numel() * logits.element_size()
-    return Cost(1, num_bytes(logits) + of_rows + targets + num_bytes(logprobs))
+    """The logits of targets are read, with B's columns; places of a row are two."""
+    logits, logprobs, xa = call.argument("logits"), call.argument("logprobs"), call.argument("xa")
+    of_rows = sum(num_bytes(call.argument(name)) for name in ("parts", "norms", "places", "places", "scales"))
+    ranks = 0 if xa is None else xa.shape[2]
+    of_targets = num_bytes(call.argument("targets")) + logprobs.numel() * (1 + ranks) * logits.element_size()
+    rows = 0 if xa is None else num_bytes(xa) * -(-logprobs.numel() // (len(logits) * TARGETS_AT_ONCE))
+    return Cost(1, of_rows + of_targets + rows + num_bytes(logprobs))
 
 
 def _summed(call: Call) -> Cost:
@@ -300,15 +319,25 @@ def _summed(call: Call) -> Cost:
 
 
 def _differentiated(call: Call) -> Cost:
-    """The logits are read and written, those of targets once more; a block of a row's targets is compared with all."""
-    logits, targets = call.argument("logits"), call.argument("targets")
+    """The logits are read and written; every part reads what is known of rows, and their slopes.
+
+    If there may be several targets of a row, every block of columns reads all targets, and those of a row where one of
+    its tile is in the block once more, which is not counted.
+    """
+    logits, targets, dxa = call.argument("logits"), call.argument("targets"), call.argument("dxa")
+    num_parts, slopes = num_parts_of(logits.shape[1]), num_bytes(call.argument("slopes"))
     of_rows = sum(num_bytes(call.argument(name)) for name in ("norms", "places", "places", "scales"))
-    slopes = num_bytes(call.argument("slopes"))
-    num_blocks = -(-targets.numel() // (len(logits) * TARGETS_AT_ONCE))
-    of_targets = (1 + num_blocks) * (num_bytes(targets) + slopes) + num_bytes(call.argument("logprobs"))
-    return Cost(1, 2 * num_bytes(logits) + of_rows + of_targets + targets.numel() * logits.element_size())
+    moved, flops = _pending(call, num_parts)
+    of_targets = num_parts * (num_bytes(targets) + slopes)
+    if not call.argument("has_one_target"):
+        of_first = len(logits) * (targets.element_size() + call.argument("slopes").element_size())
+        of_targets = num_parts * (of_first + slopes) + -(-logits.shape[1] // LOGITS_AT_ONCE) * num_bytes(targets)
+    if dxa is not None:
+        moved += _parts(call, dxa)
+    return Cost(1, moved + 2 * num_bytes(logits) + num_parts * of_rows + of_targets, 2 * flops)
 
 
+declare(f"{NAMESPACE}::sum_logits", _logits_summed, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::score_targets", _scored, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::add_losses", _summed, "workers/training/loss_kernels.py: its grid")
 declare(f"{NAMESPACE}::differentiate_logits", _differentiated, "workers/training/loss_kernels.py: its grid")

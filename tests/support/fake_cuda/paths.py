@@ -21,8 +21,8 @@ from tests.support.numerics.harness import Driver, make_data, make_spec, trainin
 from tests.support.numerics.tenants import TENANTS
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
+from workers.model import base_model
 from workers.model.gpu_operations import has_kernels
-from workers.training import kernel_scores
 
 WINDOW = {
     "use_sliding_window": True,
@@ -44,7 +44,7 @@ def train(
     with (
         fake_cuda() as counting,
         no_files(shape_of(model) | (WINDOW if window else {})),
-        patch.object(kernel_scores, "has_kernels", lambda device: has_triton and has_kernels(device)),
+        patch.object(base_model, "has_kernels", lambda device: has_triton and has_kernels(device)),
     ):
         with patch.object(harness, "make_engine", lambda _, **options: make_engine(**made | options)):
             driver = Driver(None)  # type: ignore[arg-type]

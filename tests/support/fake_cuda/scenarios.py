@@ -38,10 +38,10 @@ from workers.contract.messages import (
     TokenEvent,
 )
 from workers.engine import TrainingEngine
+from workers.model import base_model
 from workers.rows import RowLayout
 from workers.sampling import sample_pass
 from workers.sampling.sampler import SamplerLimits
-from workers.training import device_logits
 from workers.training.memory import Load, PassMemory
 
 
@@ -226,7 +226,7 @@ def orders_of_a_backward(**settings: Any) -> list[bool]:
 def kernels_of_targets(num_targets: int, *, has_kernels: bool) -> int:
     """Return the kernels of a pass with so many targets of each token; its loss is by our kernels or by torch."""
     with (
-        patch.object(device_logits, "can_score", lambda _: has_kernels),
+        patch.object(base_model, "has_kernels", lambda _: has_kernels),
         engine_of("tiny", cache_bytes_max=0) as (engine, counting),
     ):
         spec = AdapterSpec(adapter_id="a", rank=8, alpha=32.0, seed=1, **ALL_KINDS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.support.numerics.harness import Driver, Tenant, assemble_again, make_data, make_spec
 from tests.support.numerics.interpreted import interpret
 from workers.bank.entries import Entry
 from workers.model.fused_runs import forward_runs, training_runs
@@ -41,7 +41,7 @@ def spoil_new_gradients(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def fused(path: Path, *, exact: bool = False, **config: Any) -> Driver:
-    """Return a driver on a CPU that trains as a GPU does: adapters and layers by kernels of our own."""
+    """Return a driver on a CPU that trains as a GPU does: adapters, layers and losses by kernels of our own."""
     interpret()
     driver = Driver(path, exact=exact, **config)
     model = driver.engine.base_model
@@ -53,4 +53,6 @@ def fused(path: Path, *, exact: bool = False, **config: Any) -> Driver:
     usual.use(numerics)
     model.current.fuse, model.current.fuse_forward = training_runs, forward_runs
     model.training_layers = TrainingLayers(usual, model.current, model.num_heads)
+    model.is_deferred = model.scores_by_kernels = True
+    assemble_again(driver.engine)
     return driver

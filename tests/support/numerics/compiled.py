@@ -39,7 +39,7 @@ from workers.sampling.attention.pages import PART_KEYS
 from workers.sampling.kv_cache import PAGE_TOKENS
 from workers.training import adamw_kernels, loss_kernels
 from workers.training.adamw_launches import BOUND_MAX, PART_MULTIPLE, PARTS_MAX
-from workers.training.kernel_scores import TARGETS_AT_ONCE
+from workers.training.kernel_scores import LOGITS_AT_ONCE, PART_COLUMNS, TARGETS_AT_ONCE
 
 H100 = GPUTarget("cuda", 90, 32)
 FP32 = {"xa", "dxa", "summed", "scalings", "first_sums", "second_sums", "inverse", "squares", "results", "numbers"}
@@ -139,8 +139,18 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         num_warps = layer_kernels.norm_warps(width)
         for norm in (layer_kernels._add_norm, layer_kernels._norm_add_backward):
             yield norm, {"D": width, "WIDTH": width, "num_warps": num_warps}
-    for kernel in (loss_kernels._score_targets, loss_kernels._differentiate_logits):
-        yield kernel, {"COLUMNS": loss_kernels.COLUMNS, "TARGETS": TARGETS_AT_ONCE, "num_warps": loss_kernels.NUM_WARPS}
+    for rank in (0, 16, 32, 64, 128):
+        block: dict[str, Any] = {"ROWS": 64, "RANK": max(16, rank), "HAS_ADAPTERS": rank > 0}
+        if not rank:
+            names = ("xa", "addresses", "tiles", "ranks", "scalings", "dxa", "summed", "arrivals")
+            block |= dict.fromkeys(names)
+        part = {"PART": PART_COLUMNS, "COLUMNS": LOGITS_AT_ONCE}
+        yield loss_kernels._sum_logits, block | part
+        scored = {"PARTS": 38, "ALL_PARTS": 64, "TARGETS": TARGETS_AT_ONCE}
+        yield loss_kernels._score_targets, block | scored
+        for has_one_target in (False, True):
+            of_targets = {"TARGETS": TARGETS_AT_ONCE, "HAS_ONE_TARGET": has_one_target, "PARTS": 38}
+            yield loss_kernels._differentiate_logits, block | part | of_targets
     yield loss_kernels._add_losses, {"VALUES": loss_kernels.VALUES}
     of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
     yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from tests.support.numerics.random_adapters import Slab
 from workers.model.linears import CurrentPass, Kept, LinearGroup
 from workers.model.segments import Routing
 from workers.rows import GroupShape
-from workers.training import device_logits
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import Part
 from workers.training.losses import LOSSES, RequestLoss, prepare
@@ -99,8 +97,7 @@ def losses_of(
         start = parts[-1].stop if parts else 0
         parts.append(Part(start=start, stop=start + len(request.targets), adapter=adapter, loss=request))
     unembedding: Any = GivenLogits(logits)
-    with patch.object(device_logits, "can_score", lambda _: has_kernels):  # there are none on a CPU
-        loss = DeviceLoss(unembedding, logits.shape[1])
+    loss = DeviceLoss(unembedding, logits.shape[1], has_kernels=has_kernels)
     loss.block_rows = block_rows or loss.block_rows
     hidden = torch.arange(len(logits), dtype=torch.float32, device=logits.device).unsqueeze(1)
     assert loss.run(hidden, parts, backward=True) is not None
