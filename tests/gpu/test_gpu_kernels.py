@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.numerics import adapted_losses
 from tests.support.numerics.adamw_rows import assert_stepped, by_torch, is_same, make_rows, state, steps_of
 from tests.support.numerics.few_products import EPS, FewProduct
 from tests.support.numerics.given_logits import logits_for, losses_of, requests_of_every_kind
@@ -364,6 +365,36 @@ def test_losses_by_kernels_are_those_of_torch(dtype: torch.dtype) -> None:
         torch.testing.assert_close(part.logprobs, theirs.logprobs, rtol=1e-6, atol=1e-4)
         alone = losses_of(requests[index : index + 1], logits[part.start : part.stop], has_kernels=True)
         assert torch.equal(alone.gradient, actual.rows(index)), "bits depend on the other rows"
+
+
+@pytest.mark.parametrize("num_targets", [None, 40])
+def test_losses_add_adapters_of_the_unembedding(num_targets: int | None) -> None:
+    vocab_size = 50_021
+    requests = adapted_losses.requests_of(vocab_size, num_targets)
+    adapters = adapted_losses.adapters_of(vocab_size, torch.bfloat16, "cuda")
+    hidden = adapted_losses.hidden_for(requests, torch.bfloat16, "cuda")
+    expected, actual = (
+        adapted_losses.losses_of(requests, adapters, hidden, vocab_size, has_kernels=has_kernels)
+        for has_kernels in (False, True)
+    )
+    adapted_losses.assert_close(actual, expected, 2.0**-5)
+
+
+def test_a_request_has_the_same_bits_with_neighbours_that_adapt_the_unembedding_and_alone() -> None:
+    vocab_size = 50_021
+    requests = adapted_losses.requests_of(vocab_size)
+    adapters = adapted_losses.adapters_of(vocab_size, torch.bfloat16, "cuda")
+    hidden = adapted_losses.hidden_for(requests, torch.bfloat16, "cuda")
+    together = adapted_losses.losses_of(requests, adapters, hidden, vocab_size, has_kernels=True, exact=True)
+    for index, part in enumerate(together.parts):
+        own, rows = slice(index, index + 1), slice(part.start, part.stop)
+        alone = adapted_losses.losses_of(
+            requests[own], adapters[own], hidden[rows], vocab_size, has_kernels=True, exact=True
+        )
+        assert torch.equal(alone.parts[0].logprobs, part.logprobs)
+        assert torch.equal(alone.dhidden, together.dhidden[rows])
+        for mine, theirs in zip(alone.gradients[0], together.gradients[index], strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,6 +1,7 @@
 """All adapters of a pass as one run, on a GPU: two kernels of our own for each group of linears in the forward, three
 in the backward. One of them each way applies the gate, too, where an MLP has one. With few rows the first kernel is
-the product with frozen weights (`few_rows`).
+the product with frozen weights (`few_rows`). Kernels that read logits do a part for the unembedding's adapters
+(`PendingAdapters`).
 
 Does not depend on models or the bank.
 

@@ -10,9 +10,10 @@ from workers.contract.adapted_modules import rank_class
 from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
 from workers.selftest.library_delta import tried_rule
+from workers.selftest.loss_kernels import check_losses
 from workers.selftest.row_invariance import find_numerics
 from workers.selftest.sequence_invariance import requests_can_share
-from workers.selftest.training_kernels import check_attention, check_losses, check_training_kernels
+from workers.selftest.training_kernels import check_attention, check_training_kernels
 from workers.training.memory import Load
 from workers.training.passes import PassRunner
 

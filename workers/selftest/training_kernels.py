@@ -6,7 +6,7 @@ torch and Triton, are not used: modules and products compute then, which is slow
 Then the same pass runs as graphs (`training.pass_graphs`): if these give other gradients, passes run without.
 
 The backward of attention is tried by itself, also for a model with experts, against the library's, with queries as
-layers may leave them in memory. So are the kernels of the loss, with adapters of the unembedding, against torch.
+layers may leave them in memory.
 
 Depends on a loaded base model. Layers of experts are not tried: in bf16 a token may go to another expert.
 
@@ -19,15 +19,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from workers.contract.adapted_modules import ModuleKind
-from workers.contract.messages import Datum
 from workers.model.attention import AttendPacked
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import attend_packed_for
@@ -35,9 +30,6 @@ from workers.model.pretrained import UnsupportedModelError
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, RowLayout
 from workers.selftest.sequence_invariance import attention_results
-from workers.training.device_logits import DeviceLoss
-from workers.training.logits import Part
-from workers.training.losses import prepare
 from workers.training.pass_graphs import PassGraphs, PlainTrunk
 
 logger = logging.getLogger(__name__)
@@ -56,8 +48,6 @@ ATTENTION_LENGTHS, WINDOW = (200, 64, 20, 1), 50
 model that has any."""
 ATTENTION_TOLERANCE = 2.0**-5
 """As `TOLERANCE`, of one layer's attention."""
-NUMBERS_OF_TARGETS = (1, 2)
-"""Of each token: kernels have a way for one, and another for more."""
 GRAPH_RUNS = 3
 """Of one bucket: without graphs, one that captures them, and one that runs them with other addresses."""
 
@@ -83,7 +73,7 @@ def check_training_kernels(model: BaseModel) -> None:
     by_kernels = _gradients(model, are_set=model.sets_gradients)
     with model.training_by_modules():
         expected = _gradients(model)
-    apart = _apart(by_kernels, expected)
+    apart = relative_distance(by_kernels, expected)
     if apart > TOLERANCE:
         what = f"they give other gradients, {apart:.2g} of their size apart (at most {TOLERANCE:g})"
         if model.numerics.is_exact:
@@ -95,7 +85,7 @@ def check_training_kernels(model: BaseModel) -> None:
         return
     graphs = PassGraphs(model)
     runs = (_gradients(model, graphs, are_set=model.sets_gradients and number % 2 == 1) for number in range(GRAPH_RUNS))
-    apart = max(_apart(run, by_kernels) for run in runs)
+    apart = max(relative_distance(run, by_kernels) for run in runs)
     model.has_pass_graphs = not graphs.has_failed and apart <= TOLERANCE
     if apart > TOLERANCE:
         logger.warning("%s trains without graphs, which is slower: gradients are %.2g apart", model.name, apart)
@@ -106,62 +96,10 @@ def check_attention(model: BaseModel) -> None:
     if not model.has_own_attention:
         return
     theirs = attend_packed_for(model.device, model.dtype, model.num_heads, model.head_dim, exact=False)
-    apart = _apart(_attention_gradients(model, model.attend_packed), _attention_gradients(model, theirs))
+    apart = relative_distance(_attention_gradients(model, model.attend_packed), _attention_gradients(model, theirs))
     if apart > ATTENTION_TOLERANCE:
         logger.warning("%s trains by the library's attention: gradients of ours are %.2g apart", model.name, apart)
         model.attend_by_library()
-
-
-def check_losses(model: BaseModel) -> None:
-    """Let torch compute losses from logits, if kernels of our own fail or give other ones.
-
-    Raises UnsupportedModelError for kernels in exact mode.
-    """
-    if not model.scores_by_kernels:
-        return
-    try:
-        ways = product(NUMBERS_OF_TARGETS, (False, True))
-        apart = max(_losses_apart(model, number, is_adapted=is_adapted) for number, is_adapted in ways)
-        reason = f"results are {apart:.2g} of their size apart (at most {TOLERANCE:g})"
-    except Exception as error:  # noqa: BLE001 (whatever it is: torch can do it, too)
-        apart, reason = math.inf, str(error)
-    if apart <= TOLERANCE:
-        return
-    if model.numerics.is_exact:
-        raise UnsupportedModelError(
-            f"exact mode is not possible with {model.name} on this device by our own kernels of the loss: {reason}"
-        )
-    logger.warning("torch computes the losses of %s, which is slower: %s", model.name, reason)
-    model.scores_by_kernels = False
-
-
-def _losses_apart(model: BaseModel, num_targets: int, *, is_adapted: bool) -> float:
-    """Return how far log-probabilities and gradients by kernels are from those by torch."""
-    by_kernels = _losses(model, num_targets, is_adapted=is_adapted, has_kernels=True)
-    with model.training_by_modules():
-        return _apart(by_kernels, _losses(model, num_targets, is_adapted=is_adapted, has_kernels=False))
-
-
-def _losses(model: BaseModel, num_targets: int, *, is_adapted: bool, has_kernels: bool) -> list[Tensor]:
-    """Return log-probabilities of random targets from random hidden states, and gradients: of these (T, D), and of each
-    adapter (P,) if the unembedding is adapted."""
-    random = _Random(model)
-    adapters, gradients, _ = random.adapters(("unembed",) if is_adapted else ("attn",))
-    parts = []
-    for segment in _segments(adapters):
-        shape = segment.stop - segment.start, num_targets
-        inputs: dict[str, Any] = {"target_tokens": random.tokens(*shape).numpy().astype(np.int32)}
-        inputs["weights"] = np.ones(shape, np.float32)
-        datum = Datum(tokens=np.zeros(shape[0], np.int32), loss_inputs=inputs)
-        loss = prepare([datum], "cross_entropy", {}, model.vocab_size)
-        parts.append(Part(start=segment.start, stop=segment.stop, adapter=segment.adapter, loss=loss))
-    hidden = random.values(sum(LENGTHS), model.hidden_size).to(model.device, model.dtype)
-    device_loss = DeviceLoss(model.unembedding, model.vocab_size, has_kernels=has_kernels)
-    dhidden = device_loss.run(hidden, parts, backward=True)
-    assert dhidden is not None
-    device_loss.settle()
-    model.reset()
-    return [*(part.logprobs for part in parts), dhidden, *(gradients if is_adapted else [])]
 
 
 def _attention_gradients(model: BaseModel, attend_packed: AttendPacked) -> list[Tensor]:
@@ -190,53 +128,33 @@ def _gradients(model: BaseModel, graphs: PassGraphs | None = None, *, are_set: b
 
     With `are_set` gradients are set, in memory that holds no number, instead of being added to zeros.
     """
-    random = _Random(model)
-    adapters, gradients, set_adapters = random.adapters(("attn", "mlp"), are_set=are_set)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    adapters, gradients, set_adapters = list[AdapterViews](), list[Tensor](), set[int]()
+    for rank in RANKS:
+        layout = RowLayout(model.group_shapes, rank, ("attn", "mlp"))
+        scale = math.sqrt(PART / math.sqrt(model.hidden_size * rank))
+        weights = (draw(1, layout.num_values) * scale).to(model.device, model.dtype)
+        is_set = are_set and not layout.has_gaps
+        gradients.append(torch.full(weights.shape, math.nan if is_set else 0.0, device=model.device))
+        slab = layout.views(weights, gradients[-1])
+        adapters.append(AdapterViews(slab, [views and views.row(0) for views in slab], 0, 1.0))
+        set_adapters |= {id(adapters[-1])} if is_set else set()
     num_rows = sum(LENGTHS)
-    tokens = random.tokens(num_rows).to(model.device)
+    tokens = torch.randint(0, model.vocab_size, (num_rows,), generator=generator).to(model.device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(model.device)
     segments = [replace(each, is_set=id(each.adapter) in set_adapters) for each in _segments(adapters)]
     rows = TrialRows(tokens, positions, LENGTHS, [1] * len(LENGTHS), segments)
     with torch.enable_grad():
         trunk = (None if graphs is None else graphs.trunk(rows)) or PlainTrunk(model, rows)
         hidden = trunk.forward()
-        trunk.backward(random.values(num_rows, model.hidden_size).to(model.device, model.dtype))
+        trunk.backward(draw(num_rows, model.hidden_size).to(model.device, model.dtype))
         copy = hidden.float().clone()  # the next forward of a graph overwrites it
     model.reset()
     return [copy, *gradients]
-
-
-class _Random:
-    """Draws what a trial takes, the same every time."""
-
-    def __init__(self, model: BaseModel) -> None:
-        self._model = model
-        self._generator = torch.Generator().manual_seed(0)
-
-    def values(self, *shape: int) -> Tensor:
-        """Return fp32 values on the host."""
-        return torch.randn(shape, generator=self._generator)
-
-    def tokens(self, *shape: int) -> Tensor:
-        """Return int64 tokens on the host."""
-        return torch.randint(0, self._model.vocab_size, shape, generator=self._generator)
-
-    def adapters(
-        self, kinds: tuple[ModuleKind, ...], *, are_set: bool = False
-    ) -> tuple[list[AdapterViews], list[Tensor], set[int]]:
-        """Return an adapter of each rank, their gradients, and the `id` of those whose gradients are to be set."""
-        model = self._model
-        adapters, gradients, set_adapters = list[AdapterViews](), list[Tensor](), set[int]()
-        for rank in RANKS:
-            layout = RowLayout(model.group_shapes, rank, kinds)
-            scale = math.sqrt(PART / math.sqrt(model.hidden_size * rank))
-            weights = (self.values(1, layout.num_values) * scale).to(model.device, model.dtype)
-            is_set = are_set and not layout.has_gaps
-            gradients.append(torch.full(weights.shape, math.nan if is_set else 0.0, device=model.device))
-            slab = layout.views(weights, gradients[-1])
-            adapters.append(AdapterViews(slab, [views and views.row(0) for views in slab], 0, 1.0))
-            set_adapters |= {id(adapters[-1])} if is_set else set()
-        return adapters, gradients, set_adapters
 
 
 def _segments(adapters: Sequence[AdapterViews]) -> list[Segment]:
@@ -247,7 +165,7 @@ def _segments(adapters: Sequence[AdapterViews]) -> list[Segment]:
     return segments
 
 
-def _apart(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest Euclidean norm of a difference, as a part of that of what is expected; NaN: infinite."""
     parts = [float((mine - right).norm() / right.norm()) for mine, right in zip(actual, expected, strict=True)]
     return max(math.inf if math.isnan(part) else part for part in parts)

@@ -32,25 +32,23 @@ from workers.training.logits import Part
 from workers.training.losses import RequestLoss, Terms
 
 SUM = (
-    "sum_logits(Tensor(a!) parts, Tensor logits, Tensor? xa, Tensor? addresses, Tensor? tiles, Tensor? ranks, "
-    "Tensor scales)"
+    "sum_logits(Tensor(a!) parts, Tensor(b!) logprobs, Tensor logits, Tensor? xa, Tensor? addresses, Tensor? tiles, "
+    "Tensor? ranks, Tensor targets, Tensor places, Tensor scales, int first, bool has_one_target)"
 )
-"""Set parts (P, B, 2), fp32, of logits (B, V): of each part of the vocabulary, the norms of every row.
+"""Set parts (P, B, 2), fp32, of logits (B, V), and logprobs (L,) to the logits of targets.
 
-Norms are the highest logit, and the sum of exp((logit - highest) scale).
+Of each part of the vocabulary, for every row: the highest logit, and the sum of exp((logit - highest) scale).
 
 `xa` (1, B, R), `addresses`, `tiles` and `ranks` as in `gpu_operations.EXPAND`, of adapters of the unembedding. They are
-added to the logits here and in the operations below, in fp32. All rows are in tiles, of `TRAINING_TILE_ROWS`. None: the
-logits have them, or there are none. `scales` (B,) fp32: 1 / temperature.
+added to the logits here and in `DIFFERENTIATE`, in fp32. All rows are in tiles, of `TRAINING_TILE_ROWS`. None: the
+logits have them, or there are none. `targets` (L,) int32: of all rows, one after another. `places` (B + 1,) int32:
+where each row's begin, and where the last row's end, counted from `first`. `scales` (B,) fp32: 1 / temperature.
+`has_one_target`: whether each row has one.
 """
-SCORE = (
-    "score_targets(Tensor(a!) logprobs, Tensor(b!) norms, Tensor parts, Tensor logits, Tensor? xa, Tensor? addresses, "
-    "Tensor? tiles, Tensor? ranks, Tensor targets, Tensor places, Tensor scales, int first)"
-)
-"""Set norms (B, 2), the second one's logarithm, from those of parts, and logprobs (L,) of targets; others as in `SUM`.
+SCORE = "score_targets(Tensor(a!) logprobs, Tensor(b!) norms, Tensor parts, Tensor places, Tensor scales, int first)"
+"""Set norms (B, 2) from parts, the second one its logarithm; and logprobs from logits to log-probabilities.
 
-`targets` (L,) int32: of all rows, one after another. `places` (B + 1,) int32: where each row's begin, and where the
-last row's end, counted from `first`.
+The others as in `SUM`.
 """
 ADD = "add_losses(Tensor(a!) sums, Tensor(b!) slopes, Tensor losses, Tensor ends, int first)"
 """Add losses (L,) to sums (S, 3), float64, of requests. If not all are finite, set the third and slopes (L,) to 0.
@@ -64,7 +62,7 @@ DIFFERENTIATE = (
     "Tensor places, Tensor scales, int first, bool has_one_target)"
 )
 """Set logits (B, V) to d(loss)/d(logits) by the slopes (L,); with adapters also dxa (P, B, R), `summed` and `arrivals`
-as `gpu_operations.SHRINK_OUTPUTS` does from the gradient. `has_one_target`: each row has one. The others as above.
+as `gpu_operations.SHRINK_OUTPUTS` does from the gradient. The others as above.
 """
 define("workers.training.loss_kernels", SUM, SCORE, ADD, DIFFERENTIATE)
 
@@ -73,7 +71,7 @@ PART_COLUMNS = 4096
 LOGITS_AT_ONCE = 32
 """Of a row, in such a block: with more, a program takes so many registers that fewer of them share a processor."""
 TARGETS_AT_ONCE = 32
-"""Targets of a row that a program holds at a time; it compares as many with as many."""
+"""Targets of a row that a program reads at a time."""
 
 
 def num_parts_of(vocab_size: int) -> int:
@@ -142,18 +140,11 @@ class KernelScores:
         rows, values = self._rows(block), self._values(block)
         places, scales = self._of_rows(rows)
         adapters = [None] * 4 if pending is None else pending.operands
-        torch.ops.tinkerpool.sum_logits(parts, logits, *adapters, scales)
-        torch.ops.tinkerpool.score_targets(
-            self.results.logprobs[values],
-            norms,
-            parts,
-            logits,
-            *adapters,
-            self._targets[values],
-            places,
-            scales,
-            values.start,
+        logprobs, targets = self.results.logprobs[values], self._targets[values]
+        torch.ops.tinkerpool.sum_logits(
+            parts, logprobs, logits, *adapters, targets, places, scales, values.start, _has_one_target(block)
         )
+        torch.ops.tinkerpool.score_targets(logprobs, norms, parts, places, scales, values.start)
         return norms
 
     def add(self, block: Block, terms: Sequence[Terms]) -> None:
@@ -219,7 +210,7 @@ class KernelScores:
             self.results.slopes[values],
             *self._of_rows(rows),
             values.start,
-            all(own.loss.targets.shape[1] == 1 for _, own in block),
+            _has_one_target(block),
         )
         return sums[1]
 
@@ -234,6 +225,11 @@ class KernelScores:
     def _of_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return places and scales of rows."""
         return self._row_places[rows.start : rows.stop + 1], self._scales[rows]
+
+
+def _has_one_target(block: Block) -> bool:
+    """Return whether each row of a block has one target."""
+    return all(own.loss.targets.shape[1] == 1 for _, own in block)
 
 
 def _with_common_terms(parts: Sequence[Part]) -> list[list[Part]]:

@@ -77,17 +77,39 @@ def _columns_of(logits, address, rank, columns, vocab_size, RANK: tl.constexpr, 
 
 
 @triton.jit
+def _sum_of_columns(values, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the sums (ROWS,) of 2^LEVELS columns in one order, however threads hold them.
+
+    Programs with adapters and programs without hold them otherwise, and a row may be in either.
+    """
+    for _ in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(values, (ROWS, values.shape[1] // 2, 2)))
+        values = left + right
+    return tl.reshape(values, (ROWS,))
+
+
+@triton.jit
 def _sum_logits(
-    parts, logits, xa, addresses, tiles, ranks, scales, num_rows, vocab_size, row_stride, xa_stride,
-    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, HAS_ADAPTERS: tl.constexpr,
+    parts, logprobs, logits, xa, addresses, tiles, ranks, targets, places, scales,
+    first_value, num_rows, vocab_size, row_stride, xa_stride,
+    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, TARGETS: tl.constexpr,
+    HAS_ONE_TARGET: tl.constexpr, RANK: tl.constexpr, HAS_ADAPTERS: tl.constexpr,
 ):  # fmt: skip
-    """Set parts[part, rows of a tile] to the norms of one part of the vocabulary. Grid: tiles, parts."""
+    """Set parts[part, rows of a tile] to the norms of one part of the vocabulary.
+
+    And logprobs of targets in it to their logits: those that are in the sums, for (logit - highest) may be scaled by
+    much. Grid: tiles, parts.
+    """
     start, count, address, rank = _tile(tiles, addresses, ranks, num_rows, ROWS, HAS_ADAPTERS)
     part = tl.program_id(1)
     rows, is_row = start + tl.arange(0, ROWS), tl.arange(0, ROWS) < count
     scale = tl.load(scales + rows, mask=is_row, other=1.0)
+    begin = tl.load(places + rows, mask=is_row, other=0) - first_value
+    end = tl.load(places + rows + 1, mask=is_row, other=0) - first_value
+    target, most = tl.load(targets + begin, mask=is_row, other=-1), tl.max(end - begin, 0)
     own = _ranks_of(xa, rows, is_row, rank, xa_stride, RANK, HAS_ADAPTERS)
-    highest, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
+    highest, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab_size), COLUMNS, num_stages=STAGES):
         columns = first + tl.arange(0, COLUMNS)
         mask = is_row[:, None] & (columns < vocab_size)[None, :]
@@ -96,50 +118,54 @@ def _sum_logits(
             x = plus_product(x, own, _columns_of(logits, address, rank, columns, vocab_size, RANK, HAS_ADAPTERS))
         before = highest
         highest = tl.maximum(before, tl.max(x, 1))
-        added = tl.sum(tl.exp((x - highest[:, None]) * scale[:, None]), 1)
-        total = total * tl.exp((before - highest) * scale) + added
+        added = tl.exp((x - highest[:, None]) * scale[:, None])
+        total = tl.fma(total, tl.exp((before - highest) * scale)[:, None], added)
+        if HAS_ONE_TARGET:
+            found += tl.where(target[:, None] == columns[None, :], x, 0.0)
+        else:
+            for each in range(0, most, TARGETS):
+                value = begin[:, None] + each + tl.arange(0, TARGETS)[None, :]
+                named = tl.load(targets + value, mask=value < end[:, None], other=-1)
+                if _any_in(named, first, COLUMNS):
+                    for number in range(each, tl.minimum(each + TARGETS, most)):
+                        target = tl.load(targets + begin + number, mask=begin + number < end, other=-1)
+                        logit = tl.sum(tl.where(target[:, None] == columns[None, :], x, 0.0), 1)
+                        is_here = (target >= first) & (target < first + COLUMNS)
+                        tl.store(logprobs + begin + number, logit, mask=is_here)
     out = parts + 2 * (part * num_rows + rows)
     tl.store(out, highest, mask=is_row)
-    tl.store(out + 1, total, mask=is_row)
+    tl.store(out + 1, _sum_of_columns(total, ROWS, LEVELS), mask=is_row)
+    if HAS_ONE_TARGET:
+        is_here = (target >= part * PART) & (target < (part + 1) * PART)
+        tl.store(logprobs + begin, tl.sum(found, 1), mask=is_here)
+
+
+@triton.jit
+def _any_in(named, first, COLUMNS: tl.constexpr):
+    """Return whether any of some targets (ROWS, TARGETS) is among the columns from `first` on."""
+    return tl.max(tl.max(((named >= first) & (named < first + COLUMNS)).to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
 def _score_targets(
-    logprobs, norms, parts, logits, xa, addresses, tiles, ranks, targets, places, scales,
-    first_value, num_rows, vocab_size, row_stride, xa_stride,
-    PARTS: tl.constexpr, ALL_PARTS: tl.constexpr, ROWS: tl.constexpr, TARGETS: tl.constexpr,
-    RANK: tl.constexpr, HAS_ADAPTERS: tl.constexpr,
+    logprobs, norms, parts, places, scales, first_value, num_rows,
+    PARTS: tl.constexpr, ALL_PARTS: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
-    """Set the norms of a row, and the log-probabilities of its targets. Grid: tiles, rows of a tile."""
-    start, count, address, rank = _tile(tiles, addresses, ranks, num_rows, ROWS, HAS_ADAPTERS)
-    if tl.program_id(1) < count:
-        row = (start + tl.program_id(1)).to(tl.int64)
-        scale, part = tl.load(scales + row), tl.arange(0, ALL_PARTS)
-        own_parts, is_part = parts + 2 * (part * num_rows + row), part < PARTS
-        highest_of_part = tl.load(own_parts, mask=is_part, other=LOWEST)
-        total_of_part = tl.load(own_parts + 1, mask=is_part, other=0.0)
-        highest = tl.max(highest_of_part, 0)
-        log_total = tl.log(tl.sum(total_of_part * tl.exp((highest_of_part - highest) * scale), 0))
-        tl.store(norms + 2 * row, highest)
-        tl.store(norms + 2 * row + 1, log_total)
-        begin, end = tl.load(places + row) - first_value, tl.load(places + row + 1) - first_value
-        for first in range(begin, end, TARGETS):
-            value = first + tl.arange(0, TARGETS)
-            is_value = value < end
-            target = tl.load(targets + value, mask=is_value, other=0)
-            x = tl.load(logits + row * row_stride + target, mask=is_value, other=0.0).to(tl.float32)
-            if HAS_ADAPTERS:
-                B = address.to(tl.pointer_type(logits.dtype.element_ty))
-                depth = tl.arange(0, RANK)
-                is_rank = depth < rank
-                own = tl.load(xa + row * xa_stride + depth, mask=is_rank, other=0.0)
-                matrix = tl.load(
-                    B + depth[None, :] * vocab_size + target[:, None],
-                    mask=is_value[:, None] & is_rank[None, :],
-                    other=0.0,
-                )
-                x += tl.sum(matrix.to(tl.float32) * own[None, :], 1)
-            tl.store(logprobs + value, (x - highest) * scale - log_total, mask=is_value)
+    """Set the norms of a row from those of its parts, and logits of its targets to log-probabilities. Grid: rows."""
+    row = tl.program_id(0)
+    scale, part = tl.load(scales + row), tl.arange(0, ALL_PARTS)
+    own, is_part = parts + 2 * (part * num_rows + row), part < PARTS
+    highest_of_part = tl.load(own, mask=is_part, other=LOWEST)
+    total_of_part = tl.load(own + 1, mask=is_part, other=0.0)
+    highest = tl.max(highest_of_part, 0)
+    log_total = tl.log(tl.sum(total_of_part * tl.exp((highest_of_part - highest) * scale), 0))
+    tl.store(norms + 2 * row, highest)
+    tl.store(norms + 2 * row + 1, log_total)
+    begin, end = tl.load(places + row) - first_value, tl.load(places + row + 1) - first_value
+    for first in range(begin, end, TARGETS):
+        value = first + tl.arange(0, TARGETS)
+        x = tl.load(logprobs + value, mask=value < end, other=0.0)
+        tl.store(logprobs + value, (x - highest) * scale - log_total, mask=value < end)
 
 
 @triton.jit
@@ -187,11 +213,8 @@ def _differentiate_logits(
     target, slope = tl.load(targets + begin, mask=is_row, other=-1), tl.load(slopes + begin, mask=is_row, other=0.0)
     most, total = tl.max(end - begin, 0), slope
     if not HAS_ONE_TARGET:
-        by_place = tl.zeros((ROWS, TARGETS), tl.float32)
-        for each in range(0, most, TARGETS):
-            value = begin[:, None] + each + tl.arange(0, TARGETS)[None, :]
-            by_place += tl.load(slopes + value, mask=value < end[:, None], other=0.0)
-        total = tl.sum(by_place, 1)
+        for number in range(1, most):
+            total += tl.load(slopes + begin + number, mask=begin + number < end, other=0.0)
     is_read = is_row & (total != 0)
     own = _ranks_of(xa, rows, is_row, rank, xa_stride, RANK, HAS_ADAPTERS)
     sums = tl.zeros((ROWS, RANK), tl.float32)
@@ -202,15 +225,15 @@ def _differentiate_logits(
         matrix = _columns_of(logits, address, rank, columns, vocab_size, RANK, HAS_ADAPTERS)
         if HAS_ADAPTERS:
             x = plus_product(x, own, matrix)
-        probability = tl.exp((x - highest[:, None]) * scale[:, None] - log_total[:, None])
-        gradient = tl.where(is_read[:, None] & is_column[None, :], -total[:, None] * probability, 0.0)
+        exponent = tl.fma(x - highest[:, None], scale[:, None], -log_total[:, None])
+        gradient = tl.where(is_read[:, None] & is_column[None, :], -total[:, None] * tl.exp(exponent), 0.0)
         if HAS_ONE_TARGET:
             gradient += tl.where(target[:, None] == columns[None, :], slope[:, None], 0.0)
         else:
             for each in range(0, most, TARGETS):
                 value = begin[:, None] + each + tl.arange(0, TARGETS)[None, :]
                 named = tl.load(targets + value, mask=value < end[:, None], other=-1)
-                if tl.max(tl.max(((named >= first) & (named < first + COLUMNS)).to(tl.int32), 1), 0) > 0:
+                if _any_in(named, first, COLUMNS):
                     for number in range(each, tl.minimum(each + TARGETS, most)):
                         is_value = begin + number < end
                         target = tl.load(targets + begin + number, mask=is_value, other=-1)
@@ -230,25 +253,7 @@ def _differentiate_logits(
 
 def sum_logits(
     parts: Tensor,
-    logits: Tensor,
-    xa: Tensor | None,
-    addresses: Tensor | None,
-    tiles: Tensor | None,
-    ranks: Tensor | None,
-    scales: Tensor,
-) -> None:
-    """See `kernel_scores.SUM`."""
-    num_rows, vocab_size = logits.shape
-    _sum_logits[_num_tiles(logits, tiles), len(parts)](
-        parts, logits, xa, addresses, tiles, ranks, scales, num_rows, vocab_size, logits.stride(0), _width(xa),
-        PART=PART_COLUMNS, COLUMNS=LOGITS_AT_ONCE, **_sizes(xa),
-    )  # fmt: skip
-
-
-def score_targets(
     logprobs: Tensor,
-    norms: Tensor,
-    parts: Tensor,
     logits: Tensor,
     xa: Tensor | None,
     addresses: Tensor | None,
@@ -258,13 +263,22 @@ def score_targets(
     places: Tensor,
     scales: Tensor,
     first: int,
+    has_one_target: bool,
 ) -> None:
-    """See `kernel_scores.SCORE`."""
+    """See `kernel_scores.SUM`."""
     num_rows, vocab_size = logits.shape
-    _score_targets[_num_tiles(logits, tiles), TRAINING_TILE_ROWS](
-        logprobs, norms, parts, logits, xa, addresses, tiles, ranks, targets, places, scales,
+    _sum_logits[_num_tiles(logits, tiles), len(parts)](
+        parts, logprobs, logits, xa, addresses, tiles, ranks, targets, places, scales,
         first, num_rows, vocab_size, logits.stride(0), _width(xa),
-        PARTS=len(parts), ALL_PARTS=power_of_two(len(parts)), TARGETS=TARGETS_AT_ONCE, **_sizes(xa),
+        LEVELS=LOGITS_AT_ONCE.bit_length() - 1, HAS_ONE_TARGET=has_one_target, **_sizes(xa),
+    )  # fmt: skip
+
+
+def score_targets(logprobs: Tensor, norms: Tensor, parts: Tensor, places: Tensor, scales: Tensor, first: int) -> None:
+    """See `kernel_scores.SCORE`."""
+    _score_targets[len(norms),](
+        logprobs, norms, parts, places, scales, first, len(norms),
+        PARTS=len(parts), ALL_PARTS=power_of_two(len(parts)), TARGETS=TARGETS_AT_ONCE, num_warps=1,
     )  # fmt: skip
 
 
@@ -297,15 +311,15 @@ def differentiate_logits(
     _differentiate_logits[_num_tiles(logits, tiles), num_parts](
         logits, dxa, summed, arrivals, xa, addresses, tiles, ranks, scalings, norms, targets, slopes, places, scales,
         first, num_rows, vocab_size, logits.stride(0), _width(xa),
-        PART=PART_COLUMNS, PARTS=num_parts, COLUMNS=LOGITS_AT_ONCE, TARGETS=TARGETS_AT_ONCE,
-        HAS_ONE_TARGET=has_one_target, **_sizes(xa),
+        PARTS=num_parts, HAS_ONE_TARGET=has_one_target, **_sizes(xa),
     )  # fmt: skip
 
 
 def _sizes(xa: Tensor | None) -> dict[str, int]:
-    """Return the constants of a program whose adapters have these rows."""
+    """Return the constants of programs that take tiles of logits, whose adapters have these rows."""
     rank = RANK_MIN if xa is None else padded_rank(xa.shape[2], 1)
-    return {"ROWS": TRAINING_TILE_ROWS, "RANK": rank, "HAS_ADAPTERS": xa is not None}
+    of_tile = {"PART": PART_COLUMNS, "ROWS": TRAINING_TILE_ROWS, "COLUMNS": LOGITS_AT_ONCE, "TARGETS": TARGETS_AT_ONCE}
+    return of_tile | {"RANK": rank, "HAS_ADAPTERS": xa is not None}
 
 
 def _num_tiles(logits: Tensor, tiles: Tensor | None) -> int:

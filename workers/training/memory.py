@@ -221,7 +221,7 @@ class PassMemory:
             value_bytes = (1 + self._adds_at_once) * self._value_bytes
         else:
             value_bytes = FULL_BYTES + 2 * self._value_bytes
-        num_parts = num_parts_of(self._vocab_size) if self._has_kernels else 0
+        num_parts = num_parts_of(self._vocab_size) if self._has_kernels and self._is_fused else 0
         return num_rows * (value_bytes * self._vocab_size + FULL_BYTES * num_parts * load.rank)
 
     def _gradient_bytes(self, load: Load) -> int:

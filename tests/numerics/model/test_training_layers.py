@@ -18,7 +18,7 @@ from tests.support.numerics.interpreted import sums_in_order
 from tests.support.numerics.tenants import assert_same, train
 from workers.model.base_model import BaseModel
 from workers.model.pretrained import UnsupportedModelError
-from workers.selftest.training_kernels import check_losses, check_training_kernels
+from workers.selftest.training_kernels import check_training_kernels
 from workers.training import device_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_base_models")]
@@ -97,35 +97,6 @@ def test_kernels_with_other_gradients_are_not_used(
     assert "trains without kernels of our own" in caplog.text
     expected = observe(Driver(qwen3), FEW)
     assert distance(observe(driver, FEW), expected).gradients < 1e-4
-
-
-@pytest.mark.parametrize("wrong", ["sum_logits", "score_targets", "differentiate_logits"])
-def test_kernels_of_the_loss_with_other_results_are_not_used(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
-) -> None:
-    model = fused(qwen3).engine.base_model
-    check_losses(model)
-    assert model.scores_by_kernels
-    monkeypatch.setattr(importlib.import_module("workers.training.loss_kernels"), wrong, lambda *_: None)
-    check_losses(model)
-    assert not model.scores_by_kernels
-    assert "torch computes the losses" in caplog.text
-
-
-def test_kernels_of_the_loss_that_do_not_compile_are_not_used_and_exact_mode_is_refused(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    usual, exact = fused(qwen3).engine.base_model, fused(qwen3, exact=True).engine.base_model
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("ptxas fatal")
-
-    monkeypatch.setattr(importlib.import_module("workers.training.loss_kernels"), "sum_logits", fail)
-    check_losses(usual)
-    assert not usual.scores_by_kernels
-    assert "slower: ptxas fatal" in caplog.text
-    with pytest.raises(UnsupportedModelError, match=r"exact mode is not possible.*ptxas fatal"):
-        check_losses(exact)
 
 
 def test_exact_mode_is_refused_with_kernels_that_give_other_gradients(

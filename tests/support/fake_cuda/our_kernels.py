@@ -27,7 +27,7 @@ from workers.model.gpu_operations import (
 )
 from workers.model.gpu_operations import TILE_ROWS as ROWS_OF_TILE
 from workers.sampling.attention.pages import tile_rows
-from workers.training.kernel_scores import LOGITS_AT_ONCE, TARGETS_AT_ONCE, num_parts_of
+from workers.training.kernel_scores import LOGITS_AT_ONCE, num_parts_of
 
 
 def _linears(call: Call, name: str, most: int = 3) -> list[Tensor]:
@@ -295,21 +295,36 @@ def _pending(call: Call, num_parts: int) -> tuple[int, float]:
     return num_parts * num_bytes(xa) + matrices, 2.0 * len(tiles) * TRAINING_TILE_ROWS * xa.shape[2] * logits.shape[1]
 
 
+TARGET_BYTES = 4
+
+
+def _of_targets(call: Call, num_parts: int, *, has_slopes: bool) -> int:
+    """Return the bytes of targets, and of their slopes: every part reads them.
+
+    If rows may have several, every block of columns reads all targets, and those of a row where one of its tile is in
+    the block once more, which is not counted.
+    """
+    logits, targets = call.argument("logits"), num_bytes(call.argument("targets"))
+    slopes = num_parts * num_bytes(call.argument("slopes")) if has_slopes else 0
+    if call.argument("has_one_target"):
+        return slopes + num_parts * targets
+    num_blocks = -(-int(logits.shape[1]) // LOGITS_AT_ONCE)
+    return slopes + num_parts * len(logits) * TARGET_BYTES + num_blocks * targets
+
+
 def _logits_summed(call: Call) -> Cost:
-    """The logits are read once, the scales by every part."""
-    logits, parts, scales = call.argument("logits"), call.argument("parts"), call.argument("scales")
+    """The logits are read once, by every part what is known of rows; places of a row are two."""
+    logits, parts = call.argument("logits"), call.argument("parts")
+    of_rows = sum(num_bytes(call.argument(name)) for name in ("places", "places", "scales"))
     moved, flops = _pending(call, len(parts))
-    return Cost(1, moved + num_bytes(logits) + len(parts) * num_bytes(scales) + num_bytes(parts), flops)
+    moved += _of_targets(call, len(parts), has_slopes=False) + num_bytes(call.argument("logprobs"))
+    return Cost(1, moved + num_bytes(logits) + len(parts) * of_rows + num_bytes(parts), flops)
 
 
 def _scored(call: Call) -> Cost:
-    """The logits of targets are read, with B's columns; places of a row are two."""
-    logits, logprobs, xa = call.argument("logits"), call.argument("logprobs"), call.argument("xa")
-    of_rows = sum(num_bytes(call.argument(name)) for name in ("parts", "norms", "places", "places", "scales"))
-    ranks = 0 if xa is None else xa.shape[2]
-    of_targets = num_bytes(call.argument("targets")) + logprobs.numel() * (1 + ranks) * logits.element_size()
-    rows = 0 if xa is None else num_bytes(xa) * -(-logprobs.numel() // (len(logits) * TARGETS_AT_ONCE))
-    return Cost(1, of_rows + of_targets + rows + num_bytes(logprobs))
+    """The norms of parts are read, and logits of targets become log-probabilities."""
+    names = ("parts", "norms", "places", "places", "scales", "logprobs", "logprobs")
+    return Cost(1, sum(num_bytes(call.argument(name)) for name in names))
 
 
 def _summed(call: Call) -> Cost:
@@ -319,22 +334,13 @@ def _summed(call: Call) -> Cost:
 
 
 def _differentiated(call: Call) -> Cost:
-    """The logits are read and written; every part reads what is known of rows, and their slopes.
-
-    If there may be several targets of a row, every block of columns reads all targets, and those of a row where one of
-    its tile is in the block once more, which is not counted.
-    """
-    logits, targets, dxa = call.argument("logits"), call.argument("targets"), call.argument("dxa")
-    num_parts, slopes = num_parts_of(logits.shape[1]), num_bytes(call.argument("slopes"))
+    """The logits are read and written; every part reads what is known of rows, and their slopes."""
+    logits, dxa = call.argument("logits"), call.argument("dxa")
+    num_parts = num_parts_of(logits.shape[1])
     of_rows = sum(num_bytes(call.argument(name)) for name in ("norms", "places", "places", "scales"))
     moved, flops = _pending(call, num_parts)
-    of_targets = num_parts * (num_bytes(targets) + slopes)
-    if not call.argument("has_one_target"):
-        of_first = len(logits) * (targets.element_size() + call.argument("slopes").element_size())
-        of_targets = num_parts * (of_first + slopes) + -(-logits.shape[1] // LOGITS_AT_ONCE) * num_bytes(targets)
-    if dxa is not None:
-        moved += _parts(call, dxa)
-    return Cost(1, moved + 2 * num_bytes(logits) + num_parts * of_rows + of_targets, 2 * flops)
+    moved += _of_targets(call, num_parts, has_slopes=True) + (0 if dxa is None else _parts(call, dxa))
+    return Cost(1, moved + 2 * num_bytes(logits) + num_parts * of_rows, 2 * flops)
 
 
 declare(f"{NAMESPACE}::sum_logits", _logits_summed, "workers/training/loss_kernels.py: its grid")

@@ -144,13 +144,12 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any]]]:
         if not rank:
             names = ("xa", "addresses", "tiles", "ranks", "scalings", "dxa", "summed", "arrivals")
             block |= dict.fromkeys(names)
-        part = {"PART": PART_COLUMNS, "COLUMNS": LOGITS_AT_ONCE}
-        yield loss_kernels._sum_logits, block | part
-        scored = {"PARTS": 38, "ALL_PARTS": 64, "TARGETS": TARGETS_AT_ONCE}
-        yield loss_kernels._score_targets, block | scored
+        block |= {"PART": PART_COLUMNS, "COLUMNS": LOGITS_AT_ONCE, "TARGETS": TARGETS_AT_ONCE}
         for has_one_target in (False, True):
-            of_targets = {"TARGETS": TARGETS_AT_ONCE, "HAS_ONE_TARGET": has_one_target, "PARTS": 38}
-            yield loss_kernels._differentiate_logits, block | part | of_targets
+            block["HAS_ONE_TARGET"] = has_one_target
+            yield loss_kernels._sum_logits, block | {"LEVELS": 5}
+            yield loss_kernels._differentiate_logits, block | {"PARTS": 38}
+    yield loss_kernels._score_targets, {"PARTS": 38, "ALL_PARTS": 64, "TARGETS": TARGETS_AT_ONCE, "num_warps": 1}
     yield loss_kernels._add_losses, {"VALUES": loss_kernels.VALUES}
     of_steps = {"MULTIPLE": PART_MULTIPLE, "PARTS": PARTS_MAX, "BOUND": BOUND_MAX, "num_warps": adamw_kernels.NUM_WARPS}
     yield adamw_kernels._squares, of_steps | {"BLOCK": adamw_kernels.SQUARES_BLOCK}

@@ -61,6 +61,25 @@ def sums_in_order() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def parts_first() -> Iterator[None]:
+    """Run a grid's first programs along its second dimension last in this block, after `interpret`.
+
+    On a GPU the programs of a sum's parts end in any order; the interpreter runs those of one tile after another.
+    """
+    interpreter: ModuleType = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+
+    def transposed(x: int, y: int, z: int) -> None:
+        num_tiles, num_parts, _ = builder.grid_dim
+        place = x * num_parts + y
+        set_index(place % num_tiles, num_parts - 1 - place // num_tiles, z)
+
+    with patch.object(builder, "set_grid_idx", transposed):
+        yield
+
+
 @dataclass(slots=True)
 class Moved:
     """What kernels did."""
