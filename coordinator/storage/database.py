@@ -151,7 +151,8 @@ class Database:
         if self._committing is not None:
             await self._committing
         if self._broken is None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._keep_service_time)
+            riding, self._riding = self._riding, {}  # calls that end now may ride on, in vain
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._keep_service_time, riding)
         self._thread.shutdown()
         self._writer.close()
         self._reader.close()
@@ -454,10 +455,10 @@ class Database:
             self._failed_sync.note()
         return True
 
-    def _keep_service_time(self) -> None:
-        """Commit the time of the service, and the riding writes."""
+    def _keep_service_time(self, riding: dict[str, tuple[str, Write]]) -> None:
+        """Commit the time of the service, and riding writes."""
         self._service_s_kept = -1.0
-        self._commit([], self._riding)
+        self._commit([], riding)
 
     def _note_service_time(self, db: Connection) -> None:
         now = self.service_time()

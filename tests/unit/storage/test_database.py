@@ -247,6 +247,20 @@ async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
     ]
 
 
+async def test_a_call_that_ends_while_the_database_closes_does_not_fail_the_stop(tmp_path: Path) -> None:
+    database = opened(tmp_path / "log.db")
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO cycles VALUES (1, '')")
+        database.ride("another", lambda db: db.execute("INSERT INTO cycles VALUES (2, '')"))
+
+    database.ride("one", write)
+    await database.close()
+    reopened = opened(tmp_path / "log.db")
+    assert cycle_ids(reopened) == [1]
+    await reopened.close()
+
+
 async def test_a_stop_in_a_locked_database_ends_the_waits_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
