@@ -1,8 +1,9 @@
 """Computes losses from hidden states on a device that runs behind the host: it reads no result before the pass ends.
 
 The same as `logits.ChunkedLoss`, block by block, for base models in bf16 and for GPUs: logits are in the model's dtype,
-everything from them to d(loss)/d(logits) in fp32, by `block_scores` or `kernel_scores`; sums, counts and
-log-probabilities stay on the device until `settle` fetches those of all requests together.
+everything from them to d(loss)/d(logits) in fp32, by `block_scores` or `kernel_scores`, which adds adapters of the
+unembedding itself; sums, counts and log-probabilities stay on the device until `settle` fetches those of all requests
+together.
 
 Depends on the unembedding, the losses and the rows of each request; not on lower layers.
 
