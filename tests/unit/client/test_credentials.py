@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.runtime.data_dir import DataDirLock
+from tests.support.logs import logged_by
 from tinkerpool import ServiceClient, errors
 from tinkerpool.client.calls.transport import Endpoint
 from tinkerpool.credentials import (
@@ -147,7 +148,7 @@ def test_a_program_calls_another_pool_if_the_one_in_use_does_not_run_with_its_ke
 ) -> None:
     first, second = two_pools
     assert found() == ("http://127.0.0.1:1", "tp_1")
-    [warning] = [record.message for record in caplog.records if record.name == "tinkerpool"]
+    [warning] = logged_by("tinkerpool", caplog)
     assert f"the pool in use, on {second}, does not run: using the one at http://127.0.0.1:1, on {first}" in warning
 
 
@@ -161,7 +162,7 @@ def test_a_program_that_names_a_pool_or_gives_a_key_gets_no_other_pool(
         with monkeypatch.context() as patch:
             patch.setenv(f"TINKERPOOL_{name}", value)
             assert found() == (second, key)
-    assert not caplog.records
+    assert not logged_by("tinkerpool", caplog)
 
 
 def test_a_running_program_keeps_its_pool_when_another_one_is_chosen(two_pools: tuple[Path, Path]) -> None:

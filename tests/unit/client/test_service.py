@@ -15,6 +15,7 @@ import tinker
 
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
+from tests.support.logs import logged_by
 from tests.support.waiting import wait_until
 from tinkerpool import ModelInput, SamplingParams, ServiceClient, TrainingClient, errors
 from tinkerpool.client import sampling_client
@@ -74,7 +75,7 @@ def test_a_new_adapter_says_nothing_about_merging(
     adapter = adapters_pb2.Adapter(adapter_id="s:train:0", base_model="toy", trains_tied_unembedding=True)
     pool.handlers["CreateAdapter"] = lambda request: adapters_pb2.CreateAdapterResponse(adapter=adapter)
     service.create_lora_training_client("toy")
-    assert caplog.records == []
+    assert logged_by("tinkerpool", caplog) == []
 
 
 def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:

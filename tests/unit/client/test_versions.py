@@ -6,6 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
+from tests.support.logs import logged_by
 from tinkerpool import ServiceClient
 from tinkerpool.client.calls.versions import mismatch
 from tinkerpool.v1 import sessions_pb2
@@ -45,7 +46,7 @@ def warnings_of(pool: FakePool, caplog: pytest.LogCaptureFixture) -> list[str]:
             assert time.monotonic() < end
             time.sleep(0.001)
         service.create_sampling_client(base_model="toy")  # the reply has been read
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return logged_by("tinkerpool", caplog)
 
 
 def test_a_client_of_a_pool_that_is_two_minor_versions_ahead_says_so_once_and_works(

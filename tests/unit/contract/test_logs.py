@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.logs import logged_by
 from workers.contract.logs import TEXT, JsonFormatter, LogConfig, about, message_in, take_over
 
 MOMENT = datetime(2026, 11, 26, 16, 18, 51, 123_000, tzinfo=UTC)
@@ -86,4 +87,4 @@ def test_a_library_that_brings_a_handler_of_its_own_logs_through_those_of_the_pr
     take_over("a_library")
     library.error("broken")
     assert own.getvalue() == ""
-    assert caplog.messages == ["broken"]
+    assert logged_by("a_library", caplog) == ["broken"]

@@ -21,6 +21,7 @@ from coordinator.tenants.keys import Authenticator
 from coordinator.tenants.principals import Principal
 from tests.support.doors.fake_service import FakeBackend, FakeService
 from tests.support.doors.open_doors import http_door
+from tests.support.logs import records_of
 from tests.support.waiting import until
 from tinkerpool.v1 import checkpoints_pb2
 
@@ -61,6 +62,10 @@ class Files(FakeService):
                 await asyncio.sleep(0)
         finally:
             self.num_running -= 1
+
+
+OF_THE_DOOR = ("coordinator", "uvicorn")
+"""Loggers."""
 
 
 class Opened:
@@ -168,9 +173,9 @@ async def test_a_revoked_keys_running_download_is_cut_at_once_also_if_its_client
     assert here.service.num_read - before <= 1 << 16
     assert len(await reader.read(-1)) < LARGE_BYTES
     writer.close()
-    [line] = [each for each in caplog.records if "was cut" in each.message]
+    [line] = [each for each in records_of(caplog, *OF_THE_DOOR) if "was cut" in each.message]
     assert (line.levelno, line.exc_info) == (logging.INFO, None)
-    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert not [each for each in records_of(caplog, *OF_THE_DOOR) if each.levelno >= logging.ERROR]
 
 
 async def test_a_download_that_cannot_go_on_is_cut_with_one_line_in_the_log(
@@ -188,7 +193,7 @@ async def test_a_download_that_cannot_go_on_is_cut_with_one_line_in_the_log(
     with caplog.at_level(logging.INFO):
         with pytest.raises(httpx.RemoteProtocolError):
             await read()
-        lines = [each for each in caplog.records if each.name.startswith(("coordinator", "uvicorn"))]
+        lines = records_of(caplog, *OF_THE_DOOR)
     assert [(each.levelno, each.exc_info) for each in lines] == [(logging.INFO, None)]
     assert failing.message in lines[0].message
     here.service.failing = None
@@ -212,7 +217,7 @@ async def test_a_stop_cuts_downloads_without_an_error_in_the_log(
     assert not here.service.num_running
     assert len(await reader.read(-1)) < LARGE_BYTES
     writer.close()
-    assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == []
+    assert [each.message for each in records_of(caplog, *OF_THE_DOOR) if each.levelno >= logging.WARNING] == []
     assert "1 running calls over HTTP are cut by the stop" in caplog.messages
 
 
