@@ -3,11 +3,12 @@
     python -m scripts.bench.gpu                                   # a random Qwen3 of 0.6B, four cases
     python -m scripts.bench.gpu --shape 8b --cases 8x4x64 16x4x512
     python -m scripts.bench.gpu --exact                           # also exact mode, for its cost
+    python -m scripts.bench.gpu --compiled-peft                   # also PEFT whose layers torch compiles
     python -m scripts.bench.gpu --device cpu --shape tiny --cases 2x1x16   # a smoke test
 
 A case is tenants x sequences x tokens. One step is a forward_backward and an optimizer step of every tenant. Sequential
 PEFT is well-written user code: one bf16 base model, an fp32 adapter and a fused AdamW per tenant, autocast,
-`set_adapter`, forward, backward, step, one tenant after another, no compilation. The sides alternate: each turn has a
+`set_adapter`, forward, backward, step, one tenant after another, uncompiled. The sides alternate: each turn has a
 warm-up step and some measured steps; medians are compared. The sides use little GPU memory at the same time: PEFT uses
 the weight tensors of the engine's base model, and its adapters and moments are in host memory during other turns.
 (Exact mode is another engine, with its own weights.) A case that does not fit is reported and left out.
@@ -130,9 +131,11 @@ def bench(case: Case, model: Path, args: argparse.Namespace, peak: float) -> Non
     sides: dict[str, Side] = {"fused": fused}
     if args.exact:
         sides["exact"] = Fused(configs["exact"], case, args.rank)
+    weights = fused.engine.base_model.model.state_dict()
     if not args.no_peft:
-        weights = fused.engine.base_model.model.state_dict()
         sides["sequential PEFT"] = SequentialPeft(model, case, args.rank, device, weights)
+    if args.compiled_peft:
+        sides["compiled PEFT"] = SequentialPeft(model, case, args.rank, device, weights, is_compiled=True)
     measured = measure(list(sides.values()), device, args.rounds)
     flops = train_flops_per_token(transformers.AutoConfig.from_pretrained(model), case.num_tokens, args.rank)
     fused_s = statistics.median(measured[0].seconds)
@@ -204,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pass-tokens", type=int, default=8192, help="rows of one packed pass of the engine")
     parser.add_argument("--exact", action="store_true", help="measure exact mode as well")
     parser.add_argument("--no-peft", action="store_true", help="without sequential PEFT")
+    parser.add_argument("--compiled-peft", action="store_true", help="sequential PEFT also with torch.compile")
     args = parser.parse_args(arguments)
     device = chosen_device(parser, args)
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")

@@ -122,9 +122,20 @@ class SequentialPeft:
     """Implements `Side`: one adapter after another on one base model."""
 
     def __init__(
-        self, model: Path, case: Case, rank: int, device: torch.device, weights: dict[str, torch.Tensor]
+        self,
+        model: Path,
+        case: Case,
+        rank: int,
+        device: torch.device,
+        weights: dict[str, torch.Tensor],
+        *,
+        is_compiled: bool = False,
     ) -> None:
-        """`weights`: the base model's tensors by name, on the device; they are used without a copy."""
+        """`weights`: the base model's tensors by name, on the device; they are used without a copy.
+
+        `is_compiled`: torch compiles a layer, twice for each tenant: `set_adapter` changes its code, and what the first
+        layer gets needs no gradient.
+        """
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
         left = base.load_state_dict(weights, strict=False, assign=True)  # without norms: the engine's are separate
         assert not left.unexpected_keys, left
@@ -138,6 +149,11 @@ class SequentialPeft:
         for key in self.keys[1:]:
             self.model.add_adapter(key, config)
         self.model.train()
+        if is_compiled:
+            torch.compiler.reset()  # another case has other shapes
+            torch._dynamo.config.recompile_limit = 2 * case.num_tenants
+            for layer in base.model.layers:
+                layer.compile()
         data = case.data(int(base.config.vocab_size))
         self.tokens = [self._stacked([datum.tokens for datum in part]) for part in data]
         self.targets = [self._stacked([datum.loss_inputs["target_tokens"] for datum in part]) for part in data]

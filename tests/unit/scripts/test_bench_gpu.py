@@ -81,9 +81,12 @@ def run_script(capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # torch's compiler warns
 def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_script(capsys, "--cases", "2x1x16", "--exact")
-    assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in ("fused", "exact", "sequential PEFT")]
+    rows = run_script(capsys, "--cases", "2x1x16", "--exact", "--compiled-peft")
+    sides = ("fused", "exact", "sequential PEFT", "compiled PEFT")
+    assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in sides]
     assert all(len(row) == 8 and re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", row[2]) for row in rows)
 
 
@@ -132,6 +135,28 @@ def test_sides_share_the_base_weights_and_their_additions_are_measured(tmp_path:
     values = 8 * sum(linear.in_features + linear.out_features for linear in linears)
     for num_bytes, each in zip(held, (18, 12), strict=True):  # fp32 weights and two moments; the bank's gradient, bf16
         assert num_bytes == pytest.approx(sum(weights.values()) + 2 * values * each, rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # torch's compiler warns
+def test_compiled_peft_has_the_gradients_of_peft_and_compiles_for_every_tenant(tmp_path: Path) -> None:
+    model, case = write_model("tiny", tmp_path, CPU), Case.read("3x1x16")
+    base = Fused(EngineSettings(model_path=str(model), dtype="bfloat16", num_slots=3), case, 8).engine.base_model.model
+    eager, compiled = (
+        SequentialPeft(model, case, 8, CPU, base.state_dict(), is_compiled=is_compiled) for is_compiled in (False, True)
+    )
+    theirs = dict(eager.model.named_parameters())
+    for name, parameter in compiled.model.named_parameters():
+        parameter.data.copy_(theirs[name].data)
+    torch._dynamo.utils.counters.clear()
+    eager.step()
+    compiled.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * case.num_tenants
+    for expected, found in zip(eager.optimizers, compiled.optimizers, strict=True):
+        for left, right in zip(expected.state.values(), found.state.values(), strict=True):
+            gradient = left["exp_avg"]
+            assert torch.linalg.vector_norm(right["exp_avg"] - gradient) <= 0.05 * torch.linalg.vector_norm(gradient)
 
 
 def test_flops_are_four_for_each_weight_of_a_linear_six_for_the_adapter_and_attention() -> None:
