@@ -134,9 +134,13 @@ def over_ceiling(reason: str, quota: Quota, mend: str) -> ServiceError:
     return unmet(reason, message, quota=quota)
 
 
-def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:
-    """Return the refusal for an object that does not exist or belongs to another tenant: the two look the same."""
-    return ServiceError(Code.NOT_FOUND, reason, f"no {what} {name[:200]!r}: check the name and the API key")
+def not_found(what: str, name: str, reason: str = "NOT_FOUND", *, other: str = "") -> ServiceError:
+    """Return the refusal for an object that does not exist or belongs to another tenant: the two look the same.
+
+    `other`: a further cause, as a sentence.
+    """
+    otherwise = f"; {other}" if other else ""
+    return ServiceError(Code.NOT_FOUND, reason, f"no {what} {name[:200]!r}: check the name and the API key{otherwise}")
 
 
 def sampler_exists(sampler_id: str) -> ServiceError:

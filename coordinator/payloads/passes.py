@@ -25,6 +25,7 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.provenance import check_spans
 from tinkerpool.convert import DIMS_MAX, from_tensor, to_tensor
+from tinkerpool.types import IGNORED_TARGET
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.loss_inputs import IGNORED_INPUT, LOSS_RULES, LossRule
 from workers.contract.messages import UNMARKED, AdamParams, Datum, ModelInfo, RequestBatch
@@ -298,9 +299,10 @@ def checked_tokens(
     low, high = int(array.min()), int(array.max())
     if low < lowest or high >= model.vocab_size:
         wrong = low if low < lowest else high
+        is_mask = wrong == IGNORED_TARGET
+        mend = "give targets that do not count the weight 0" if is_mask else "was another model's tokenizer used?"
         raise invalid(
-            f"{label} has token id {wrong}; {model.name} has ids 0 to {model.vocab_size - 1}: "
-            "was another model's tokenizer used?",
+            f"{label} has token id {wrong}; {model.name} has ids 0 to {model.vocab_size - 1}: {mend}",
             "TOKEN_OUT_OF_RANGE",
         )
     return array.astype(np.int32, copy=False)

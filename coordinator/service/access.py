@@ -131,7 +131,7 @@ class UseCases:
         """Return a checkpoint of the tenant, or a public one."""
         row = self._core.store.checkpoints.readable(principal.tenant_id, path, is_public_enough=is_public_enough)
         if row is None:
-            raise not_found("checkpoint", path)
+            raise not_found("checkpoint", path, other="it may have expired, or was deleted")
         return row
 
     def _charge_files(self, tenant_id: str, base_model: str, began: float) -> float:

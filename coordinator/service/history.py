@@ -32,7 +32,7 @@ class HistoryUseCases(UseCases):
             return pb.GetHistoryEntryResponse(entry=self._unfinished(operation))
         row = self._core.store.history.of_operation(principal.tenant_id, *parse_operation_name(request.name))
         if row is None:
-            raise not_found("operation in the history", request.name)
+            raise not_found("operation in the history", request.name, other="a refused operation is not in it")
         return pb.GetHistoryEntryResponse(entry=pb.HistoryEntry.FromString(row.entry))
 
     async def list_history(self, principal: Principal, request: pb.ListHistoryRequest) -> pb.ListHistoryResponse:

@@ -158,6 +158,8 @@ class TrainingUseCases(UseCases):
         """
         log = self._served(principal, request)
         batch = batch_of(request) if isinstance(request, pb.ForwardBackwardRequest) else UNMARKED
+        if isinstance(request, pb.OptimStepRequest):
+            error = _refused_step(error)
         refused = [Request(kind=kind, raw=request, batch=batch, malformed=error) for kind in _KINDS[type(request)]]
         await self._submit(log, request, *refused)
         raise AssertionError("a malformed request was accepted")
@@ -217,7 +219,7 @@ class TrainingUseCases(UseCases):
         try:
             payload = canonical_adam(request.adapter_id, request.adam)
         except ServiceError as error:
-            return Request(kind=Kind.OPTIM_STEP, raw=request, malformed=error)
+            return Request(kind=Kind.OPTIM_STEP, raw=request, malformed=_refused_step(error))
         return Request(kind=Kind.OPTIM_STEP, raw=request, payload=payload)
 
     def _save(self, log: AdapterLog, request: SaveRequest, kind: Kind) -> Request:
@@ -231,6 +233,12 @@ class TrainingUseCases(UseCases):
             return Request(kind=kind, raw=request, malformed=error)
         claim = self._core.holdings.claim_of_save(log.spec, log.base_model, request)
         return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)), claim=claim)
+
+
+def _refused_step(error: ServiceError) -> ServiceError:
+    """Return the refusal of an optimizer step, which ends its gradient window like any step."""
+    mend = "a refused step drops its gradient: submit it again with its forward_backwards"
+    return ServiceError(error.code, error.reason, f"{error.message}; {mend}", metadata=error.metadata)
 
 
 def _decoded(

@@ -114,7 +114,7 @@ def command_line() -> typer.core.TyperGroup:
     app.add_typer(
         checkpoints.app,
         name="checkpoint",
-        help="Your checkpoints: list, save, export, delete.",
+        help="Your checkpoints: list, save, export, import, delete.",
         rich_help_panel=THINGS_PANEL,
     )
     app.add_typer(keys.app, name="key", help="API keys: create, list, rotate, revoke.", rich_help_panel=ADMIN_PANEL)

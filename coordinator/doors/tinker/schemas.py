@@ -1,13 +1,25 @@
-"""JSON bodies of the Tinker protocol. Fields that are not listed are ignored; null means the same as absent."""
+"""JSON bodies of the Tinker protocol. Fields that are not listed are ignored.
+
+Null means the same as absent, but not for a hyperparameter: the SDK sends NaN and infinity as null.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from coordinator.doors.http.calls import Items, Named
 
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise ValueError("null, NaN and infinity are refused: send a finite number, or leave the field out")
+    return value
+
+
+Hyperparameter = Annotated[float | None, BeforeValidator(_not_null)]
+"""None if the field is absent."""
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Index = Annotated[int, Field(ge=0, lt=10**9)]
@@ -134,12 +146,12 @@ class LoadWeights(BaseModel):
 class AdamParams(BaseModel):
     """Hyperparameters of a step."""
 
-    learning_rate: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    grad_clip_norm: float | None = None
+    learning_rate: Hyperparameter = None
+    beta1: Hyperparameter = None
+    beta2: Hyperparameter = None
+    eps: Hyperparameter = None
+    weight_decay: Hyperparameter = None
+    grad_clip_norm: Hyperparameter = None
 
 
 class OptimStep(BaseModel):

@@ -203,6 +203,8 @@ async def test_a_checkpoint_is_deleted_when_its_time_to_live_is_over(tmp_path: P
         store = pool.store
         await time.until(lambda: len(store.checkpoints.folders()) == 1, 100)
         [left] = await checkpoints(pool)
+        with pytest.raises(ServiceError, match="it may have expired, or was deleted"):
+            await pool.adapter(base_model="", rank=0, from_path=going.path)
         with pytest.raises(ServiceError, match="with a name"):
             await pool.submit_publish(adapter, 3, ttl_seconds=5)
         with pytest.raises(ServiceError, match="or more"):

@@ -52,6 +52,13 @@ def waits(entry: pb.HistoryEntry) -> dict[int, float]:
     return {each.reason: each.seconds for each in entry.waits}
 
 
+async def test_the_error_for_an_operation_without_an_entry_says_that_refused_ones_have_none(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await refusal(pool.forward_backward(adapter, 1, 5, token=1000))
+        assert (await refusal(entry_of(pool, f"{adapter}:1"))).message.endswith("a refused operation is not in it")
+
+
 async def test_an_entry_tells_when_an_operation_came_what_it_waited_for_and_where_it_ran(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()

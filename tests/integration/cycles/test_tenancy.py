@@ -198,7 +198,8 @@ async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(pool: To
     foreign = await refusal(pool.service.refuse(eve, request, invalid("no")))
     own = await refusal(pool.service.refuse(alice, request, invalid("no")))
     assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
-    assert (own.message, own.operation) == ("no", f"{adapter}:1")
+    assert own.message.startswith("no; a refused step drops its gradient")
+    assert own.operation == f"{adapter}:1"
 
 
 async def test_the_order_of_anothers_adapter_is_not_told(pool: ToyPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,7 @@ def test_an_unknown_object_is_a_not_found_error(service: tinker.ServiceClient) -
     ("data", "loss", "told"),
     [
         ([datum(1000)], "cross_entropy", "TOKEN_OUT_OF_RANGE"),
+        ([datum(-100)], "cross_entropy", "targets that do not count the weight 0"),
         ([datum(1, 2, targets=[1])], "cross_entropy", "LENGTH_MISMATCH"),
         ([datum(1)], "ppo", "lacks advantages, logprobs"),
         ([datum(1)], "stable_reinforce", "lacks advantages"),
@@ -327,6 +329,18 @@ def test_bad_data_fails_its_own_future_and_the_next_step_runs(client: Any, data:
         lost.result(WAIT_S)
     client.forward_backward([datum(1)], "cross_entropy")
     assert client.optim_step(ADAM).result(WAIT_S).metrics["num_datums:sum"] == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"])
+def test_a_hyperparameter_that_is_not_finite_is_refused_though_the_sdk_sends_null(
+    client: Any, name: str, value: float
+) -> None:
+    """The refused step says that its gradient is lost: the next one has none."""
+    client.forward_backward([datum(1)], "cross_entropy").result(WAIT_S)
+    with pytest.raises(tinker.TinkerError, match=f"adam_params.{name}: .*NaN.* a refused step drops its gradient"):
+        client.optim_step(types.AdamParams(**{name: value})).result(WAIT_S)
+    assert client.optim_step(ADAM).result(WAIT_S).metrics["num_datums:sum"] == 0
 
 
 def test_a_bad_prompt_is_a_bad_request(service: tinker.ServiceClient) -> None:
