@@ -124,9 +124,11 @@ def find_service(base_url: str | None, api_key: str | None) -> Credentials:
     if known is not None:
         return dataclasses.replace(known, url=base_url, api_key=api_key or known.api_key)
     if not api_key:
+        here = ", ".join(pool.credentials.url for pool in ready_pools())
+        mend = f"or name a pool of this machine: {here}" if here else "or start a pool here with `tinkerpool up`"
         raise ConfigurationError(
-            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
-            f"`tinkerpool up`, which leaves its key in {credentials_file()}"
+            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, {mend}; the key of a pool that was "
+            f"started here is in {credentials_file()}"
         )
     return Credentials(url=base_url, api_key=api_key)
 

@@ -257,7 +257,8 @@ class Authenticator:
                 "API_KEY_INVALID" if key else "API_KEY_MISSING",
                 "no API key in the metadata: send 'authorization: Bearer <key>'"
                 if not key
-                else "the API key is unknown or revoked: use the one that `tinkerpool serve` wrote, or a new one",
+                else "the API key is unknown or revoked: use the one in ~/.tinkerpool/credentials.json on the pool's "
+                "machine, or a new one",
             )
         self._check_expiry(row)
         return row
