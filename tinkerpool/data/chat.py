@@ -10,6 +10,7 @@ Main invariant: what is found without marks follows exactly the text that a samp
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,10 @@ Message = Mapping[str, Any]
 TrainOn = Literal["all", "last"]
 
 ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+"""The usual roles. Templates have more: `ipython`, `observation`, `function`, ..."""
+_TYPO = 0.75
+"""Least similarity (of difflib) of a role to a usual one for a misspelling of it: `usre` has this one to `user`."""
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _SHOWN = 40
 
@@ -79,12 +84,28 @@ def split_turns(messages: Sequence[Message]) -> list[list[Message]]:
 
 def render_prompt(tokenizer: Any, messages: Sequence[Message], **template_options: Any) -> str:
     """Return the text after which the assistant's next message begins. Raises TypeError, ValueError."""
+    messages = _with_roles(messages)
     _template(tokenizer, template_options)
     return _render(tokenizer, messages, {**template_options, "add_generation_prompt": True})
 
 
 def _checked(messages: Any) -> list[Message]:
-    """Return the messages as a list. Raises ValueError."""
+    """Return the messages to train on as a list. Raises ValueError."""
+    checked = _with_roles(messages)
+    roles = [message["role"] for message in checked]
+    if ASSISTANT not in roles:
+        raise ValueError(f"messages must have one of role 'assistant' to train on, got roles {roles}")
+    if roles[0] == ASSISTANT:
+        raise ValueError("messages[0] is the assistant's; a message before it must say what it replies to")
+    return checked
+
+
+def _with_roles(messages: Any) -> list[Message]:
+    """Return the messages as a list. Raises ValueError if one has no role, or a usual one that is misspelled.
+
+    Any other role is the template's to take or to refuse: many templates have roles of their own, and many render
+    whatever role they get. So a misspelled `user` would be trained on as a role that no sampler ever uses.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a list of messages, got {_short(messages)}")
     for i, message in enumerate(messages):
@@ -92,12 +113,18 @@ def _checked(messages: Any) -> list[Message]:
             raise ValueError(
                 f"messages[{i}] must have a role, as in {{'role': 'user', 'content': ...}}; got {message!r}"
             )
-    roles = [message["role"] for message in messages]
-    if ASSISTANT not in roles:
-        raise ValueError(f"messages must have one of role 'assistant' to train on, got roles {roles}")
-    if roles[0] == ASSISTANT:
-        raise ValueError("messages[0] is the assistant's; a message before it must say what it replies to")
+        if (role := message["role"]) not in ROLES and (meant := _meant_role(role)) is not None:
+            raise ValueError(
+                f"messages[{i}] has the role {role!r}: did you mean {meant!r}? The usual roles are {', '.join(ROLES)}"
+            )
     return list(messages)
+
+
+def _meant_role(role: str) -> str | None:
+    """Return the usual role that a role misspells, in case or letters; None for another one, such as `user_2`."""
+    letters = role.strip().lower()
+    close = difflib.get_close_matches(letters, ROLES, n=1, cutoff=_TYPO) if letters.isalpha() else []
+    return close[0] if close else None
 
 
 def _template(tokenizer: Any, options: Mapping[str, Any]) -> str:

@@ -66,13 +66,18 @@ def read_jsonl(path: str | Path, convert: Callable[[dict[str, Any]], T]) -> list
         ValueError: a line without a JSON object, one for which `convert` raises ValueError, or no line at all.
         OSError: the file cannot be read.
     """
-    found: list[T] = []
+    return [item for _, item in numbered_jsonl(path, convert)]
+
+
+def numbered_jsonl(path: str | Path, convert: Callable[[dict[str, Any]], T]) -> list[tuple[int, T]]:
+    """Return the number of each line, from 1, beside what `read_jsonl` returns for it. Raises as `read_jsonl`."""
+    found: list[tuple[int, T]] = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                found.append(convert(_object(line)))
+                found.append((number, convert(_object(line))))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:

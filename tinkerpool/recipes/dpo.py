@@ -50,12 +50,14 @@ class Settings(RunSettings):
 
 
 def preference(tokenizer: Any, record: Mapping[str, Any], base_model: types.SupportedModel) -> Pair:
-    """Return the datums of a line. Raises ValueError for another form, and for one that is too long."""
+    """Return the datums of a line. Raises ValueError for another form, equal replies, and one that is too long."""
     if not {"prompt", "chosen", "rejected"} <= record.keys():
         raise ValueError(f'expected {{"prompt": ..., "chosen": ..., "rejected": ...}}; got the keys {sorted(record)}')
     chosen, rejected = (completion_datum(tokenizer, record["prompt"], record[key]) for key in ("chosen", "rejected"))
     for datum in (chosen, rejected):
         check_length(datum.model_input.length, base_model)
+    if np.array_equal(chosen.loss_fn_inputs["target_tokens"].data, rejected.loss_fn_inputs["target_tokens"].data):
+        raise ValueError("chosen and rejected have the same tokens, which teaches nothing: mend one, or drop the line")
     return chosen, rejected
 
 

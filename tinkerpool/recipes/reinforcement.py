@@ -10,17 +10,19 @@ left out. For example:
 
   python -m tinkerpool.recipes.reinforcement --data sums.jsonl --reward my_rewards:is_right --log-dir runs/sums
 
-The reward is a function of the line (a dict) and the reply's text; without --reward it is 1 if the reply has the
-line's "answer", else 0. reward, the mean over a step's replies, rises. learned is the share of replies in groups with
-different rewards: if it stays near 0, begin with easier prompts or larger groups. kl is the difference of sampler and
-trainer on the sampled tokens: about 0, because both have the same weights. The loss is stable_reinforce
-(docs/losses.md), which is REINFORCE on such samples, at the temperature that they were drawn at.
+The reward is a function of the line (a dict) and the reply's text; without --reward it is 1 if the reply has the line's
+"answer", else 0. A reward that raises, or is no finite number, ends the run with the line's number. reward, the mean
+over a step's replies, rises. learned is the share of replies in groups with different rewards: if it stays near 0,
+begin with easier prompts or larger groups. kl is the difference of sampler and trainer on the sampled tokens: about 0,
+because both have the same weights. The loss is stable_reinforce (docs/losses.md), which is REINFORCE on such samples,
+at the temperature that they were drawn at.
 Every --show-every steps a reply is shown. An interrupted run continues with the same command.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,8 @@ from tinkerpool import (
     ServiceClient,
     types,
 )
-from tinkerpool.data import Batches, encode_prompt, read_jsonl
+from tinkerpool.data import Batches, encode_prompt
+from tinkerpool.data.reading import numbered_jsonl
 from tinkerpool.data.schedule import ScheduleKind
 from tinkerpool.recipes.options import option, run_program
 from tinkerpool.recipes.progress import WIDTH, OnMetrics, Progress, pool_metrics
@@ -48,8 +51,9 @@ from tinkerpool.recipes.run import Run, RunSettings, check_length, find_base_mod
 
 Reward = Callable[[Mapping[str, Any], str], float]
 """Scores a reply to a line."""
-Task = tuple[Mapping[str, Any], list[int]]
-"""A line and the tokens of its prompt."""
+Task = tuple[Mapping[str, Any], list[int], str]
+"""A line, the tokens of its prompt, and its file and number."""
+DEFAULT_REWARD = "tinkerpool.recipes.reinforcement:has_answer"
 SHOWN_CHARS_MAX = 600
 """Characters of a prompt, and of a reply, that are shown."""
 
@@ -60,7 +64,7 @@ class Settings(RunSettings):
 
     data: Path = option("JSONL file of prompts to learn from")
     test_data: Path | None = option("JSONL file to evaluate on, with the likeliest reply to each prompt", None)
-    reward: str = option("module:function that scores a reply", "tinkerpool.recipes.reinforcement:has_answer")
+    reward: str = option("module:function that scores a reply", DEFAULT_REWARD)
     num_steps: int = option("steps", 50)
     batch_size: int = option("prompts in a step", 8)
     group_size: int = option("replies to a prompt", 8)
@@ -87,13 +91,41 @@ def named_reward(name: str) -> Reward:
     return found
 
 
-def task(tokenizer: Any, record: Mapping[str, Any], settings: Settings, base_model: types.SupportedModel) -> Task:
-    """Return a line with its prompt's tokens. Raises ValueError if it has no prompt, or leaves no room for a reply."""
+def score_of(score: Reward, task: Task, reply: str) -> float:
+    """Return the reward of a reply. Raises ValueError, from any error of `score`, if there is no finite one."""
+    record, _, place = task
+    name = getattr(score, "__qualname__", repr(score))
+    try:
+        reward = float(score(record, reply))
+    except Exception as error:
+        raise ValueError(f"{place}: the reward {name} gave no number: {type(error).__name__}: {error}") from error
+    if not math.isfinite(reward):
+        raise ValueError(f"{place}: the reward {name} gave {reward}; it must be finite")
+    return reward
+
+
+def check_groups(settings: Settings) -> None:
+    """Raise ValueError if a group has one reply, or equal ones: all advantages are 0 then."""
+    if settings.group_size < 2:
+        raise ValueError(
+            f"group_size must be at least 2, got {settings.group_size}: a reply is compared with others of its group"
+        )
+    if not settings.temperature > 0:
+        raise ValueError(
+            f"temperature must be above 0, got {settings.temperature}: at 0 all replies of a group are the likeliest "
+            "one, and equal rewards teach nothing"
+        )
+
+
+def prompt_of(
+    tokenizer: Any, record: Mapping[str, Any], settings: Settings, base_model: types.SupportedModel
+) -> list[int]:
+    """Return the tokens of a line's prompt. Raises ValueError if it has none, or leaves no room for a reply."""
     if not record.get("prompt"):
         raise ValueError(f'expected {{"prompt": ..., and what the reward reads}}; got the keys {sorted(record)}')
     prompt = encode_prompt(tokenizer, record["prompt"])
     check_length(len(prompt) + settings.max_tokens, base_model)
-    return record, prompt
+    return prompt
 
 
 def params(settings: Settings, step: int, index: int, *, is_test: bool) -> SamplingParams:
@@ -165,12 +197,21 @@ def train(
     run = Run(settings)
     if (trained_weights := run.finished()) is not None:
         return trained_weights
+    check_groups(settings)
     service = service or ServiceClient()
     base_model = find_base_model(settings, service)
     tokenizer = service.get_tokenizer(base_model.model_name)
 
+    def convert(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[int]]:
+        if reward is None and settings.reward == DEFAULT_REWARD and record.get("answer", "") in (None, ""):
+            raise ValueError(
+                'expected {"prompt": ..., "answer": ...}, the answer not empty, for the default reward; got the keys '
+                f"{sorted(record)}"
+            )
+        return record, prompt_of(tokenizer, record, settings, base_model)
+
     def read(path: Path) -> list[Task]:
-        return read_jsonl(path, lambda record: task(tokenizer, record, settings, base_model))
+        return [(*found, f"{path}, line {number}") for number, found in numbered_jsonl(path, convert)]
 
     batches, num_steps = Batches(read(settings.data), settings.batch_size, seed=settings.seed), settings.num_steps
     test_tasks = read(settings.test_data) if settings.test_data else []
@@ -178,15 +219,15 @@ def train(
 
     def sample(sampler: SamplingClient, step: int, *, is_test: bool = False) -> list[APIFuture[SampleResponse]]:
         num_samples = 1 if is_test else settings.group_size
-        prompts = [prompt for _, prompt in (test_tasks if is_test else batches.at(step))]
+        prompts = [prompt for _, prompt, _ in (test_tasks if is_test else batches.at(step))]
         return [
             sampler.sample(prompt, num_samples, params(settings, step, index, is_test=is_test))
             for index, prompt in enumerate(prompts)
         ]
 
-    def rewards_of(record: Mapping[str, Any], response: SampleResponse) -> list[float]:
+    def rewards_of(task: Task, response: SampleResponse) -> list[float]:
         texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in response.sequences]
-        return [float(score(record, text)) for text in texts]
+        return [score_of(score, task, text) for text in texts]
 
     with Progress(settings.log_dir, run.start_step, num_steps, on_metrics) as progress:
         sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
@@ -194,9 +235,9 @@ def train(
         for step in range(run.start_step, num_steps):
             data, rewards, done = [], [], step + 1
             responses = [group.result() for group in groups]
-            for (record, prompt), response in zip(batches.at(step), responses, strict=True):
-                rewards.append(rewards_of(record, response))
-                data += learn_from(prompt, response.sequences, rewards[-1])
+            for task, response in zip(batches.at(step), responses, strict=True):
+                rewards.append(rewards_of(task, response))
+                data += learn_from(task[1], response.sequences, rewards[-1])
             passed = client.forward_backward(data, "stable_reinforce") if data else None
             stepped = client.optim_step(run.adam(step, num_steps)) if data else None
             saved = run.save(client, done, num_steps)
@@ -211,7 +252,7 @@ def train(
                 metrics["grad_norm"] = stepped.result().metrics["grad_norm:last"]
             if test_tasks and is_due(done, settings.eval_every, num_steps):
                 tested = zip(test_tasks, sample(sampler, done, is_test=True), strict=True)
-                metrics["test_reward"] = float(np.mean([rewards_of(t[0], future.result()) for t, future in tested]))
+                metrics["test_reward"] = float(np.mean([rewards_of(task, future.result()) for task, future in tested]))
             num_sampled = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
             metrics["tokens"] = metrics.get("tokens", 0) + num_sampled
             progress.report(done, metrics)

@@ -1,10 +1,10 @@
 """A run's folder, and how a run that was interrupted continues.
 
-The folder holds `settings.json` from the moment when the adapter exists: a pool that refuses an adapter leaves the
-folder free for other settings. From then on `metrics.jsonl` has a line for each step. After the first save there is
-`checkpoint.json`: the number of steps done, the path of the state in the pool and, of a finished run, the path of the
-trained weights. Data, learning rates and seeds are functions of the settings and the step. So a run that continues at a
-checkpoint takes the steps that it would have taken, with the same bits where the pool promises them.
+The folder holds `settings.json` from the moment when the adapter exists. From then on `metrics.jsonl` has a line for
+each step. Until it has one, the folder is free for other settings: there is nothing to continue. After the first save
+there is `checkpoint.json`: the number of steps done, the path of the state in the pool and, of a finished run, the path
+of the trained weights. Data, learning rates and seeds are functions of the settings and the step. So a run that
+continues at a checkpoint takes the steps that it would have taken, with the same bits where the pool promises them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 from tinkerpool import AdamParams, APIFuture, ServiceClient, TrainingClient, types
 from tinkerpool.data import Schedule
 from tinkerpool.data.schedule import ScheduleKind
+from tinkerpool.recipes.metrics import METRICS
 from tinkerpool.recipes.options import option
 from tinkerpool.recipes.progress import Progress
 
@@ -57,7 +58,7 @@ class Run:
     """One run: its folder, its adapter, its schedule and its checkpoints."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Read the folder, if there is one. Raises ValueError if it has a run with other settings or data."""
+        """Read the folder, if there is one. Raises ValueError if it has steps with other settings or data."""
         self.settings = settings
         self.start_step = 0
         """Steps done before this process."""
@@ -148,7 +149,7 @@ class Run:
 
     def _check_settings(self) -> None:
         path, found = self._folder / SETTINGS, self._found
-        if not path.exists():
+        if not path.exists() or not self._has_steps():
             return
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [
@@ -161,6 +162,11 @@ class Run:
                 f"{self._folder} has a run with other settings ({'; '.join(changed)}): continue it with its own, or "
                 "choose another --log-dir"
             )
+
+    def _has_steps(self) -> bool:
+        """Return whether a step was done or saved: one line of metrics is enough, though it may be cut off."""
+        metrics = self._folder / METRICS
+        return (self._folder / CHECKPOINT).exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:

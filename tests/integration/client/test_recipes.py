@@ -218,8 +218,10 @@ def test_reinforcement_raises_the_reward(pool: ServedPool, tmp_path: Path, capsy
         (supervised, {"text": "And " * 2000}, "line 1: "),
         (dpo, {"prompt": "And"}, "line 1: expected"),
         (dpo, {"prompt": "And " * 2000, "chosen": "so", "rejected": "not"}, "line 1: .* kjv-2m takes"),
+        (dpo, {"prompt": "And", "chosen": "so", "rejected": "so"}, r"wrong\.jsonl, line 1: chosen and rejected"),
         (reinforcement, {"answer": "And"}, "line 1: expected"),
-        (reinforcement, {"prompt": "And " * 2000}, "line 1: .* kjv-2m takes"),
+        (reinforcement, {"prompt": "And", "anwser": "2"}, r"line 1: expected .*got the keys \['anwser', 'prompt'\]"),
+        (reinforcement, {"prompt": "And " * 2000, "answer": "And"}, "line 1: .* kjv-2m takes"),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_is_made(
@@ -240,6 +242,21 @@ def test_a_run_that_the_pool_refused_leaves_its_folder_for_other_settings(pool: 
         with pytest.raises(InvalidArgument, match="rank"):
             supervised.train(refused, service)
         supervised.train(replace(refused, rank=8), service)
+
+
+def test_a_reward_that_fails_names_its_line_and_leaves_the_folder_for_other_data(
+    pool: ServedPool, tmp_path: Path
+) -> None:
+    def has_word(record: Mapping[str, Any], reply: str) -> float:
+        return float(record["word"] in reply)
+
+    data = file_of(tmp_path / "train.jsonl", [{"prompt": "And", "wrod": "s"}])
+    settings = reinforcement.Settings(data=data, log_dir=tmp_path / "run", num_steps=1, group_size=2, max_tokens=2)
+    with pool.client("misspells") as service:
+        with pytest.raises(ValueError, match=r"train\.jsonl, line 1: the reward .*has_word gave no number: KeyError"):
+            reinforcement.train(settings, service, reward=has_word)
+        file_of(data, [{"prompt": "And", "word": "s"}])
+        assert reinforcement.train(settings, service, reward=has_word)
 
 
 def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(

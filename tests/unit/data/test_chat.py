@@ -210,6 +210,25 @@ def test_malformed_messages_are_refused_with_what_is_expected(shipped: Any, mess
         chat_datum(shipped, messages)
 
 
+@pytest.mark.parametrize(
+    ("role", "meant"),
+    [("usr", "user"), ("usre", "user"), ("User", "user"), ("Assistant", "assistant"), ("sytem ", "system")],
+)
+def test_a_misspelled_role_is_refused_with_the_usual_ones(shipped: Any, role: str, meant: str) -> None:
+    chat = [{"role": "user", "content": "Who?"}, {"role": role, "content": "He."}, *CHATS["one turn"]]
+    said = rf"messages\[1\] has the role '{role}': did you mean '{meant}'\? .*system, developer, user, assistant, tool"
+    with pytest.raises(ValueError, match=said):
+        chat_datum(shipped, chat)
+    with pytest.raises(ValueError, match=said):
+        encode_prompt(shipped, chat)
+
+
+@pytest.mark.parametrize("role", ["developer", "tool", "ipython", "observation", "function", "model", "user_2"])
+def test_roles_that_templates_have_are_theirs_to_take(shipped: Any, role: str) -> None:
+    datum = chat_datum(shipped, [{"role": role, "content": "Who?"}, *CHATS["one turn"]])
+    assert weighted_texts(shipped, datum) == ["I am fine.<|im_end|>"]
+
+
 def test_templates_that_show_nothing_of_the_assistant_are_refused(shipped: Any) -> None:
     tokenizer = copy.deepcopy(shipped)
     tokenizer.chat_template = "{{ messages[0].content }}"

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,29 @@ def test_a_folder_continues_only_the_same_settings_and_data(tmp_path: Path) -> N
         Run(settings)
 
 
+def test_a_folder_without_a_step_is_free_for_other_settings(tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}")
+    settings = supervised.Settings(data=data, log_dir=tmp_path / "run")
+    other = dataclasses.replace(settings, batch_size=4)
+    Run(settings).training_client(MagicMock())
+    with Progress(settings.log_dir, 0, 2, lambda *_: None):
+        pass  # the first step failed
+    Run(other).training_client(MagicMock())
+    with Progress(settings.log_dir, 0, 2, lambda *_: None) as progress:
+        progress.report(1, POOL_METRICS)
+    Run(other)
+    with pytest.raises(ValueError, match="batch_size was 4, is 8"):
+        Run(settings)
+
+
 def test_texts_are_taken_for_paths(tmp_path: Path) -> None:
     data = tmp_path / "a.jsonl"
     data.write_text("{}")
     settings: Any = {"data": str(data), "log_dir": str(tmp_path / "run")}
     run = Run(supervised.Settings(**settings))
     run.training_client(MagicMock())
+    run.record(1, Done(TensorPath("tinker://a/weights/step-000001")))  # type: ignore[arg-type]
     data.write_text("other data")
     with pytest.raises(ValueError, match="data_sha256 was"):
         Run(supervised.Settings(**settings))
@@ -286,6 +304,37 @@ def test_advantages_are_rewards_against_their_group_and_equal_rewards_teach_noth
         assert reinforcement.learn_from([4], (sequences * 16)[:number], [reward] * number) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"group_size": 1}, "group_size must be at least 2, got 1"), ({"temperature": 0}, "temperature must be above 0")],
+)
+def test_groups_that_teach_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"prompt": "And", "answer": "s"}')
+    with pytest.raises(ValueError, match=said):
+        reinforcement.train(reinforcement.Settings(data=data, log_dir=tmp_path / "run", **settings), MagicMock())
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (KeyError("answer"), "gave no number: KeyError: 'answer'"),
+        (None, "gave no number: TypeError"),
+        (math.nan, "gave nan; it must be finite"),
+    ],
+)
+def test_a_wrong_reward_is_an_error_with_its_name_and_the_line(found: object, said: str) -> None:
+    def my_reward(_: Mapping[str, Any], __: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with pytest.raises(ValueError, match=rf"^a\.jsonl, line 3: the reward .*my_reward {said}") as caught:
+        reinforcement.score_of(my_reward, ({"prompt": "And"}, [1], "a.jsonl, line 3"), "so")
+    if isinstance(found, Exception):
+        assert caught.value.__cause__ is found
+
+
 def test_a_reply_is_shown_on_one_line_below_what_was_asked_without_control_characters() -> None:
     chat = [{"role": "system", "content": "Calculate."}, {"role": "user", "content": "What is 3 + 4?"}]
     shown = reinforcement.shown_reply(20, chat, "So\n\x1b[2J7\u4e03" + "." * 1000, 0.5).splitlines()
@@ -300,7 +349,9 @@ def test_how_often_replies_are_shown_may_change_when_a_run_continues(tmp_path: P
     data = tmp_path / "a.jsonl"
     data.write_text("{}")
     settings = reinforcement.Settings(data=data, log_dir=tmp_path / "run")
-    Run(settings).training_client(MagicMock())
+    run = Run(settings)
+    run.training_client(MagicMock())
+    run.record(1, Done(TensorPath("tinker://a/weights/step-000001")))  # type: ignore[arg-type]
     Run(dataclasses.replace(settings, show_every=1))
 
 
