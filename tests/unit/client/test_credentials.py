@@ -153,7 +153,7 @@ def test_a_program_calls_another_pool_if_the_one_in_use_does_not_run_with_its_ke
 
 
 def test_an_address_without_a_key_is_told_the_pools_that_run_here(two_pools: tuple[Path, Path]) -> None:
-    with pytest.raises(errors.ConfigurationError, match="name a pool of this machine: http://127.0.0.1:1;"):
+    with pytest.raises(errors.ConfigurationError, match=r"name a pool of this machine: http://127\.0\.0\.1:1;"):
         find_service("http://127.0.0.1:3", None)
 
 
