@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -37,6 +38,24 @@ CHECKPOINT_TYPES: Mapping[str, CheckpointType] = {
 _INT32_MAX = 2**31 - 1
 
 
+def is_number(value: Any, *, is_whole: bool = False) -> bool:
+    """Return whether a value is a real number, or a whole one: of Python, numpy or torch, but no bool and no text."""
+    if isinstance(value, bool | np.bool_ | str | bytes):
+        return False
+    try:
+        (operator.index if is_whole else float)(value)
+    except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor with several elements
+        return False
+    return True
+
+
+def check_number(name: str, value: Any, *, is_whole: bool = False, or_none: bool = False) -> None:
+    """Raise ValueError, which names the argument, for anything but a number, or with `or_none` None."""
+    if not (or_none and value is None) and not is_number(value, is_whole=is_whole):
+        expected = f"a {'whole ' if is_whole else ''}number{', or None' if or_none else ''}"
+        raise ValueError(f"{name} must be {expected}, got {value!r:.80}")
+
+
 def as_array(values: Any) -> NDArray[Any]:
     """Return a new numpy array of a list, an array or a torch tensor; half precision becomes float32."""
     if hasattr(values, "detach") and hasattr(values, "cpu"):
@@ -55,7 +74,8 @@ def as_tokens(values: Any, what: str) -> NDArray[np.int32]:
     if array.dtype.kind not in "iu":
         raise ValueError(f"{what} must be whole numbers, got {array.dtype}")
     if array.size and (array.min() < 0 or array.max() > _INT32_MAX):
-        raise ValueError(f"{what} must be token ids from 0 to {_INT32_MAX}, got {array.min()} to {array.max()}")
+        wrong = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"{what} must be from 0 to {_INT32_MAX}, got {wrong}")
     tokens = array.astype(np.int32, copy=False)
     tokens.flags.writeable = False
     return tokens
@@ -101,7 +121,7 @@ class TensorData:
         if dtype not in {"int64", "float32"}:
             raise ValueError(f"a tensor's dtype is 'int64' or 'float32', got {dtype!r}")
         if array.dtype.kind not in "biuf":
-            raise ValueError(f"a tensor holds numbers, got an array of {array.dtype}")
+            raise ValueError(f"a tensor holds numbers, {_no_numbers(array)}")
         if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
             raise ValueError("the tensor holds fractions where whole numbers (int64) are expected")
         shape = array.shape if shape is None else tuple(int(size) for size in shape)
@@ -180,6 +200,14 @@ def _dense(
     is_given[rows, columns] = True
     is_given.flags.writeable = False
     return dense, is_given.reshape(-1)
+
+
+def _no_numbers(array: NDArray[Any]) -> str:
+    if array.dtype.kind in "US":
+        return "got text: tokens must be encoded first, with get_tokenizer().encode(text)"
+    if any(value is None for value in array.flat):
+        return "but None is among them: give a number for each element, or leave the tensor out"
+    return f"got an array of {array.dtype}"
 
 
 def _dtype_of(array: NDArray[Any]) -> TensorDtype:
@@ -461,6 +489,11 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        check_number("max_tokens", self.max_tokens, is_whole=True, or_none=True)
+        check_number("seed", self.seed, is_whole=True, or_none=True)
+        check_number("temperature", self.temperature)
+        check_number("top_k", self.top_k, is_whole=True)
+        check_number("top_p", self.top_p)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, or None for no limit; got {self.max_tokens}")
         if not 0 <= self.temperature < math.inf:
@@ -469,6 +502,8 @@ class SamplingParams:
             raise ValueError(f"top_k must be at least 1, or -1 for all, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.stop is not None and not isinstance(self.stop, Iterable):
+            raise ValueError(f"stop must be a string, a list of strings or a list of token ids, got {self.stop!r:.80}")
         stops = [] if self.stop is None or isinstance(self.stop, str) else list(self.stop)
         if not (all(isinstance(s, str) for s in stops) or all(isinstance(s, int | np.integer) for s in stops)):
             raise ValueError("stop must be a string, a list of strings or a list of token ids, not a mixture")
@@ -511,6 +546,14 @@ class TrainStepResponse:
 
     forward_backward: ForwardBackwardOutput
     optim_step: OptimStepResponse
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            parts = {"forward_backward": ForwardBackwardOutput, "optim_step": OptimStepResponse}
+            found = [f".{part}.{name}" for part, kind in parts.items() if name in kind.__slots__]
+            hint = f": use {' or '.join(found)}" if found else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

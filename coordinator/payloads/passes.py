@@ -328,10 +328,10 @@ def _checked_datum(
             inputs[name] = checked_tokens(label, array, model, num_dims=(1, 2) if rule.allows_many_targets else (1,))
         else:
             inputs[name] = _floats(label, array)
-        length = len(array) if array.ndim else 0
-        if length != len(tokens):
+        if array.ndim == 0 or len(array) != len(tokens):
+            found = f"has length {len(array)}" if array.ndim else "is a scalar"
             raise invalid(
-                f"{label} has length {length} but model_input has {len(tokens)} tokens: give one entry per token "
+                f"{label} {found} but model_input has {len(tokens)} tokens: give one entry per token "
                 "(position t of target_tokens is what should follow position t of model_input)",
                 "LENGTH_MISMATCH",
             )

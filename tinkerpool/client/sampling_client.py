@@ -243,6 +243,12 @@ class SamplingClient(Ready):
         self, prompt: types.ModelInput | Any, num_samples: int, params: types.SamplingParams | None, **details: Any
     ) -> sampling_pb2.SampleRequest:
         """Return a request with the next seq. `details`: the fields about log-probabilities."""
+        if isinstance(num_samples, types.SamplingParams):
+            raise ValueError(
+                "num_samples must be a whole number, got a SamplingParams: write sample(prompt, num_samples, "
+                "sampling_params), or sampling_params=... for one sample"
+            )
+        types.check_number("num_samples", num_samples, is_whole=True)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         return sampling_pb2.SampleRequest(

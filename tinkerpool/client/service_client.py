@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from tinkerpool import types
 from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
-from tinkerpool.client.calls.encoding import adapter_labels, checkpoint_path
+from tinkerpool.client.calls.encoding import adapter_labels, checkpoint_path, text
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
@@ -120,11 +120,12 @@ class ServiceClient:
         Raises:
             NotFound: the pool does not serve that model.
             InvalidArgument: the rank or the name is not allowed, or all three `train_*` are false.
-            ValueError: no `base_model`, and the pool has several; a rank below 1; `user_metadata` and `labels`.
+            ValueError: no `base_model`, and the pool has several; a rank below 1; `user_metadata` and `labels`;
+                a value of another type.
         """
         _check_optimizer(optimizer)
         metadata = adapter_labels(user_metadata, labels)
-        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
+        make_request = _new_adapter(base_model, rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
         return self._connection.start(self._create_adapter(make_request, base_model)).result()
 
     async def create_lora_training_client_async(
@@ -145,7 +146,7 @@ class ServiceClient:
         """`create_lora_training_client`, awaited."""
         _check_optimizer(optimizer)
         metadata = adapter_labels(user_metadata, labels)
-        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
+        make_request = _new_adapter(base_model, rank, seed, train_mlp, train_attn, train_unembed, metadata, alpha, name)
         return await self._connection.start(self._create_adapter(make_request, base_model))
 
     def create_training_client_from_state(
@@ -324,9 +325,9 @@ class ServiceClient:
             from_path=checkpoint_path(path),
             with_optimizer=with_optimizer,
             user_metadata=metadata,
-            name=name or "",
+            name=text("name", name),
         )
-        return self._connection.start(self._create_adapter(make_request, base_model or ""))
+        return self._connection.start(self._create_adapter(make_request, text("base_model", base_model)))
 
     async def _create_adapter(self, make_request: _MakeRequest, base_model: str | None) -> TrainingClient:
         request = make_request(
@@ -350,7 +351,7 @@ class ServiceClient:
         return await create_sampler(
             self._session,
             model_path=model_path or "",
-            base_model=base_model or "",
+            base_model=text("base_model", base_model),
             record_stability_info=is_recording,
         )
 
@@ -376,6 +377,7 @@ def _check_optimizer(optimizer: types.AdamOptimizerConfig | None) -> None:
 
 
 def _new_adapter(
+    base_model: str | None,
     rank: int | None,
     seed: int | None,
     train_mlp: bool,
@@ -385,8 +387,13 @@ def _new_adapter(
     alpha: float | None,
     name: str | None,
 ) -> _MakeRequest:
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be a power of two, at least 1, got {rank}; leave it out for the default of 32")
+    if types.is_number(base_model, is_whole=True):
+        raise ValueError(f"base_model must be the name of a model, got {base_model}: did you mean rank={base_model}?")
+    text("base_model", base_model)
+    types.check_number("seed", seed, is_whole=True, or_none=True)
+    types.check_number("alpha", alpha, or_none=True)
+    if rank is not None and not (types.is_number(rank, is_whole=True) and rank >= 1):
+        raise ValueError(f"rank must be a power of two, at least 1, got {rank!r}; leave it out for the default of 32")
     return partial(
         adapters_pb2.CreateAdapterRequest,
         rank=rank or 0,
@@ -396,5 +403,5 @@ def _new_adapter(
         train_unembed=train_unembed,
         user_metadata=metadata,
         alpha=alpha,
-        name=name or "",
+        name=text("name", name),
     )

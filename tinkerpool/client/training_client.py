@@ -165,7 +165,7 @@ class TrainingClient(Ready):
         """
         request = checkpoints_pb2.SaveStateRequest(
             adapter_id=self.model_id,
-            name=name,
+            name=encoding.text("name", name),
             ttl_seconds=encoding.ttl(ttl_seconds),
             overwrite=overwrite,
             user_metadata=encoding.string_map(user_metadata),
@@ -192,7 +192,7 @@ class TrainingClient(Ready):
             )
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
             adapter_id=self.model_id,
-            name=name,
+            name=encoding.text("name", name),
             ttl_seconds=encoding.ttl(ttl_seconds),
             user_metadata=encoding.string_map(user_metadata),
             overwrite=overwrite,
@@ -215,7 +215,10 @@ class TrainingClient(Ready):
         if not name:
             raise ValueError("name is empty: weights that are saved for export need one")
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
-            adapter_id=self.model_id, name=name, ttl_seconds=encoding.ttl(ttl_seconds), for_export=True
+            adapter_id=self.model_id,
+            name=encoding.text("name", name),
+            ttl_seconds=encoding.ttl(ttl_seconds),
+            for_export=True,
         )
         return self._submit(
             methods.SAVE_WEIGHTS_FOR_SAMPLER,
@@ -404,7 +407,7 @@ class TrainingClient(Ready):
         if name and kind == "inflight":
             raise ValueError("an inflight sampler follows its adapter and has no name; leave out name, or kind")
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
-            adapter_id=self.model_id, name=name or "", is_inflight=kind == "inflight"
+            adapter_id=self.model_id, name=encoding.text("name", name), is_inflight=kind == "inflight"
         )
 
         async def create(seq: int) -> SamplingClient:

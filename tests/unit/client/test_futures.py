@@ -89,10 +89,15 @@ def test_names_that_protocols_look_for_are_missing_without_a_hint_and_a_copy_is_
 
 
 def test_a_timeout_does_not_stop_the_work() -> None:
-    future = start(5, 0.2)
-    with pytest.raises(TimeoutError):
+    future = start(5, 0.2, label="5e55:train:0:1")
+    with pytest.raises(TimeoutError, match=r"5e55:train:0:1 still runs after 0.01 s: call result\(\) again"):
         future.result(0.01)
     assert future.result() == 5
+
+
+def test_a_timeout_of_the_work_itself_is_raised_as_it_is() -> None:
+    with pytest.raises(TimeoutError, match=r"the disk$"):
+        start(TimeoutError("the disk")).result(60)
 
 
 async def test_futures_are_awaited_on_the_users_loop() -> None:
@@ -114,7 +119,7 @@ async def test_cancelling_a_wait_does_not_cancel_training() -> None:
     future = start(5, 0.2)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(future.result_async(), 0.01)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"the operation still runs after 0\.01 s"):
         await future.result_async(0.01)
     assert not future.cancel()
     assert await future == 5

@@ -102,6 +102,26 @@ def test_targets_that_are_no_matrix_of_tokens_are_refused_before_they_are_sent(
     assert not pool.requests("Sample")
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "message"),
+    [
+        (SamplingParams(), r"num_samples must be a whole number, got a SamplingParams: .*sampling_params=\.\.\."),
+        (2.0, "num_samples must be a whole number, got 2.0"),
+        (True, "num_samples must be a whole number, got True"),
+        ("2", "num_samples must be a whole number, got '2'"),
+    ],
+)
+def test_a_number_of_samples_that_is_none_is_refused(
+    pool: FakePool, sampler: SamplingClient, num_samples: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler.sample(PROMPT, num_samples)
+    with pytest.raises(ValueError, match=message):
+        sampler.sample_stream(PROMPT, num_samples)
+    assert not pool.requests("Sample")
+    assert len(sampler.sample(PROMPT, np.int64(2)).result(60).sequences) == 2  # type: ignore[arg-type]
+
+
 def test_two_thousand_concurrent_samples_need_no_thread_each(pool: FakePool, sampler: SamplingClient) -> None:
     pool.is_held = True
     before = threading.active_count()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 
@@ -169,6 +170,42 @@ def test_settings_of_an_adapter_are_sent_unchanged(pool: FakePool, service: Serv
     )
     assert (from_state.from_path, from_state.with_optimizer) == ("tinker://x:train:0/weights/a", False)
     assert (resumed.with_optimizer, resumed.base_model, resumed.HasField("train_mlp")) == (True, "", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base_model": 8}, r"base_model must be the name of a model, got 8: did you mean rank=8\?"),
+        ({"base_model": ["toy"]}, r"base_model must be a string, got \['toy'\]"),
+        ({"rank": "8"}, "rank must be a power of two, at least 1, got '8'"),
+        ({"rank": 8.0}, "rank must be a power of two, at least 1, got 8.0"),
+        ({"alpha": "x"}, "alpha must be a number, or None, got 'x'"),
+        ({"seed": 1.5}, "seed must be a whole number, or None, got 1.5"),
+        ({"name": 3}, "name must be a string, got 3"),
+    ],
+)
+async def test_settings_of_another_type_are_refused_by_name(
+    pool: FakePool, service: ServiceClient, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        service.create_lora_training_client(**arguments)
+    with pytest.raises(ValueError, match=message):
+        await service.create_lora_training_client_async(**arguments)
+    assert pool.calls == []
+    service.create_lora_training_client("toy", np.int64(8), np.int32(5), alpha=np.float32(16))  # type: ignore[arg-type]
+
+
+def test_names_of_another_type_are_refused_where_an_adapter_or_sampler_is_made_of_a_checkpoint(
+    service: ServiceClient,
+) -> None:
+    anything: Any = 3
+    path = "tinker://x:train:0/weights/a"
+    with pytest.raises(ValueError, match="base_model must be a string, got 3"):
+        service.create_training_client_from_state(path, base_model=anything)
+    with pytest.raises(ValueError, match="name must be a string, got 3"):
+        service.create_training_client_from_state_with_optimizer(path, name=anything)
+    with pytest.raises(ValueError, match="base_model must be a string, got 3"):
+        service.create_sampling_client(base_model=anything)
 
 
 def test_a_pool_with_several_models_requires_the_name_of_one(pool: FakePool, service: ServiceClient) -> None:

@@ -188,8 +188,16 @@ def test_a_request_that_cannot_be_sent_consumes_no_sequence_number(pool: FakePoo
         lambda: client.forward([datum(1)], "sft"),  # type: ignore[arg-type]
         lambda: client.forward_backward_custom([Datum([1], {})], lambda data, logprobs: (None, {})),
         lambda: client.save_weights_for_sampler(""),
+        lambda: client.save_state(3),  # type: ignore[arg-type]
+        lambda: client.save_weights_for_sampler(3),  # type: ignore[arg-type]
+        lambda: client.save_weights_external(3),  # type: ignore[arg-type]
+        lambda: client.save_weights_and_get_sampling_client(3),  # type: ignore[arg-type]
+        lambda: client.save_state("a", ttl_seconds="5"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match=r"no data|unknown loss_fn|no loss_fn_inputs|name is empty"):
+        refusals = (
+            r"no data|unknown loss_fn|no loss_fn_inputs|name is empty|name must be a string, got 3|ttl_seconds must"
+        )
+        with pytest.raises(ValueError, match=refusals):
             attempt()
     client.optim_step().result(60)
     assert pool.applied == [1]
@@ -280,20 +288,32 @@ def fails(data: list[Datum], logprobs: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "with_gradients", "error"),
+    ("loss_fn", "with_gradients", "error", "message"),
     [
-        (fails, False, ZeroDivisionError),
-        (lambda data, logprobs: (logprobs[0].detach().sum(), {}), False, ValueError),
-        (lambda data, logprobs: (logprobs[0], {}), False, ValueError),
-        (lambda data, logprobs: (0.0, [], {}), True, ValueError),
+        (fails, False, ZeroDivisionError, "a bug of mine"),
+        (lambda data, logprobs: (logprobs[0].detach().sum(), {}), False, ValueError, "does not depend"),
+        (lambda data, logprobs: (logprobs[0], {}), False, ValueError, "one element"),
+        (lambda data, logprobs: (0.0, [], {}), True, ValueError, "one gradient per datum"),
+        (
+            lambda data, logprobs: (logprobs[0].sum() * torch.nan, {}),
+            False,
+            ValueError,
+            r"the custom loss is nan, and its gradient for data\[0\] is not finite",
+        ),
+        (
+            lambda data, logprobs: (logprobs[0].sum(), {"a": "x"}),
+            False,
+            ValueError,
+            r"metrics\['a'\] of a custom loss must be a number, got 'x'",
+        ),
     ],
 )
 def test_a_custom_loss_that_fails_consumes_its_sequence_numbers(
-    pool: FakePool, client: TrainingClient, loss_fn: Any, with_gradients: Any, error: type[Exception]
+    pool: FakePool, client: TrainingClient, loss_fn: Any, with_gradients: Any, error: type[Exception], message: str
 ) -> None:
     future = client.forward_backward_custom([datum(1, 2)], loss_fn, with_gradients=with_gradients)
     step = client.optim_step()
-    with pytest.raises(error):
+    with pytest.raises(error, match=message):
         future.result(60)
     step.result(60)
     [empty] = pool.requests("ForwardBackward")

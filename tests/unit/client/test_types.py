@@ -1,6 +1,8 @@
 """Values from users are converted without loss, or refused."""
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from tinker import types
 from tinkerpool import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData, errors
 from tinkerpool.client.calls import encoding
 from tinkerpool.convert import from_tensor
+from tinkerpool.types import ForwardBackwardOutput, OptimStepResponse, TrainStepResponse
 from tinkerpool.v1 import training_pb2, types_pb2
 
 
@@ -56,15 +59,30 @@ def test_flat_data_takes_a_shape_as_in_the_sdk() -> None:
         (lambda: TensorData(["a"]), "holds numbers"),
         (lambda: TensorData([1], "bfloat16"), "'int64' or 'float32'"),
         (lambda: EncodedTextChunk([1.5]), "whole numbers"),
-        (lambda: EncodedTextChunk([-1]), "token ids from 0"),
-        (lambda: EncodedTextChunk([2**31]), "token ids from 0"),
+        (lambda: EncodedTextChunk([-1]), "token ids must be from 0 to 2147483647, got -1$"),
+        (lambda: EncodedTextChunk([2**31]), "token ids must be from 0 to 2147483647, got 2147483648$"),
         (lambda: EncodedTextChunk([[1]]), "one sequence"),
         (lambda: Datum([1], {"target_tokens": [0.5]}), r"loss_fn_inputs\['target_tokens'\]"),
+        (
+            lambda: Datum([1], {"target_tokens": "hi"}),
+            r"'target_tokens'\]: .* tokens must be encoded first, with get_tok",
+        ),
+        (lambda: Datum([1], {"weights": None}), r"'weights'\]: a tensor holds numbers, but None is among them"),
+        (lambda: Datum([1, 2], {"weights": [1, None]}), "but None is among them"),
+        (lambda: encoding.adam_params(AdamParams(learning_rate="1e-3")), "learning_rate is '1e-3': give a number"),  # type: ignore[arg-type]
         (lambda: SamplingParams(max_tokens=0), "max_tokens"),
         (lambda: SamplingParams(temperature=-1), "temperature"),
         (lambda: SamplingParams(temperature=float("nan")), "temperature"),
         (lambda: SamplingParams(top_k=0), "top_k"),
         (lambda: SamplingParams(top_p=0), "top_p"),
+        (lambda: SamplingParams(max_tokens="3"), "max_tokens must be a whole number, or None, got '3'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(max_tokens=3.5), "max_tokens must be a whole number, or None, got 3.5"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(max_tokens=True), "max_tokens must be a whole number, or None, got True"),
+        (lambda: SamplingParams(seed="1"), "seed must be a whole number, or None, got '1'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(temperature="0"), "temperature must be a number, got '0'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(top_k=1.5), "top_k must be a whole number, got 1.5"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(top_p=[1, 1]), r"top_p must be a number, got \[1, 1\]"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop=3), "stop must be a string, a list of strings or a list of token ids, got 3"),  # type: ignore[arg-type]
         (lambda: SamplingParams(stop=["a", 1]), "mixture"),  # type: ignore[arg-type]
         (lambda: encoding.loss_function("sft"), "cross_entropy, importance_sampling"),
         (lambda: encoding.loss_function("unspecified"), "unknown loss_fn"),
@@ -76,6 +94,29 @@ def test_flat_data_takes_a_shape_as_in_the_sdk() -> None:
 def test_invalid_values_are_refused_before_anything_is_sent(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("whole", [3, np.int32(3), np.array(3), torch.tensor(3)])
+def test_numbers_of_numpy_and_torch_are_numbers(whole: Any) -> None:
+    half: Any = torch.tensor(0.5)
+    params = SamplingParams(max_tokens=whole, seed=whole, top_k=whole, temperature=half, top_p=float(half))
+    message = encoding.sampling_params(params)
+    assert (message.max_tokens, message.seed, message.top_k, message.temperature) == (3, 3, 3, 0.5)
+    rates: list[Any] = [half, np.float64(0.5), np.float32(0.5)]
+    for rate in rates:
+        assert encoding.adam_params(AdamParams(learning_rate=rate, eps=1)).learning_rate == 0.5
+
+
+def test_a_field_of_a_part_of_a_train_step_is_refused_with_its_place() -> None:
+    step = TrainStepResponse(
+        forward_backward=ForwardBackwardOutput(loss_fn_output_type="", loss_fn_outputs=[], metrics={}),
+        optim_step=OptimStepResponse(metrics={}),
+    )
+    with pytest.raises(AttributeError, match=r"'metrics': use .forward_backward.metrics or .optim_step.metrics$"):
+        _ = step.metrics  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'loss'$"):
+        _ = step.loss  # type: ignore[attr-defined]
+    assert copy.deepcopy(step) == pickle.loads(pickle.dumps(step)) == step
 
 
 def test_model_input_is_a_sequence_of_chunks() -> None:

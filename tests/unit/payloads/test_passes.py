@@ -277,7 +277,7 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
     ),
     "no dimensions": (
         changed(lambda d: d.loss_inputs["weights"].CopyFrom(to_tensor(np.float32(1)))),  # type: ignore[arg-type]
-        ["weights", "length 0"],
+        ["weights", "is a scalar but model_input has 3 tokens"],
     ),
     "NaN": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, math.nan, 1))), ["weights", "element 1"]),
     "infinity": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, 1, -math.inf))), ["element 2"]),

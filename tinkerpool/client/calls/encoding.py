@@ -106,9 +106,9 @@ def adam_params(params: types.AdamParams | None) -> types_pb2.AdamParams:
         raise ValueError(f"AdamParams expected, got {kind_of(params)}: write AdamParams(learning_rate={float(rate):g})")
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if value is None or isinstance(value, bool | np.bool_):
+        if not types.is_number(value):
             raise ValueError(
-                f"AdamParams.{field.name} is {value}: give a number, or leave it out for {field.default:g}"
+                f"AdamParams.{field.name} is {value!r:.80}: give a number, or leave it out for {field.default:g}"
             )
     return types_pb2.AdamParams(
         learning_rate=params.learning_rate,
@@ -140,10 +140,21 @@ def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams
 
 
 def positive(name: str, value: int | None, none: str) -> int:
-    """Return the contract's value, where 0 stands for None. Raises ValueError below 1. `none`: what None is for."""
+    """Return the contract's value, where 0 stands for None. Raises ValueError for anything but a number from 1 on.
+
+    `none`: what None is for.
+    """
+    types.check_number(name, value, is_whole=True, or_none=True)
     if value is not None and value < 1:
         raise ValueError(f"{name} must be at least 1, or None {none}; got {value}")
     return value or 0
+
+
+def text(name: str, value: str | None) -> str:
+    """Return the contract's value, where "" stands for None. Raises ValueError for anything but a string."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {value!r:.80}")
+    return value or ""
 
 
 def ttl(ttl_seconds: int | None) -> int:
@@ -239,7 +250,7 @@ def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:
     """Return the options of a loss. Raises ValueError for an option that is not a number."""
     values = dict(config or {})
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        if not types.is_number(value):
             raise ValueError(f"loss_fn_config[{name!r}] must be a number, got {value!r}")
     return {name: float(value) for name, value in values.items()}
 

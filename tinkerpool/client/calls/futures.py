@@ -141,9 +141,14 @@ class APIFuture(Awaitable[T], Generic[T]):
                 "result() was called on the client's own thread, which has to do the work: call it from another "
                 "thread, or `await` the future"
             )
-        if not progress or self._describe is None:
-            return self._future.result(timeout)
-        return self._result_with_progress(self._describe, timeout, _print if progress is True else progress)
+        try:
+            if not progress or self._describe is None:
+                return self._future.result(timeout)
+            return self._result_with_progress(self._describe, timeout, _print if progress is True else progress)
+        except TimeoutError:
+            if self._future.done():  # the error is the work's own, or the result has come just now
+                return self._future.result()
+            raise self._running_after(timeout) from None
 
     def _result_with_progress(self, describe: Describe, timeout: float | None, show: Callable[[str], None]) -> T:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -169,10 +174,19 @@ class APIFuture(Awaitable[T], Generic[T]):
         sequence number in the adapter's log.
         """
         waiter = asyncio.wrap_future(self._future)
-        if not self._is_cancellable:
-            waiter.add_done_callback(_retrieve)
-            waiter = asyncio.shield(waiter)
-        return await asyncio.wait_for(waiter, timeout)
+        if self._is_cancellable:
+            return await asyncio.wait_for(waiter, timeout)
+        waiter.add_done_callback(_retrieve)
+        try:
+            return await asyncio.wait_for(asyncio.shield(waiter), timeout)
+        except TimeoutError:
+            if self._future.done():
+                return self._future.result()
+            raise self._running_after(timeout) from None
+
+    def _running_after(self, timeout_s: float | None) -> TimeoutError:
+        what = self._label or "the operation"
+        return TimeoutError(f"{what} still runs after {timeout_s} s: call result() again to go on waiting for it")
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()

@@ -26,7 +26,7 @@ from tinkerpool.client.calls.encoding import has_ignored_targets, kind_of
 from tinkerpool.client.training import passes
 from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.errors import TinkerpoolError
-from tinkerpool.types import IGNORED_TARGET, Datum, ForwardBackwardOutput, TensorData, as_array
+from tinkerpool.types import IGNORED_TARGET, Datum, ForwardBackwardOutput, TensorData, as_array, is_number
 from tinkerpool.v1 import training_pb2
 
 REASON_CHARS_MAX = 500
@@ -150,6 +150,9 @@ def _parts(result: Any, names: str) -> tuple[Any, ...]:
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise ValueError(f"metrics of a custom loss must be a dict of names and numbers, got {kind_of(metrics)}")
+    for name, value in metrics.items():
+        if not isinstance(value, bool | np.bool_) and not is_number(value):
+            raise ValueError(f"metrics[{name!r}] of a custom loss must be a number, got {value!r:.80}")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -188,6 +191,12 @@ class CustomPass:
         return with_loss(backward, loss)
 
     def _backwards(self, loss: CustomLoss) -> list[training_pb2.ForwardBackwardRequest]:
+        for i, gradient in enumerate(loss.gradients):
+            if not np.isfinite(gradient).all():
+                raise ValueError(
+                    f"the custom loss is {loss.value:g}, and its gradient for data[{i}] is not finite: look for a "
+                    "division by 0, or the log of 0, in your loss"
+                )
         data = surrogate(self._data, loss.gradients)
         requests, start = [], 0
         for length in self._lengths:
