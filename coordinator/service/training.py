@@ -236,9 +236,9 @@ class TrainingUseCases(UseCases):
 
 
 def _refused_step(error: ServiceError) -> ServiceError:
-    """Return the refusal of an optimizer step, which ends its gradient window like any step."""
-    mend = "a refused step drops its gradient: submit it again with its forward_backwards"
-    return ServiceError(error.code, error.reason, f"{error.message}; {mend}", metadata=error.metadata)
+    """Return the refusal of an optimizer step, which says that the step ends its gradient window like any other."""
+    error.message += "; a refused step drops its gradient: submit it again with its forward_backwards"
+    return error
 
 
 def _decoded(
