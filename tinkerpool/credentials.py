@@ -169,19 +169,28 @@ def _read(path: Path) -> Credentials | None:
 def write_credentials(credentials: Credentials) -> Path:
     """Write the credentials of the pool in use, readable by this user only; return the file.
 
-    A different key in it is kept next to it.
+    Those of another pool in it are kept next to it.
     """
     path = credentials_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(ValueError):
         previous = read_credentials()
-        if previous is not None and previous.api_key != credentials.api_key:
+        if previous is not None and not _is_replaced(previous, credentials):
             path.rename(_free_name(path))
     _write(path, credentials)
     for kept, other in _kept():
-        if kept != path and other.api_key == credentials.api_key:
+        if kept != path and _is_replaced(other, credentials):
             kept.unlink(missing_ok=True)
     return path
+
+
+def _is_replaced(before: Credentials, now: Credentials) -> bool:
+    """Return whether both have one key, and are of one pool: with its folder moved, perhaps.
+
+    A restored pool has the keys of its source, whose folder is still there.
+    """
+    is_source = now.data_dir not in ("", before.data_dir) and bool(before.data_dir) and Path(before.data_dir).is_dir()
+    return before.api_key == now.api_key and not is_source
 
 
 def replace_key(replaced: str, api_key: str) -> Path | None:

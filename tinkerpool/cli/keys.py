@@ -49,7 +49,7 @@ def create(
     role: Annotated[Role, typer.Option(help="What the key may do; admin: also manage tenants and keys.")] = Role.MEMBER,
     expires: Annotated[
         str, typer.Option(metavar="DURATION", help="When it expires: 90d, 12h. Default: never.", show_default=False)
-    ] = "0",
+    ] = "",
     certificate: Annotated[
         str,
         typer.Option(
@@ -60,14 +60,19 @@ def create(
     ] = "",
 ) -> None:
     """Create a key, and its tenant if it is new. The key is printed once."""
+    ttl_s = seconds_of(expires) if expires else 0
+    if expires and not ttl_s:
+        raise typer.BadParameter(f"{expires!r} would never expire: give a longer time, or leave --expires out")
     request = admin_pb2.CreateApiKeyRequest(
-        tenant=tenant, role=NUMBERS[role], ttl_seconds=seconds_of(expires), certificate_sha256=certificate
+        tenant=tenant, role=NUMBERS[role], ttl_seconds=ttl_s, certificate_sha256=certificate
     )
     response = call(target, CREATE_API_KEY, request)
     print(response.key)
     show.note(
         "Keep it: only its hash is stored. Its user sets TINKERPOOL_API_KEY, or passes api_key= to ServiceClient."
     )
+    if ttl_s:
+        show.note(f"It expires in {show.duration(ttl_s)}.")
 
 
 @app.command("list")

@@ -499,6 +499,7 @@ def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService
     service.responses["create_api_key"] = admin_pb2.CreateApiKeyResponse(key="tp_new")
     done = run("key", "create", "bob", "--role", "admin", "--expires", "90d", "--certificate", "ab:cd")
     assert (done.code, done.out) == (0, "tp_new\n")
+    assert "It expires in 90 days." in done.err
     [(_, _, request)] = service.calls
     assert request == admin_pb2.CreateApiKeyRequest(
         tenant="bob", role=admin_pb2.ROLE_ADMIN, ttl_seconds=90 * 86_400, certificate_sha256="ab:cd"
@@ -584,6 +585,16 @@ def test_a_duration_of_another_form_is_refused_with_examples(run: Run, service: 
     done = run("key", "create", "bob", "--expires", "soon")
     assert done.code != 0
     assert "90d, 12h" in done.err
+    assert service.calls == []
+
+
+@pytest.mark.parametrize("given", ["0", "0d", "0s"])
+def test_a_key_that_would_never_expire_is_not_created_by_an_expiry_of_zero(
+    run: Run, service: FakeService, given: str
+) -> None:
+    done = run("key", "create", "bob", "--expires", given)
+    assert done.code != 0
+    assert "would never expire" in done.err
     assert service.calls == []
 
 

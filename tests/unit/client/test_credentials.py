@@ -52,6 +52,22 @@ def test_the_same_key_at_a_new_address_replaces_the_old() -> None:
     assert [path.name for path in credentials_file().parent.iterdir()] == ["credentials.json"]
 
 
+def test_a_restored_pool_leaves_the_entry_of_its_source_with_the_same_key_and_a_moved_one_does_not(
+    tmp_path: Path,
+) -> None:
+    source, restored = (
+        Credentials(url=f"http://127.0.0.1:{port}", api_key="tp_1", data_dir=str(tmp_path / name))
+        for port, name in enumerate(("source", "restored"), start=1)
+    )
+    Path(source.data_dir).mkdir()
+    for credentials in (source, restored, source, restored):
+        write_credentials(credentials)
+    assert list(kept_credentials()) == [restored, source]
+    Path(source.data_dir).rmdir()
+    write_credentials(restored)
+    assert list(kept_credentials()) == [restored]
+
+
 def test_switching_between_pools_keeps_one_copy_of_each_key() -> None:
     other = Credentials(url="http://elsewhere", api_key="tp_other")
     for credentials in (MINE, other, MINE, other, MINE):
