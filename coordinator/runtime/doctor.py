@@ -62,7 +62,7 @@ def examine(data_dir: Path, running_pid: int | None, *, is_verified: bool, on_pr
     if not data_dir.is_dir():
         report.problems.append(f"{data_dir} does not exist: `tinkerpool up` would make a new pool there")
         return report
-    identity = _examine_identity(data_dir, report)
+    identity = _examine_identity(data_dir, report, is_verified=is_verified)
     if identity is not None and not identity.is_backup:
         _examine_room(data_dir, report)
     if identity is not None:
@@ -112,7 +112,7 @@ def _examine_room(data_dir: Path, report: Report) -> None:
         )
 
 
-def _examine_identity(data_dir: Path, report: Report) -> Identity | None:
+def _examine_identity(data_dir: Path, report: Report, *, is_verified: bool) -> Identity | None:
     """Return the identity of the database, if it can be read; that of the side file, if the directory is a backup."""
     try:
         side = read_side_file(data_dir, RealDisk())
@@ -130,7 +130,11 @@ def _examine_identity(data_dir: Path, report: Report) -> Identity | None:
         identity = _identity_or_none(data_dir)
     else:
         if identity is None:
-            report.notes.append(f"there is no {DATABASE}, and nothing else of a pool: a start would make a new pool")
+            nothing = f"there is no {DATABASE}, and nothing else of a pool"
+            if is_verified:
+                report.problems.append(f"{nothing}, so there is nothing to verify: is its disk mounted?")
+            else:
+                report.notes.append(f"{nothing}: a start would make a new pool")
     if identity is not None:
         hours = identity.service_ms / 3.6e6
         text = f"{identity.name}, epoch {identity.epoch}, {hours:,.1f} hours of service"

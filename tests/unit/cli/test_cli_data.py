@@ -51,6 +51,13 @@ def test_what_a_command_cannot_do_is_one_sentence(run: Run, pool: Path, tmp_path
         assert (done.err.startswith("Error: "), done.err.count("\n")) == (True, 1)
 
 
+def test_a_folder_without_a_pool_is_no_verified_backup(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "unmounted").mkdir()
+    assert run("doctor", "--data-dir", tmp_path / "unmounted").code == 0
+    done = run("doctor", "--data-dir", tmp_path / "unmounted", "--verify")
+    assert (done.code, "so there is nothing to verify: is its disk mounted?" in done.out) == (1, True)
+
+
 def test_losses_are_listed_and_give_exit_code_1(run: Run, pool: Path, tmp_path: Path) -> None:
     flip_a_byte(folder_of(pool, "/kept"))
     done = run("doctor", "--verify")
