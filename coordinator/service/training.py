@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
-from coordinator.base.errors import ServiceError, invalid, unmet
+from coordinator.base.errors import MESSAGE_LENGTH_MAX, ServiceError, invalid, unmet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request, refused_payload
 from coordinator.operations.holdings import SaveRequest, claim_of_pass
@@ -237,7 +237,8 @@ class TrainingUseCases(UseCases):
 
 def _refused_step(error: ServiceError) -> ServiceError:
     """Return the refusal of an optimizer step, which says that the step ends its gradient window like any other."""
-    error.message += "; a refused step drops its gradient: submit it again with its forward_backwards"
+    effect = "; a refused step drops its gradient: submit it again with its forward_backwards"
+    error.message = error.message[: MESSAGE_LENGTH_MAX - len(effect)] + effect
     return error
 
 

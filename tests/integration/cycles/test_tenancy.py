@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import MESSAGE_LENGTH_MAX, Code, ServiceError, invalid
 from coordinator.tenants.principals import Principal, Role
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, running_pool, sample_request
@@ -199,6 +199,10 @@ async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(pool: To
     own = await refusal(pool.service.refuse(alice, request, invalid("no")))
     assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
     assert own.message.startswith("no; a refused step drops its gradient")
+    request.seq = 2
+    longest = await refusal(pool.service.refuse(alice, request, invalid("n" * 2000)))
+    assert len(longest.message) == MESSAGE_LENGTH_MAX
+    assert longest.message.endswith("with its forward_backwards")
     assert own.operation == f"{adapter}:1"
 
 
